@@ -1,0 +1,90 @@
+"""Run something right after a module's import, so that `import sage_hf` need not import diffusers or transformers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Action = Callable[[ModuleType], None]
+
+_lock = threading.RLock()
+_pending: dict[str, list[Action]] = {}
+
+
+class _Finder(MetaPathFinder):
+    """Finds a module as the other finders would, and has the pending actions follow its execution."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _pending:
+            return None
+        for finder in tuple(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is self or find_spec is None:
+                continue
+            spec = find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Stands in for a module's loader until the module is executed, which is when the real one takes its place back."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__spec__.name
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _run_pending(name, sys.modules.get(name, module))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
+
+
+_finder = _Finder()
+
+
+def _run_pending(name: str, module: ModuleType) -> None:
+    with _lock:
+        actions = _pending.pop(name, [])
+        if not _pending and _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+    for action in actions:
+        action(module)
+
+
+def when_imported(module_name: str, action: Action) -> None:
+    """Call `action(module)` once: now if `module_name` is imported already, else right after its first import.
+
+    Never imports the module itself. Actions of one module run in the order they were given. A failed import leaves
+    them waiting for the next attempt; an action that raises fails the import that triggered it.
+
+    Raises:
+        ImportError: `module_name` is being imported by this very thread, so that it can neither be used nor awaited.
+    """
+    with _lock:
+        if module_name not in sys.modules:
+            _pending.setdefault(module_name, []).append(action)
+            if _finder not in sys.meta_path:
+                sys.meta_path.insert(0, _finder)
+            return
+    module = importlib.import_module(module_name)  # waits for an import that is under way in another thread
+    if getattr(getattr(module, "__spec__", None), "_initializing", False):
+        raise ImportError(
+            f"sage_hf was imported from inside the import of {module_name}: import {module_name} first, or later"
+        )
+    action(module)

@@ -1,0 +1,127 @@
+"""Promises of sage_hf._import_hook: an action follows a module's import, whichever comes first, and leaves no trace."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+from sage_hf import _import_hook
+from sage_hf._import_hook import when_imported
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_action_runs_at_once_when_the_module_is_imported_already(folder: Path) -> None:
+    (folder / "hooked_before.py").write_text("answer = 42\n")
+    module = importlib.import_module("hooked_before")
+    seen = []
+    when_imported("hooked_before", seen.append)
+    assert seen == [module]
+
+
+def test_action_waits_for_the_import_and_sees_the_finished_module(folder: Path) -> None:
+    (folder / "hooked_after.py").write_text("answer = 42\n")
+    seen = []
+    when_imported("hooked_after", lambda module: seen.append(("first", module.answer)))
+    when_imported("hooked_after", lambda module: seen.append(("second", module.answer)))
+    assert seen == []
+    assert "hooked_after" not in sys.modules
+    importlib.import_module("hooked_after")
+    assert seen == [("first", 42), ("second", 42)]
+    importlib.reload(sys.modules["hooked_after"])
+    assert len(seen) == 2
+
+
+def test_submodules_and_modules_that_replace_themselves_are_served(folder: Path) -> None:
+    (folder / "hooked_package").mkdir()
+    (folder / "hooked_package" / "__init__.py").write_text("")
+    (folder / "hooked_package" / "part.py").write_text(
+        "import sys, types\nnew = types.ModuleType(__name__)\nnew.replaced = True\nsys.modules[__name__] = new\n"
+    )
+    seen = []
+    when_imported("hooked_package.part", seen.append)
+    importlib.import_module("hooked_package")
+    assert seen == []
+    importlib.import_module("hooked_package.part")
+    assert [module.replaced for module in seen] == [True]
+
+
+def test_the_module_keeps_its_own_loader_and_no_finder_stays_behind(folder: Path) -> None:
+    (folder / "hooked_clean.py").write_text("loader = __loader__\n")
+    finders = list(sys.meta_path)
+    when_imported("hooked_clean", lambda module: None)
+    assert importlib.util.find_spec("hooked_clean").origin == str(folder / "hooked_clean.py")
+    module = importlib.import_module("hooked_clean")
+    assert type(module.loader) is type(module.__spec__.loader) is type(module.__loader__) is SourceFileLoader
+    assert "hooked_clean" not in _import_hook._pending
+    if not _import_hook._pending:
+        assert [finder for finder in sys.meta_path if type(finder).__module__ == _import_hook.__name__] == []
+    else:
+        assert list(sys.meta_path) == finders
+
+
+def test_a_failed_import_leaves_the_action_waiting(folder: Path) -> None:
+    source = folder / "hooked_failing.py"
+    source.write_text("raise RuntimeError('not yet')\n")
+    seen = []
+    when_imported("hooked_failing", seen.append)
+    with pytest.raises(RuntimeError, match="not yet"):
+        importlib.import_module("hooked_failing")
+    assert seen == []
+    source.write_text("ready = True  # now it imports\n")
+    importlib.invalidate_caches()
+    importlib.import_module("hooked_failing")
+    assert [module.ready for module in seen] == [True]
+
+
+def test_a_missing_module_still_raises_module_not_found(folder: Path) -> None:
+    when_imported("hooked_missing", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="hooked_missing"):
+        importlib.import_module("hooked_missing")
+    _import_hook._pending.pop("hooked_missing")
+
+
+def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:
+    (folder / "hooked_slow.py").write_text(
+        "import builtins\nbuiltins.hooked_slow_started.set()\nbuiltins.hooked_slow_go.wait(10)\nanswer = 42\n"
+    )
+    import builtins
+
+    builtins.hooked_slow_started, builtins.hooked_slow_go = threading.Event(), threading.Event()
+    try:
+        importer = threading.Thread(target=importlib.import_module, args=("hooked_slow",))
+        importer.start()
+        assert builtins.hooked_slow_started.wait(10)
+        seen = []
+        waiter = threading.Thread(target=when_imported, args=("hooked_slow", lambda module: seen.append(module.answer)))
+        waiter.start()
+        waiter.join(0.05)
+        assert seen == []
+        builtins.hooked_slow_go.set()
+        importer.join(10)
+        waiter.join(10)
+        assert seen == [42]
+    finally:
+        del builtins.hooked_slow_started, builtins.hooked_slow_go
+
+
+def test_hooking_a_module_from_inside_its_own_import_is_refused(folder: Path) -> None:
+    (folder / "hooked_circular.py").write_text(
+        "from sage_hf._import_hook import when_imported\nwhen_imported(__name__, print)\n"
+    )
+    with pytest.raises(ImportError, match="import hooked_circular first"):
+        importlib.import_module("hooked_circular")
