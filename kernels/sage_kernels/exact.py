@@ -1,0 +1,134 @@
+"""Exact attention: PyTorch's scaled_dot_product_attention for use, and a plain one in any precision to judge by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+ELEMENTS_PER_CHUNK = 2**22
+
+
+def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
+    """Query rows whose scores fit in a chunk of bounded size, so that memory stays linear in sequence length."""
+    rows = ELEMENTS_PER_CHUNK // max(1, batch_heads * columns)
+    return max(multiple, rows // multiple * multiple)
+
+
+def apply_mask(
+    scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, first_row: int, first_column: int
+) -> torch.Tensor:
+    """Add the mask to a tile of scores.
+
+    Args:
+        scores: (batch, q_heads, rows, columns), the tile that begins at (first_row, first_column).
+        mask: (batch, q_heads, q_len, kv_len), bool (True: may attend) or additive; strides may be 0.
+        is_causal: row i attends to columns 0…i (upper-left alignment, as in PyTorch).
+
+    Returns:
+        The masked scores, -inf where attention is not allowed.
+    """
+    rows, columns = scores.shape[-2:]
+    if mask is not None:
+        tile = mask[..., first_row : first_row + rows, first_column : first_column + columns]
+        scores = scores.masked_fill(~tile, -torch.inf) if tile.dtype == torch.bool else scores + tile.to(scores.dtype)
+    if is_causal and first_column + columns > first_row + 1:
+        row = torch.arange(first_row, first_row + rows, device=scores.device).unsqueeze(-1)
+        column = torch.arange(first_column, first_column + columns, device=scores.device)
+        scores = scores.masked_fill(column > row, -torch.inf)
+    return scores
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale·Q·Kᵀ + mask)·V, computed in `dtype` a few rows at a time.
+
+    Args:
+        query: (batch, q_heads, q_len, head_dim).
+        key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim); q_heads a multiple of
+            kv_heads.
+        mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
+        is_causal: row i attends to keys 0…i.
+        scale: default head_dim ** -0.5.
+
+    Returns:
+        (output, lse) in `dtype`: (batch, q_heads, q_len, v_head_dim) and (batch, q_heads, q_len). A row that may attend
+        to nothing gives output 0 and lse -inf.
+    """
+    output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+    value = value.to(dtype).repeat_interleave(query.shape[1] // max(1, value.shape[1]), 1)
+    for rows, scores in _score_chunks(query, key, mask, is_causal, scale, dtype):
+        lse[:, :, rows] = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse[:, :, rows].nan_to_num(nan=torch.nan, neginf=0.0).unsqueeze(-1))
+        output[:, :, rows] = weights @ value
+    return output, lse
+
+
+def log_sum_exp(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The lse of `attention`, float32 (batch, q_heads, q_len), without the output."""
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+    for rows, scores in _score_chunks(query, key, mask, is_causal, scale, torch.float32):
+        lse[:, :, rows] = scores.logsumexp(-1)
+    return lse
+
+
+def _score_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Masked scores (batch, q_heads, rows, kv_len) in `dtype`, a chunk of rows at a time; none where kv_len is 0."""
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if 0 in (batch, q_heads, q_len, kv_len):
+        return
+    scale = head_dim**-0.5 if scale is None else scale
+    if mask is not None:
+        mask = mask.expand(batch, q_heads, q_len, kv_len)
+    transposed_key = key.to(dtype).repeat_interleave(q_heads // kv_heads, 1).transpose(-1, -2)
+    rows = rows_per_chunk(batch * q_heads, kv_len)
+    for start in range(0, q_len, rows):
+        chunk = slice(start, start + rows)
+        scores = query[:, :, chunk].to(dtype) @ transposed_key * scale
+        yield chunk, apply_mask(scores, mask, is_causal, start, 0)
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """PyTorch's scaled_dot_product_attention with this package's argument names; shapes as in `attention`."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )

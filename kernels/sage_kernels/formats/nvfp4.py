@@ -1,0 +1,134 @@
+"""NVFP4: e2m1 elements in groups of 16 with one e4m3 scale each, and one float32 scale per tensor slice.
+
+The group scale maps the group's amax to 6, the largest e2m1 value (arXiv 2505.11594, section 3.1). Mapping it elsewhere
+and keeping the choice with the least squared error costs the quantiser alone (arXiv 2512.02010): `targets` lists the
+choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .fp8 import E4M3_MAX, round_to_e4m3
+from .power_of_two import least_power_of_two
+
+GROUP = 16
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class NVFP4Tensor:
+    """A tensor in NVFP4, grouped along its last axis.
+
+    Attributes:
+        codes: uint8 (..., n/2); two e2m1 codes a byte, the first element in the low nibble; bit 3 of a code is the
+        sign.
+        scale: float8_e4m3fn (..., n/16); positive.
+        tensor_scale: float32 (..., 1, 1); a power of two.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    tensor_scale: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """The values, float32 (..., n): e2m1 · e4m3 scale · tensor scale."""
+        magnitudes = torch.tensor(E2M1_VALUES, device=self.codes.device)
+        table = torch.cat((magnitudes, -magnitudes))
+        elements = table[torch.stack((self.codes & 0xF, self.codes >> 4), -1).long().flatten(-2)]
+        values = elements.unflatten(-1, (-1, GROUP)) * self.scale.float().unsqueeze(-1)
+        return values.flatten(-2) * self.tensor_scale
+
+
+def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest e2m1 value, ties to the even code, saturating at ±6; float32 in and out. NaN stays NaN."""
+    magnitude = x.abs()
+    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
+
+
+def power_of_two_scale(x: torch.Tensor) -> torch.Tensor:
+    """The tensor scale: the least power of two that brings every finite |x| of a (tokens, channels) slice within
+    448·6, so that group scales use e4m3's range without saturating; 1 for an all-zero slice.
+
+    Args:
+        x: float32 (..., tokens, channels).
+
+    Returns:
+        float32 (..., 1, 1).
+    """
+    return least_power_of_two(x, E4M3_MAX * E2M1_MAX)
+
+
+def round_groups(x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of every group, unpacked.
+
+    Args:
+        x: float32 (..., n), n a multiple of 16, already divided by the tensor scale.
+        targets: values that a group's amax may be mapped to; the one with the least squared error wins, the earlier of
+            equals.
+
+    Returns:
+        (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN where the
+        group holds a non-finite value. The element is x divided by the *rounded* scale.
+    """
+    groups = x.unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1, keepdim=True)
+    amax = torch.where(amax.isfinite(), amax, torch.nan)
+
+    def rounded(target: float) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = round_to_e4m3(amax / target).float()
+        return round_to_e2m1(torch.where(scale == 0, 0.0, groups / scale)), scale
+
+    elements, scale = rounded(targets[0])
+    if len(targets) > 1:
+        error = (elements * scale - groups).square().sum(-1, keepdim=True)
+        for target in targets[1:]:
+            other_elements, other_scale = rounded(target)
+            other_error = (other_elements * other_scale - groups).square().sum(-1, keepdim=True)
+            better = other_error < error
+            elements = torch.where(better, other_elements, elements)
+            scale = torch.where(better, other_scale, scale)
+            error = torch.where(better, other_error, error)
+    return elements, scale
+
+
+def quantize(
+    x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,), tensor_scale: torch.Tensor | None = None
+) -> NVFP4Tensor:
+    """Quantise along the last axis.
+
+    Args:
+        x: float32 (..., tokens, n), n a multiple of 16.
+        targets: see `round_groups`.
+        tensor_scale: float32 broadcastable to (..., 1, 1), powers of two; default `power_of_two_scale(x)`. Ones give
+            the published SageAttention3, whose groups saturate above 2688.
+
+    Raises:
+        ValueError: n is not a multiple of 16.
+    """
+    if x.shape[-1] % GROUP:
+        raise ValueError(f"NVFP4 groups {GROUP} elements along the last axis; got {x.shape[-1]}: pad it with zeros")
+    if tensor_scale is None:
+        tensor_scale = power_of_two_scale(x)
+    elements, scale = round_groups(x / tensor_scale, targets)
+    elements = elements.flatten(-2)
+    magnitudes = torch.tensor(E2M1_VALUES, device=x.device)
+    codes = (
+        torch.bucketize(elements.abs().nan_to_num(), magnitudes).to(torch.uint8) | (elements < 0).to(torch.uint8) << 3
+    )
+    pairs = codes.unflatten(-1, (-1, 2))
+    return NVFP4Tensor(pairs[..., 0] | pairs[..., 1] << 4, scale.squeeze(-1).to(torch.float8_e4m3fn), tensor_scale)
+
+
+def quantize_dequantize(
+    x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,), tensor_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`quantize(x, ...).dequantize()` without packing; float32 of x's shape."""
+    if tensor_scale is None:
+        tensor_scale = power_of_two_scale(x)
+    elements, scale = round_groups(x / tensor_scale, targets)
+    return (elements * scale).flatten(-2) * tensor_scale

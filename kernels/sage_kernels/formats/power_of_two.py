@@ -1,0 +1,21 @@
+"""Scales that multiply and divide without rounding."""
+
+from __future__ import annotations
+
+import torch
+
+
+def least_power_of_two(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """The least power of two s with |x| ≤ limit·s for every finite x of a (tokens, channels) slice; 1 if all are zero.
+
+    Args:
+        x: float32 (..., tokens, channels).
+        limit: the largest magnitude that x / s may have.
+
+    Returns:
+        float32 (..., 1, 1). Its exponent is kept within ±126, so that s and 1/s are both normal numbers.
+    """
+    amax = torch.where(x.isfinite(), x.abs(), 0.0).amax((-2, -1), keepdim=True)
+    mantissa, exponent = torch.frexp(amax / limit)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 126)
+    return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)

@@ -1,0 +1,71 @@
+"""A recipe says which formats and transforms an attention uses; it says nothing about a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to compute attention in few bits.
+
+    Attributes:
+        name: what users call it.
+        qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale per
+            `q_tokens_per_scale` and `k_tokens_per_scale` tokens; "exact": 16 bit, by PyTorch's
+            scaled_dot_product_attention (then `pv` is too).
+        pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel;
+            "fp16".
+        smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); of Q per 128 rows.
+        rotate: rotate Q and K along head_dim (transforms.rotate).
+        tensor_scale: NVFP4 keeps a float32 scale per (batch, head) beside the e4m3 scales of the groups.
+        targets: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
+        denominator: rows are divided by the sum of P before ("p") or after ("quantized_p") quantising it.
+        q_tokens_per_scale, k_tokens_per_scale: INT8 granularity.
+    """
+
+    name: str
+    qk: Literal["nvfp4", "int8", "exact"]
+    pv: Literal["nvfp4", "fp8", "fp16", "exact"]
+    smooth_q: bool = False
+    smooth_k: bool = False
+    smooth_v: bool = False
+    rotate: bool = False
+    tensor_scale: bool = True
+    targets: tuple[float, ...] = (6.0,)
+    denominator: Literal["p", "quantized_p"] = "p"
+    q_tokens_per_scale: int = 1
+    k_tokens_per_scale: int = 64
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "sage3",
+            qk="nvfp4",
+            pv="nvfp4",
+            smooth_q=True,
+            smooth_k=True,
+            smooth_v=True,
+            targets=(6.0, 4.0),
+            denominator="quantized_p",
+        ),
+        Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
+        Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True, denominator="quantized_p"),
+        Recipe("sage1", qk="int8", pv="fp16", smooth_k=True),
+        Recipe("exact", qk="exact", pv="exact"),
+    )
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        ValueError: there is none; the message lists those that exist.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; recipes are: {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]

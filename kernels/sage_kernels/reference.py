@@ -1,0 +1,259 @@
+"""Every recipe in plain PyTorch: the specification of the kernels, the CPU path, and the emulation on other hardware.
+
+Online softmax over tiles of keys, as the kernels do it, so that a kernel can be compared tile for tile. Formats and
+transforms come from `formats` and `transforms`; matrix products of the quantised values are taken in float32, where
+they are exact for INT8 (up to head_dim 512) and exact up to the order of the sums for FP4 and FP8. Memory is linear in
+length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import transforms
+from .exact import apply_mask, rows_per_chunk
+from .formats import fp8, fp16, int8, nvfp4
+from .recipe import Recipe
+
+BLOCK_M = 128
+BLOCK_N = 128
+P_SCALE = fp8.E4M3_MAX * nvfp4.E2M1_MAX
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Quantised Q, K, V as float32 values, with what undoes the transforms.
+
+    Attributes:
+        query, key: (batch, heads, tokens, d) element values; multiply a score by query_scale · key_scaleᵀ.
+        query_scale, key_scale: (batch, heads, tokens, 1).
+        value: (batch, kv_heads, tokens, v_head_dim), dequantised.
+        query_mean, smooth_key: with smoothing of Q, (batch, q_heads, blocks, head_dim) and the unquantised
+            (batch, kv_heads, tokens, head_dim), whose product is added to the scores.
+        key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
+    """
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    value: torch.Tensor
+    query_mean: torch.Tensor | None
+    smooth_key: torch.Tensor | None
+    key_mean: torch.Tensor | None
+    value_mean: torch.Tensor | None
+
+
+def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Keys that some query may attend to: bool (batch or 1, 1, kv_len or 1, 1), None when there is no mask.
+
+    Args:
+        mask: bool or additive, 4-D, broadcastable to (batch, q_heads, q_len, kv_len).
+    """
+    if mask is None:
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
+    return allowed.any(-2, keepdim=True).any(1, keepdim=True).transpose(-1, -2)
+
+
+def quantize_operands(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, valid: torch.Tensor | None = None
+) -> Operands:
+    """Transform and quantise Q, K, V.
+
+    Args:
+        query, key, value: any floating dtype; (batch, heads, tokens, channels).
+        recipe: a low-bit recipe.
+        valid: see `valid_keys`. Other keys become zeros: they influence no mean and no scale.
+    """
+    query, key, value = query.float(), key.float(), value.float()
+    if valid is not None:
+        key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
+    query_mean = smooth_key = key_mean = value_mean = None
+    if recipe.smooth_k:
+        key, key_mean = transforms.smooth(key, valid)
+    if recipe.smooth_v:
+        value, value_mean = transforms.smooth(value, valid)
+    if valid is not None:
+        key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
+    pad = -key.shape[-2] % BLOCK_N
+    key, value = F.pad(key, (0, 0, 0, pad)), F.pad(value, (0, 0, 0, pad))
+    if recipe.smooth_q:
+        query, query_mean = transforms.smooth_blocks(query, BLOCK_M)
+        smooth_key = key
+    pad = _padded_head_dim(query.shape[-1], recipe) - query.shape[-1]
+    query, key = F.pad(query, (0, pad)), F.pad(key, (0, pad))
+    if recipe.rotate:
+        query, key = transforms.rotate(query), transforms.rotate(key)
+    query, query_scale = _quantize_tokens(query, recipe, recipe.q_tokens_per_scale)
+    key, key_scale = _quantize_tokens(key, recipe, recipe.k_tokens_per_scale)
+    return Operands(
+        query,
+        query_scale,
+        key,
+        key_scale,
+        _quantize_value(value, recipe),
+        query_mean,
+        smooth_key,
+        key_mean,
+        value_mean,
+    )
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    block_n: int = BLOCK_N,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Low-bit attention (arXiv 2505.11594, algorithm 1, and its INT8 relatives).
+
+    Args:
+        query: (batch, q_heads, q_len, head_dim), any floating dtype, any strides.
+        key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim); q_heads a multiple of
+            kv_heads.
+        recipe: a low-bit recipe.
+        mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
+        is_causal: row i attends to keys 0…i.
+        scale: default head_dim ** -0.5.
+        block_n: keys a tile of the online softmax, a divisor of 128 and a multiple of 16.
+
+    Returns:
+        (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
+        v_head_dim); (batch, q_heads, q_len) float32. A row that may attend to nothing gives output 0 and lse -inf.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
+    scale = head_dim**-0.5 if scale is None else scale
+    output = query.new_zeros(batch, q_len, q_heads, v_head_dim).transpose(1, 2)
+    lse = query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
+    if 0 in (batch, q_heads, q_len, kv_len):
+        return output, lse
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    operands = quantize_operands(query, key, value, recipe, valid_keys(mask))
+    if mask is not None:
+        mask = mask.expand(batch, q_heads, q_len, kv_len)
+
+    rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
+    for start in range(0, q_len, rows):
+        chunk = slice(start, min(start + rows, q_len))
+        output[:, :, chunk], lse[:, :, chunk] = _attend(
+            operands, recipe, chunk, kv_len, mask, is_causal, scale, block_n
+        )
+    if operands.key_mean is not None:
+        lse += scale * _per_group(query.float(), kv_heads).matmul(
+            operands.key_mean.unsqueeze(2).transpose(-1, -2)
+        ).flatten(1, 2).squeeze(-1)
+    return output, lse
+
+
+def _attend(
+    operands: Operands,
+    recipe: Recipe,
+    chunk: slice,
+    kv_len: int,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    block_n: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (float32) and lse of the query rows in `chunk`, whose start is a multiple of BLOCK_M."""
+    kv_heads = operands.key.shape[1]
+    query = _per_group(operands.query[:, :, chunk], kv_heads)
+    query_scale = operands.query_scale[:, :, chunk] * scale
+    rows = query.shape[-2]
+    maximum = query_scale.new_full((*query_scale.shape[:3], 1), -torch.inf)
+    total = torch.zeros_like(maximum)
+    denominator = torch.zeros_like(maximum)
+    output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
+    last_column = min(kv_len, chunk.stop) if is_causal else kv_len
+    for column in range(0, last_column, block_n):
+        tile = slice(column, column + block_n)
+        scores = (query @ operands.key[:, :, tile].unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+        key_scale = operands.key_scale[:, :, tile].transpose(-1, -2)
+        scores = scores * (query_scale * key_scale.repeat_interleave(query.shape[2], 1))
+        if operands.query_mean is not None:
+            mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
+            smooth_key = operands.smooth_key[:, :, tile].unsqueeze(2).transpose(-1, -2)
+            delta = (_per_group(mean, kv_heads) @ smooth_key).flatten(1, 2)
+            scores = scores + scale * delta.repeat_interleave(BLOCK_M, 2)[:, :, :rows]
+        if column + block_n > kv_len:
+            scores[..., kv_len - column :] = -torch.inf
+        inside = scores[..., : kv_len - column]
+        inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column))
+
+        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
+        p = torch.exp(scores - offset)
+        decay = torch.exp(maximum - offset)
+        quantized_p = _quantize_p(p, recipe)
+        value = operands.value[:, :, tile].unsqueeze(2)
+        output = output * decay + (_per_group(quantized_p, kv_heads) @ value).flatten(1, 2)
+        total = total * decay + p.sum(-1, keepdim=True)
+        summed = quantized_p if recipe.denominator == "quantized_p" else p
+        denominator = denominator * decay + summed.sum(-1, keepdim=True)
+        maximum = new_maximum
+
+    output = output / torch.where(denominator == 0, 1.0, denominator)
+    if operands.value_mean is not None:
+        mean = operands.value_mean.repeat_interleave(query.shape[2], 1)
+        output = torch.where(denominator == 0, 0.0, output + mean)
+    return output, (maximum + torch.log(total)).squeeze(-1)
+
+
+def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """(batch, q_heads, ...) -> (batch, kv_heads, q_heads / kv_heads, ...)."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
+def _padded_head_dim(head_dim: int, recipe: Recipe) -> int:
+    """head_dim padded with zeros to what the transforms and formats of Q and K need."""
+    if recipe.rotate:
+        return max(nvfp4.GROUP, 1 << (head_dim - 1).bit_length())
+    return -(-head_dim // nvfp4.GROUP) * nvfp4.GROUP
+
+
+def _quantize_tokens(x: torch.Tensor, recipe: Recipe, tokens_per_scale: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Element values of Q or K and the scale of each token."""
+    if recipe.qk == "int8":
+        tokens = x.shape[-2]
+        codes, scale = int8.quantize(F.pad(x, (0, 0, 0, -tokens % tokens_per_scale)), tokens_per_scale)
+        return codes[..., :tokens, :].float(), scale[..., :tokens, :]
+    values = nvfp4.quantize_dequantize(x, recipe.targets, _tensor_scale(x, recipe))
+    return values, values.new_ones(*x.shape[:-1], 1)
+
+
+def _quantize_value(value: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """V after quantising and dequantising."""
+    if recipe.pv == "fp8":
+        return fp8.dequantize(*fp8.quantize(value, dim=-2))
+    if recipe.pv == "fp16":
+        return fp16.dequantize(*fp16.quantize(value))
+    value = value.transpose(-1, -2)
+    return nvfp4.quantize_dequantize(value, recipe.targets, _tensor_scale(value, recipe)).transpose(-1, -2)
+
+
+def _tensor_scale(x: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
+    return None if recipe.tensor_scale else x.new_ones(1, 1)
+
+
+def _quantize_p(p: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """P (float32, in [0, 1]) after quantising and dequantising.
+
+    NVFP4 scales P by 448·6 first, so that the group scales use all of e4m3's range: the first level of the two-level
+    quantisation of arXiv 2505.11594, section 3.2.
+    """
+    if recipe.pv == "fp8":
+        return fp8.round_to_e4m3(p * fp8.E4M3_MAX).float() / fp8.E4M3_MAX
+    if recipe.pv == "fp16":
+        return p.half().float()
+    return nvfp4.quantize_dequantize(p * P_SCALE, tensor_scale=p.new_ones(1, 1)) / P_SCALE

@@ -1,0 +1,206 @@
+"""What each kernel can do, and which one serves a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from .recipe import get_recipe
+
+Fallback = Literal["native", "emulate", "error"]
+FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
+
+# Recipes tried in this order where the one asked for has no native kernel: the next cheaper hardware's.
+SUBSTITUTES: dict[str, tuple[str, ...]] = {
+    "sage3": ("sage2", "sage1"),
+    "sage3_paper": ("sage2", "sage1"),
+    "sage2": ("sage1",),
+}
+
+# Below these a call is bound by its launch, not its arithmetic: fewer query rows than one matrix instruction takes
+# (decoding), fewer keys than one tile.
+MIN_QUERY_LEN = 16
+MIN_KV_LEN = 64
+
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class KernelUnavailableError(RuntimeError):
+    """No native kernel serves the request and the caller asked for `fallback="error"`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call's facts."""
+
+    recipe: str
+    device_type: str
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+    mask: Literal["none", "bool", "additive"]
+    is_causal: bool
+    return_lse: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        recipe: str = "sage3",
+        return_lse: bool = False,
+    ) -> Request:
+        """The facts of a call with these tensors; shapes as in `ops.attention`."""
+        batch, q_heads, q_len, head_dim = query.shape
+        device = query.device
+        return cls(
+            recipe=recipe,
+            device_type=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=query.dtype,
+            batch=batch,
+            q_heads=q_heads,
+            kv_heads=key.shape[1],
+            q_len=q_len,
+            kv_len=key.shape[2],
+            head_dim=head_dim,
+            v_head_dim=value.shape[3],
+            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+            is_causal=is_causal,
+            return_lse=return_lse,
+        )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of some recipes.
+
+    Attributes:
+        name: as `explain` shows it.
+        recipes: names of the recipes it computes.
+        native: it runs on the hardware its recipes were made for; otherwise it reproduces their numerics.
+        unsupported: reason why it cannot serve a request, "" when it can. A reason names limits, not the request's
+            sizes, so that equal reasons compare equal.
+        run: (query, key, value, *, mask, is_causal, scale, recipe, return_lse) -> (output, lse), as `ops.attention`
+            documents; recipe is the Recipe, and lse may be anything when return_lse is false.
+    """
+
+    name: str
+    recipes: frozenset[str]
+    native: bool
+    unsupported: Callable[[Request], str]
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel chosen for a request, and why the others were not.
+
+    Attributes:
+        request: what was asked.
+        kernel: the kernel's name; "sdpa" is PyTorch's exact attention.
+        recipe: the recipe that runs.
+        numerics: "native", "emulated" or "exact".
+        passed_over: (kernel, reason) of each kernel that did not serve, in the order tried.
+    """
+
+    request: Request
+    kernel: str
+    recipe: str
+    numerics: Literal["native", "emulated", "exact"]
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether another recipe runs than the one asked for."""
+        return self.recipe != self.request.recipe
+
+    @property
+    def reason(self) -> str:
+        """Why the recipe asked for does not run, in one line; "" when it does."""
+        if not self.is_fallback:
+            return ""
+        return "; ".join(f"{name}: {reason}" if name else reason for name, reason in self.passed_over)
+
+
+_kernels: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> None:
+    """Make a kernel available; those registered first are preferred.
+
+    Raises:
+        ValueError: a kernel of that name exists.
+    """
+    if kernel.name in _kernels:
+        raise ValueError(f"kernel {kernel.name!r} is registered already")
+    _kernels[kernel.name] = kernel
+    select.cache_clear()
+
+
+def get_kernel(name: str) -> Kernel:
+    """The registered kernel of that name (KeyError when there is none)."""
+    return _kernels[name]
+
+
+def exact_plan(request: Request, *passed_over: tuple[str, str]) -> Plan:
+    """The plan that runs PyTorch's exact attention."""
+    return Plan(request, "sdpa", "exact", "exact", passed_over)
+
+
+@lru_cache(maxsize=4096)
+def select(request: Request, fallback: Fallback = "native") -> Plan:
+    """Choose the kernel for a request.
+
+    Args:
+        request: the call's facts.
+        fallback: "native": the recipe natively, else the best recipe this device runs natively, else exact attention;
+            on a CPU the recipe's emulation; very short calls are exact. "emulate": the recipe's own numerics, natively
+            or emulated, else exact attention. "error": natively or not at all.
+
+    Raises:
+        ValueError: unknown recipe or fallback.
+        KernelUnavailableError: with "error", nothing serves natively.
+    """
+    get_recipe(request.recipe)
+    if fallback not in FALLBACKS:
+        raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+    if request.recipe == "exact":
+        return exact_plan(request)
+    if fallback == "native" and (request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN):
+        limit = f"fewer than {MIN_QUERY_LEN} queries or {MIN_KV_LEN} keys: too short to gain from low-bit attention"
+        return exact_plan(request, ("", limit))
+    emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
+    recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
+    passed_over = []
+    for recipe in recipes:
+        candidate = replace(request, recipe=recipe)
+        for kernel in sorted(_kernels.values(), key=lambda kernel: not kernel.native):
+            if recipe not in kernel.recipes:
+                continue
+            reason = kernel.unsupported(candidate)
+            if not reason and not kernel.native and not emulation:
+                reason = 'emulates the recipe, which fallback="emulate" asks for'
+            if not reason:
+                return Plan(request, kernel.name, recipe, "native" if kernel.native else "emulated", tuple(passed_over))
+            passed_over.append((f"{recipe} by {kernel.name}", reason))
+    plan = exact_plan(request, *passed_over)
+    if fallback == "error":
+        raise KernelUnavailableError(
+            f"no native kernel for recipe {request.recipe!r} on this {request.device_type} device ({plan.reason}); "
+            'use fallback="native" for the best this device has, or fallback="emulate" for the recipe\'s numerics'
+        )
+    return plan

@@ -1,0 +1,224 @@
+"""The front door: SDPA's signature, a recipe, and an honest answer about what ran."""
+
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+import torch
+
+from sage_hf import record
+from sage_kernels import exact, ops
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import FALLBACKS, Fallback, Request, exact_plan
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+_default_fallback: Fallback = "native"
+
+
+def set_default_fallback(fallback: Fallback) -> None:
+    """What `fallback=None` means from now on, in this process. The environment's SAGE_HF_FALLBACK sets it at import.
+
+    Raises:
+        ValueError: it is not "native", "emulate" or "error".
+    """
+    global _default_fallback
+    _default_fallback = check_fallback(fallback)
+
+
+def check_fallback(fallback: str) -> Fallback:
+    """`fallback` itself; ValueError, listing the choices, when it is none of them."""
+    if fallback not in FALLBACKS:
+        raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(get_args(Fallback))}")
+    return fallback
+
+
+def sage_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recipe: str = "sage3",
+    fallback: Fallback | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: (batch, q_heads, q_len, head_dim), head_dim 16…256; float16, bfloat16 or float32 (others run exactly).
+        key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
+        value: (batch, kv_heads, kv_len, v_head_dim), v_head_dim 16…256.
+        attn_mask: bool (True: may attend) or floating (added to the scores), broadcastable to (batch, q_heads, q_len,
+            kv_len).
+        dropout_p: must be 0.
+        is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; excludes attn_mask.
+        scale: factor of the scores; default head_dim ** -0.5.
+        enable_gqa: allow q_heads to be a multiple of kv_heads.
+        recipe: "sage3", "sage2", "sage1", "sage3_paper", or "exact" for PyTorch's own attention.
+        fallback: what to do where the recipe has no native kernel: "native" (run the best this device has, else exact
+            attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
+            unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
+        return_lse: also return the log-sum-exp of every row's scores.
+
+    Returns:
+        output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
+        float32. A row that may attend to nothing gives output 0 and lse -inf. When gradients are wanted the output
+        comes from exact attention and carries them; lse carries none.
+
+    Raises:
+        ValueError: arguments that do not fit together, dropout, an unknown recipe, fallback or head_dim.
+        TypeError: an argument that is not a tensor, or not a floating one.
+        KernelUnavailableError: fallback="error" and no native kernel.
+
+    Source: SageAttention3 (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv 2410.02367).
+    """
+    fallback = _default_fallback if fallback is None else check_fallback(fallback)
+    get_recipe(recipe)
+    query, key, value = _autocast(query, key, value)
+    _validate(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if recipe != "exact":
+        _validate_head_dim(query, value)
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+
+    wants_gradient = recipe != "exact" and torch.is_grad_enabled() and _requires_grad(query, key, value, attn_mask)
+    if recipe == "exact" or wants_gradient:
+        if wants_gradient:
+            request = (
+                None
+                if torch.compiler.is_compiling()
+                else Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)
+            )
+            record.report_exact(request, f"{recipe} is forward only and gradients are wanted", recipe)
+        elif not torch.compiler.is_compiling():
+            record.file_plan(exact_plan(Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)))
+        output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale)
+        lse = _exact_lse(query, key, attn_mask, is_causal, scale) if return_lse else None
+    else:
+        output, lse = ops.attention(
+            query,
+            key,
+            value,
+            mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            recipe=recipe,
+            fallback=fallback,
+            return_lse=return_lse,
+        )
+    if not torch.compiler.is_compiling():
+        record.notify_observers(
+            lambda layer, plan: record.AttentionCall(
+                layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
+            )
+        )
+    return (output, lse) if return_lse else output
+
+
+def _exact_lse(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    with torch.no_grad():
+        return exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
+
+
+def _requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast, floating inputs in the autocast dtype, as PyTorch's attention has them."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"query, key and value must be tensors; got {type(tensor).__name__}")
+    device_type = tensors[0].device.type
+    if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    return tensors
+
+
+def _validate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim): add or merge "
+                "leading dimensions with unflatten or flatten"
+            )
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"{name} is {tensor.dtype}; expected float16, bfloat16 or float32: pass the unquantised tensor, "
+                "quantising is done inside"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} but query is {query.dtype} on {query.device}: "
+                "convert them with .to(query)"
+            )
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        raise ValueError(f"batch sizes differ: {shapes}: expand key and value to query's")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"head_dim of query and key differ: {shapes}")
+    if key.shape[1:3] != value.shape[1:3]:
+        raise ValueError(f"heads or tokens of key and value differ: {shapes}")
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    if q_heads != kv_heads and not enable_gqa:
+        raise ValueError(f"{q_heads} query heads but {kv_heads} key heads: pass enable_gqa=True for grouped queries")
+    if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads):
+        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key heads: {shapes}")
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p={dropout_p} is not supported: set the model's attention dropout to 0, or use "
+            "torch.nn.functional.scaled_dot_product_attention for training with dropout"
+        )
+    if mask is not None:
+        _validate_mask(query, key, mask, is_causal)
+
+
+def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, is_causal: bool) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None; got {type(mask).__name__}")
+    if is_causal:
+        raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask is {mask.dtype}; expected bool (True: may attend) or floating: use mask.bool()")
+    if mask.device != query.device:
+        raise ValueError(
+            f"attn_mask is on {mask.device} but query is on {query.device}: move it with .to(query.device)"
+        )
+    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    broadcasts = mask.dim() <= 4 and all(
+        size in (1, target) for size, target in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not broadcasts:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
+        )
+
+
+def _validate_head_dim(query: torch.Tensor, value: torch.Tensor) -> None:
+    for name, size in (("head_dim", query.shape[3]), ("head_dim of value", value.shape[3])):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f'{name} {size} is not supported ({MIN_HEAD_DIM}…{MAX_HEAD_DIM}): use recipe="exact" for this '
+                'layer, or attn_implementation="sdpa" for this model'
+            )
+
+
+if "SAGE_HF_FALLBACK" in os.environ:
+    set_default_fallback(os.environ["SAGE_HF_FALLBACK"])

@@ -1,0 +1,162 @@
+"""Who ran what: the plan of every attention call, by layer.
+
+The operators of sage_kernels announce each call's plan; this file files it under the layer on whose behalf the call was
+made, logs each reason for a fallback once, and lets others watch the calls (metrics do). Calls inside a compiled graph
+have no layer: their plans are counted together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from huggingface_hub.utils import logging
+from torch import nn
+
+from sage_kernels import ops
+from sage_kernels.registry import Plan, Request, exact_plan
+
+logger = logging.get_logger(__name__)
+
+PLANS_PER_LAYER = 256
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One eager call of `sage_attention`, as observers see it.
+
+    Attributes:
+        layer: the module on whose behalf the call was made, or None.
+        query, key, value, attn_mask, is_causal, scale, enable_gqa: the arguments.
+        output: (batch, q_heads, q_len, v_head_dim).
+        plan: what ran.
+    """
+
+    layer: nn.Module | None
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    output: torch.Tensor
+    plan: Plan
+
+
+class _Thread(threading.local):
+    """The layers being run by this thread, innermost last, and the plan of its latest call."""
+
+    def __init__(self) -> None:
+        self.layers: list[nn.Module] = []
+        self.latest: Plan | None = None
+
+
+_thread = _Thread()
+_plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
+_compiled: Counter[Plan] = Counter()
+_observers: list[Callable[[AttentionCall], None]] = []
+_logged: set[tuple[str, str]] = set()
+
+
+@contextmanager
+def layer_scope(module: nn.Module) -> Iterator[None]:
+    """File the calls made inside under `module`. Eager only: see `run_in_layer`."""
+    _thread.layers.append(module)
+    try:
+        yield
+    finally:
+        _thread.layers.pop()
+
+
+def run_in_layer(module: nn.Module, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
+    """`function(*args, **kwargs)`, its calls filed under `module` unless it is being compiled."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    with layer_scope(module):
+        return function(*args, **kwargs)
+
+
+def last_plans(module: nn.Module) -> tuple[Plan, ...]:
+    """Plans of the module's latest calls (at most 256), the most recent last."""
+    return tuple(_plans.get(module, ()))
+
+
+def compiled_plans() -> Counter[Plan]:
+    """How often each plan ran outside any layer: inside compiled graphs, or called by hand."""
+    return _compiled.copy()
+
+
+def clear() -> None:
+    """Forget all plans and which reasons were logged."""
+    _plans.clear()
+    _compiled.clear()
+    _logged.clear()
+
+
+@contextmanager
+def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Call `callback` after every eager `sage_attention` call made inside the block."""
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+def file_plan(plan: Plan) -> None:
+    """File a plan under the current layer, and log its reason if it is a fallback whose reason was not logged yet."""
+    _thread.latest = plan
+    if _thread.layers:
+        _plans.setdefault(_thread.layers[-1], deque(maxlen=PLANS_PER_LAYER)).append(plan)
+    else:
+        _compiled[plan] += 1
+    if plan.is_fallback:
+        _log_once(plan.request.recipe, plan.recipe, plan.reason)
+
+
+def notify_observers(call: Callable[[nn.Module | None, Plan], AttentionCall]) -> None:
+    """Build the call's description by `call(layer, plan)` and give it to the observers, if there are any."""
+    if _observers and _thread.latest is not None:
+        description = call(_thread.layers[-1] if _thread.layers else None, _thread.latest)
+        for observer in tuple(_observers):
+            observer(description)
+
+
+def report_exact(request: Request | None, reason: str, recipe: str) -> None:
+    """Record that exact attention runs in place of `recipe`, decided above the operators.
+
+    Args:
+        request: the call's facts, or None where they are not known (or the call is being compiled).
+        reason: why; names limits, not this call's sizes.
+        recipe: what was asked for.
+    """
+    if torch.compiler.is_compiling():
+        _log_while_compiling(recipe, reason)
+    elif request is None:
+        _log_once(recipe, "exact", reason)
+    else:
+        file_plan(exact_plan(request, ("", reason)))
+
+
+@torch.compiler.assume_constant_result
+def _log_while_compiling(recipe: str, reason: str) -> None:
+    """`_log_once`, run when the compiler traces it."""
+    _log_once(recipe, "exact", reason)
+
+
+def _log_once(asked: str, ran: str, reason: str) -> None:
+    if (asked, reason) not in _logged:
+        _logged.add((asked, reason))
+        logger.warning(f"{asked}: {ran} attention runs instead, because {reason}")
+
+
+ops.plan_listeners.append(file_plan)
