@@ -90,6 +90,11 @@ def last_plans(module: nn.Module) -> tuple[Plan, ...]:
     return tuple(_plans.get(module, ()))
 
 
+def forget(module: nn.Module) -> None:
+    """Forget the plans of the module's calls."""
+    _plans.pop(module, None)
+
+
 def compiled_plans() -> Counter[Plan]:
     """How often each plan ran outside any layer: inside compiled graphs, or called by hand."""
     return _compiled.copy()

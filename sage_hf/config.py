@@ -1,0 +1,233 @@
+"""SageConfig: one recipe, and the layers and denoising steps that get another one. JSON in and out."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.registry import FALLBACKS
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """Layers whose name matches `pattern` (shell style, case-sensitive: `transformer_blocks.0.*`) run `recipe`.
+
+    Names are those of `sage_hf.explain`: relative to the denoiser of a pipeline, or to the model.
+    """
+
+    pattern: str
+    recipe: str
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` the first two, `-1, None` the last one."""
+
+    start: int | None
+    stop: int | None
+    recipe: str
+
+    @property
+    def counts_from_end(self) -> bool:
+        """Whether the number of steps must be known to tell which steps are meant."""
+        return (self.start or 0) < 0 or (self.stop or 0) < 0
+
+    def covers(self, step: int, num_steps: int | None) -> bool:
+        """Whether `step` (0 is the first) of `num_steps` is meant.
+
+        Raises:
+            ValueError: the rule counts from the end and `num_steps` is None.
+        """
+        if num_steps is None:
+            if self.counts_from_end:
+                raise ValueError(
+                    f"steps {self.start}:{self.stop} count from the end, and the number of steps is unknown"
+                )
+            return (self.start or 0) <= step and (self.stop is None or step < self.stop)
+        return step in range(num_steps)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class SageConfig:
+    """Which recipe every attention layer runs, at every denoising step.
+
+    The first layer rule that matches a layer decides for it, at all steps. For the other layers the first step rule
+    that covers a step decides, and `recipe` where none does.
+
+    Attributes:
+        recipe: name of the recipe of everything not excepted.
+        fallback: "native", "emulate", "error", or None for the process default (`sage_hf.set_default_fallback`).
+        layers: exceptions by layer name, the first match wins.
+        steps: exceptions by denoising step, the first match wins.
+        note: for the reader.
+
+    Raises:
+        ValueError: an unknown recipe or fallback, an empty pattern or an empty range of steps.
+    """
+
+    recipe: str = "sage3"
+    fallback: str | None = None
+    layers: tuple[LayerRule, ...] = ()
+    steps: tuple[StepRule, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _check_recipe(self.recipe, "recipe")
+        if self.fallback is not None and self.fallback not in FALLBACKS:
+            raise ValueError(f"fallback: {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
+        if not isinstance(self.note, str):
+            raise ValueError(f"note: expected a string, got {self.note!r}")
+        for i, rule in enumerate(self.layers):
+            if not isinstance(rule.pattern, str) or not rule.pattern:
+                raise ValueError(f"layers[{i}].pattern: expected a layer name or pattern, got {rule.pattern!r}")
+            _check_recipe(rule.recipe, f"layers[{i}].recipe")
+        for i, rule in enumerate(self.steps):
+            for key, bound in (("start", rule.start), ("stop", rule.stop)):
+                if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
+                    raise ValueError(f"steps[{i}].{key}: expected an integer or null, got {bound!r}")
+            start, stop = rule.start or 0, rule.stop
+            if stop == 0 or (stop is not None and start >= stop and (start < 0) == (stop < 0)):
+                raise ValueError(f"steps[{i}]: the range {rule.start}:{rule.stop} holds no step")
+            _check_recipe(rule.recipe, f"steps[{i}].recipe")
+
+    def layer_rule(self, layer: str) -> LayerRule | None:
+        """The rule that decides for `layer`, if one does."""
+        return next((rule for rule in self.layers if fnmatch.fnmatchcase(layer, rule.pattern)), None)
+
+    def resolve(self, layer: str, step: int = 0, num_steps: int | None = None) -> str:
+        """The recipe of `layer` at `step` (0 is the first) of `num_steps`.
+
+        Raises:
+            ValueError: a step rule counts from the end and `num_steps` is None.
+        """
+        rule = self.layer_rule(layer)
+        if rule is None:
+            rule = next((rule for rule in self.steps if rule.covers(step, num_steps)), None)
+        return self.recipe if rule is None else rule.recipe
+
+    def unmatched_patterns(self, layers: Iterable[str]) -> list[str]:
+        """Patterns of the layer rules that match none of `layers`."""
+        layers = list(layers)
+        return [r.pattern for r in self.layers if not any(fnmatch.fnmatchcase(name, r.pattern) for name in layers)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back; what is empty is left out."""
+        data: dict[str, Any] = {"recipe": self.recipe, "fallback": self.fallback}
+        data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
+        data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
+        data["note"] = self.note
+        return {key: value for key, value in data.items() if value not in (None, [], "")}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SageConfig:
+        """Raises ValueError naming the key that is unknown, missing or of the wrong kind."""
+        _check_keys(data, "the configuration", required=("recipe",), optional=("fallback", "layers", "steps", "note"))
+        layers, steps = [], []
+        for i, rule in enumerate(_list(data, "layers")):
+            _check_keys(rule, f"layers[{i}]", required=("pattern", "recipe"))
+            layers.append(LayerRule(rule["pattern"], rule["recipe"]))
+        for i, rule in enumerate(_list(data, "steps")):
+            _check_keys(rule, f"steps[{i}]", required=("recipe",), optional=("start", "stop"))
+            if rule.get("start") is None and rule.get("stop") is None:
+                raise ValueError(f"steps[{i}]: give start, stop or both (a Python slice of the denoising steps)")
+            steps.append(StepRule(rule.get("start"), rule.get("stop"), rule["recipe"]))
+        return cls(data["recipe"], data.get("fallback"), tuple(layers), tuple(steps), data.get("note", ""))
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SageConfig:
+        """Raises ValueError: not JSON, or not a configuration (the message names the key)."""
+        try:
+            data = json.loads(text, object_pairs_hook=_no_duplicates)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the configuration as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> SageConfig:
+        """Read a JSON file.
+
+        Raises:
+            ValueError: the file cannot be read or is not a configuration; the message names file and key.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_name(cls, name: str | Path) -> SageConfig:
+        """The configuration of a recipe ("sage3"), of a model family ("cogvideox-2b", see `names`) or of a JSON file.
+
+        Raises:
+            ValueError: it is none of these; the message lists what exists.
+        """
+        if name in RECIPES:
+            return cls(recipe=str(name))
+        if isinstance(name, str) and name in cls.names():
+            return cls.from_file(_configs_folder() / f"{name}.json")
+        path = Path(name)
+        if path.suffix == ".json" or path.exists():
+            return cls.from_file(path)
+        raise ValueError(
+            f"{str(name)!r} is neither a recipe ({', '.join(sorted(RECIPES))}), nor a configuration that ships with "
+            f"sage-hf ({', '.join(cls.names())}), nor a JSON file"
+        )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the configurations that ship with sage-hf."""
+        return tuple(sorted(path.stem for path in _configs_folder().glob("*.json")))
+
+
+def _configs_folder() -> Path:
+    """`configs/` of a checkout, which an installed wheel holds as `sage_hf/configs`."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _check_recipe(name: object, key: str) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"{key}: expected the name of a recipe, got {name!r}")
+    try:
+        get_recipe(name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _check_keys(data: object, where: str, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected an object with {', '.join(required + optional)}, got {data!r}")
+    if unknown := [key for key in data if key not in required + optional]:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; keys are {', '.join(required + optional)}")
+    if missing := [key for key in required if key not in data]:
+        raise ValueError(f"{where}: the key {missing[0]!r} is missing")
+
+
+def _list(data: Mapping[str, Any], key: str) -> list:
+    value = data.get(key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"{key}: expected a list, got {value!r}")
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")
+    return data

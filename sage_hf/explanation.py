@@ -1,0 +1,170 @@
+"""An honest answer to "which kernel ran?", layer by layer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import nn
+
+from sage_hf import record
+from sage_hf.targets import Target, find_targets
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import Plan
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What one layer was asked to run and what ran.
+
+    Attributes:
+        layer: its name; `Explanation.__str__` joins layers that did the same ("transformer_blocks.0-29.attn1").
+        asked: the recipe asked for, "" where the layer was not switched.
+        recipe, kernel, numerics: what ran ("native", "emulated" or "exact"), "" before any call.
+        calls: how often, of the latest 256 calls of the layer.
+        reason: why the recipe asked for did not run, or why there is nothing to tell.
+    """
+
+    layer: str
+    asked: str
+    recipe: str = ""
+    kernel: str = ""
+    numerics: str = ""
+    calls: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel ran in each layer, and why not the one asked for; `str()` is a table.
+
+    Attributes:
+        rows: a row for every layer and everything that it ran, in the model's order.
+        compiled: plans of calls that belong to no layer: inside compiled graphs, through diffusers' attention backends,
+            or by hand; of this whole process.
+    """
+
+    rows: tuple[LayerRow, ...]
+    compiled: tuple[tuple[Plan, int], ...] = ()
+
+    def __str__(self) -> str:
+        notes: dict[str, int] = {}
+        header = ("layer", "asked", "ran", "kernel", "numerics", "calls", "why")
+        lines = [header]
+        for row in [*_joined(self.rows), *_compiled_rows(self.compiled)]:
+            note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
+            calls = (
+                f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
+            )
+            ran = row.recipe or ("not run yet" if row.asked else "its own")
+            lines.append((row.layer, row.asked or "–", ran, row.kernel or "–", row.numerics or "–", calls, note))
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        lines.insert(1, tuple("─" * width for width in widths))
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        text += [f"[{number}] {reason}" for reason, number in notes.items()]
+        return "\n".join(text)
+
+
+UNATTRIBUTED = "(compiled, or no layer)"
+
+
+def explain(pipe_or_model: object) -> Explanation:
+    """Layer → recipe asked for → what ran, on which kernel, native or emulated → why not the one asked for.
+
+    Works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
+
+    Args:
+        pipe_or_model: a diffusers pipeline (its denoisers), a diffusers model or a transformers model.
+
+    Raises:
+        TypeError, ValueError: as `sage_hf.apply`.
+    """
+    rows = [row for target in find_targets(pipe_or_model) for row in _target_rows(target)]
+    return Explanation(tuple(rows), tuple(record.compiled_plans().items()))
+
+
+def _target_rows(target: Target) -> Iterator[LayerRow]:
+    asked_of = _asked_of_processor if target.library == "diffusers" else _asked_of_implementation
+    for name, layer in target.layers.items():
+        asked, reason = asked_of(layer)
+        row = LayerRow(target.label(name), asked, reason=reason)
+        plans = Counter(record.last_plans(layer)) if asked else Counter()
+        ran: Counter[tuple[str, str, str, str, str]] = Counter()
+        for plan, calls in plans.items():
+            ran[plan.request.recipe, plan.recipe, plan.kernel, plan.numerics, plan.reason] += calls
+        for (recipe_asked, recipe, kernel, numerics, why), calls in ran.items():
+            yield replace(
+                row, asked=recipe_asked, recipe=recipe, kernel=kernel, numerics=numerics, calls=calls, reason=why
+            )
+        if not ran:
+            yield row
+
+
+def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
+    processor = layer.processor
+    recipe = getattr(processor, "recipe", None)
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return recipe, ""
+    backend = getattr(processor, "_attention_backend", None)
+    backend = getattr(backend, "value", backend)
+    recipe = _recipe_of_name(backend)
+    if recipe:
+        return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
+    return "", f"{type(processor).__name__} of the model was not replaced: sage_hf.apply does that"
+
+
+def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
+    recipe = getattr(layer, "sage_recipe", None)
+    implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+    if recipe is None:
+        recipe = _recipe_of_name(implementation)
+    return (recipe, "") if recipe else ("", f"attn_implementation is {implementation!r}: sage_hf.apply changes that")
+
+
+def _recipe_of_name(name: str | None) -> str:
+    """The recipe of a backend's or implementation's name ("sage3_emulate" → "sage3"), "" where it is none of ours."""
+    if name == "sage_exact":
+        return "exact"
+    recipe = re.sub(r"_(emulate|error)$", "", name or "")
+    return recipe if recipe in RECIPES and recipe != "exact" else ""
+
+
+def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
+    """Layers whose names differ in one running number, and that did the same, as one row."""
+    layers = [(name, tuple(group)) for name, group in groupby(rows, key=lambda row: row.layer)]
+    by_template: dict[str, list[tuple[int, tuple[LayerRow, ...]]]] = {}
+    for name, group in layers:
+        number = re.search(r"(?<=\.)\d+(?=\.|$)", name)
+        template = name if number is None else f"{name[: number.start()]}*{name[number.end() :]}"
+        by_template.setdefault(template, []).append((int(number[0]) if number else -1, group))
+    joined = []
+    for template, members in by_template.items():
+        runs: list[list[tuple[int, tuple[LayerRow, ...]]]] = []
+        for number, group in members:
+            last = runs[-1][-1] if runs else None
+            if last is not None and number == last[0] + 1 and _facts(group) == _facts(last[1]):
+                runs[-1].append((number, group))
+            else:
+                runs.append([(number, group)])
+        for run in runs:
+            first, last = run[0][0], run[-1][0]
+            name = template.replace("*", str(first) if first == last else f"{first}-{last}", 1)
+            joined += [replace(row, layer=name if i == 0 else "") for i, row in enumerate(run[0][1])]
+    return joined
+
+
+def _facts(group: tuple[LayerRow, ...]) -> tuple[LayerRow, ...]:
+    return tuple(replace(row, layer="") for row in group)
+
+
+def _compiled_rows(compiled: tuple[tuple[Plan, int], ...]) -> list[LayerRow]:
+    ran: Counter[LayerRow] = Counter()
+    for plan, calls in compiled:
+        row = LayerRow(UNATTRIBUTED, plan.request.recipe, plan.recipe, plan.kernel, plan.numerics, 0, plan.reason)
+        ran[row] += calls
+    return [replace(row, calls=calls) for row, calls in ran.items()]

@@ -1,0 +1,189 @@
+"""Switch the attention of a pipeline or a model to a recipe, and back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from sage_hf import record
+from sage_hf.config import SageConfig
+from sage_hf.schedule import StepSchedule, timestep_argument
+from sage_hf.targets import Target, find_targets
+
+Change = Callable[[list[Callable[[], None]]], None]  # makes a change and appends what undoes it
+
+_applied: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Handle]]] = weakref.WeakKeyDictionary()
+
+
+class Handle:
+    """What `apply` changed. `restore()` puts back exactly what was there; so does leaving a `with` block.
+
+    Attributes:
+        config: the configuration applied.
+    """
+
+    def __init__(self, config: SageConfig, targets: list[Target], undo: list[Callable[[], None]]) -> None:
+        self.config = config
+        self._targets = targets
+        self._undo = undo
+        for target in targets:
+            _applied.setdefault(target.model, []).append(weakref.ref(self))
+        self._forget_plans()
+
+    def restore(self) -> None:
+        """Put back the attention of before `apply`, the very same objects. A second call does nothing.
+
+        Raises:
+            RuntimeError: a later `apply` to the same model is still in force; nothing is changed.
+        """
+        if not self._undo:
+            return
+        for target in self._targets:
+            in_force = [handle for ref in _applied[target.model] if (handle := ref()) is not None]
+            if in_force[-1] is not self:
+                raise RuntimeError(
+                    "restore the handles in reverse order: sage_hf.apply was called on this model again, with "
+                    f"{in_force[-1].config.recipe!r}, and that is still in force"
+                )
+        while self._undo:
+            self._undo.pop()()
+        for target in self._targets:
+            _applied[target.model] = [ref for ref in _applied[target.model] if ref() not in (None, self)]
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        for target in self._targets:
+            for layer in target.layers.values():
+                record.forget(layer)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
+    """Run the attention of a diffusers pipeline (its denoisers), a diffusers model or a transformers model in few bits.
+
+    Everything is checked before anything is changed.
+
+    Args:
+        pipe_or_model: what to switch.
+        config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
+            ("cogvideox-2b"), or the path of a JSON file.
+
+    Returns:
+        A handle that undoes it: `handle.restore()`, or `with sage_hf.apply(...):`.
+
+    Raises:
+        TypeError: neither a pipeline nor a model.
+        ValueError: unknown or unreadable configuration, a pattern that matches no layer, a model without attention, an
+            attention module that is not recognised, step rules for a model without steps.
+
+    Example:
+        >>> handle = sage_hf.apply(pipe, "sage3")
+        >>> video = pipe(prompt).frames[0]
+        >>> print(sage_hf.explain(pipe))
+        >>> handle.restore()
+    """
+    if not isinstance(config, SageConfig):
+        config = SageConfig.from_name(config)
+    targets = find_targets(pipe_or_model)
+    _check_patterns(config, targets)
+    pipe = None if isinstance(pipe_or_model, nn.Module) or not hasattr(pipe_or_model, "scheduler") else pipe_or_model
+    changes = [
+        _diffusers_change(target, config, pipe)
+        if target.library == "diffusers"
+        else _transformers_change(target, config)
+        for target in targets
+    ]
+    undo: list[Callable[[], None]] = []
+    try:
+        for change in changes:
+            change(undo)
+    except BaseException:
+        while undo:
+            undo.pop()()
+        raise
+    return Handle(config, targets, undo)
+
+
+def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
+    names = [name for target in targets for name in target.layers]
+    if unmatched := config.unmatched_patterns(names):
+        some = ", ".join(names if len(names) <= 4 else [*names[:2], "…", *names[-2:]])
+        raise ValueError(f"the pattern {unmatched[0]!r} matches no attention layer; the {len(names)} layers are {some}")
+
+
+def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
+    """A processor per layer, made from the one it has, and a hook that follows the denoising steps."""
+    from sage_hf.diffusers import bind
+
+    processors = {name: bind(layer, _recipe(config, name), config.fallback) for name, layer in target.layers.items()}
+    schedule = None
+    if config.steps:
+        timestep_argument(getattr(target.model, "_orig_mod", target.model))
+        follow = {name: processor for name, processor in processors.items() if config.layer_rule(name) is None}
+        schedule = StepSchedule(config, follow, pipe)
+
+    def change(undo: list[Callable[[], None]]) -> None:
+        for name, layer in target.layers.items():
+            undo.append(partial(layer.set_processor, layer.processor))
+            layer.set_processor(processors[name])
+        if schedule is not None:
+            undo.append(schedule.attach(target.model).remove)
+
+    return change
+
+
+def _transformers_change(target: Target, config: SageConfig) -> Change:
+    """The implementation of the model by transformers' own switch, and the recipe of each layer on its module."""
+    model = getattr(target.model, "_orig_mod", target.model)
+    if config.steps:
+        timestep_argument(model)
+    implementation = "sage_exact" if config.recipe == "exact" else config.recipe
+
+    def change(undo: list[Callable[[], None]]) -> None:
+        for model_config in _configs(model):
+            name = "_attn_implementation_internal"
+            undo.append(partial(setattr, model_config, name, getattr(model_config, name)))
+        model.set_attn_implementation(implementation)
+        for name, layer in target.layers.items():
+            _set_attribute(layer, "sage_recipe", _recipe(config, name), undo)
+            _set_attribute(layer, "sage_fallback", config.fallback, undo)
+
+    return change
+
+
+def _recipe(config: SageConfig, layer: str) -> str:
+    """The layer's recipe outside of the steps that a rule excepts."""
+    rule = config.layer_rule(layer)
+    return config.recipe if rule is None else rule.recipe
+
+
+def _configs(model: nn.Module) -> list[object]:
+    """The configs of a transformers model, of the models in it, and the configs inside those."""
+    found: dict[int, object] = {}
+    pending = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    while pending:
+        config = pending.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            pending += [getattr(config, key, None) for key in config.sub_configs]
+    return list(found.values())
+
+
+def _set_attribute(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+    if hasattr(module, name):
+        undo.append(partial(setattr, module, name, getattr(module, name)))
+    else:
+        undo.append(partial(delattr, module, name))
+    setattr(module, name, value)

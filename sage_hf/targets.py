@@ -1,0 +1,71 @@
+"""The models of a pipeline whose attention can be switched, and their attention layers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from torch import nn
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model whose attention can be switched.
+
+    Attributes:
+        name: its name in the pipeline; "" for a model given alone.
+        model: as given, so possibly compiled.
+        library: "diffusers" or "transformers".
+        layers: attention layers by dotted name in the (uncompiled) model.
+    """
+
+    name: str
+    model: nn.Module
+    library: str
+    layers: dict[str, nn.Module]
+
+    def label(self, layer: str) -> str:
+        """The layer's name, with that of the model where the pipeline has several denoisers."""
+        return f"{self.name}.{layer}" if self.name else layer
+
+
+def find_targets(pipe_or_model: object) -> list[Target]:
+    """The denoisers of a diffusers pipeline, or the model itself.
+
+    Raises:
+        TypeError: neither a pipeline with a denoiser nor a model.
+        ValueError: a model has no attention layer whose attention can be switched.
+    """
+    if isinstance(pipe_or_model, nn.Module):
+        return [_target("", pipe_or_model)]
+    models = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
+    models = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    if not models:
+        raise TypeError(
+            f"expected a diffusers pipeline with a {', '.join(DENOISERS[:-1])} or {DENOISERS[-1]}, or a diffusers or "
+            f"transformers model, got {type(pipe_or_model).__name__}"
+        )
+    return [_target(name if len(models) > 1 else "", model) for name, model in models.items()]
+
+
+def _target(name: str, model: nn.Module) -> Target:
+    plain = getattr(model, "_orig_mod", model)
+    library = "transformers" if _is_transformers(plain) else "diffusers"
+    if library == "transformers":
+        from sage_hf.transformers import attention_layers, unsupported
+
+        if reason := unsupported(plain):
+            raise ValueError(f"{type(plain).__name__} cannot be switched: {reason}")
+    else:
+        from sage_hf.diffusers import attention_layers
+    layers = attention_layers(plain)
+    if not layers:
+        raise ValueError(f"{type(plain).__name__} has no attention layer that sage_hf can switch")
+    return Target(name, model, library, layers)
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
