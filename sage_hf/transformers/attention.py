@@ -1,0 +1,188 @@
+"""The attention function transformers calls: each argument is honoured, handed to exact attention, or refused."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sage_hf import record
+from sage_hf.attention import sage_attention
+from sage_hf.transformers.exact import exact_attention
+from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
+from sage_kernels.registry import Request
+
+
+def sage_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    output_attentions: bool | None = None,
+    *,
+    recipe: str,
+    fallback: str | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as transformers' models ask for it, by a recipe.
+
+    Masks and causality are those of transformers' `sdpa`: a mask wins over causality, `is_causal` over
+    `module.is_causal`, and causal attention is upper left and for more than one query. `module.sage_recipe` and
+    `module.sage_fallback` win over `recipe` and `fallback`.
+
+    Exact attention takes over, recorded and logged, for a softcap, for sinks where gradients are wanted, for dropout,
+    for attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
+
+    Args:
+        module: the attention layer that calls.
+        query: (batch, q_heads, q_len, head_dim).
+        key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim), not repeated. Batch may be 1 here or in query.
+        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len);
+            cut to kv_len if longer.
+        dropout: probability, of the attention weights.
+        scaling: of Q·Kᵀ; default head_dim ** -0.5.
+        is_causal: default `module.is_causal`.
+        position_bias: additive, broadcastable to (batch, q_heads, q_len, kv_len) (T5).
+        softcap: bound on the magnitude of the logits (Gemma 2).
+        s_aux: (q_heads,) logits of the attention sinks (GPT-OSS).
+        output_attentions: return the attention weights as well.
+        recipe, fallback: as for `sage_hf.sage_attention`.
+        kwargs: what else models hand on, see `keywords.sort_keywords`.
+
+    Returns:
+        The output, (batch, q_len, q_heads, v_head_dim), contiguous; the attention weights, None unless asked for.
+
+    Raises:
+        TypeError: a keyword that may change the result and that nothing here can honour.
+        ValueError: a paged cache, or what `sage_hf.sage_attention` refuses.
+    """
+    recipe = getattr(module, "sage_recipe", None) or recipe
+    fallback = getattr(module, "sage_fallback", None) or fallback
+    for_eager = sort_keywords(module, kwargs)
+
+    if query.shape[0] != key.shape[0]:
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    # The comparison stands first: with dynamic shapes it is a SymBool, and what `and` returns must be a bool.
+    causal = query.shape[2] > 1 and attention_mask is None and is_causal
+    if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, the rest of which is empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+
+    if output_attentions or for_eager:
+        reason = (
+            "attention weights are asked for" if output_attentions else f"{', '.join(for_eager)} given by the model"
+        )
+        extras = {"position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
+        for_eager |= {name: extra for name, extra in extras.items() if extra is not None}
+        return record.run_in_layer(
+            module, _eager, module, query, key, value, mask, causal, scaling, dropout, for_eager, recipe, reason
+        )
+    if position_bias is not None:
+        mask, causal = _add_to_bias(position_bias, mask, causal), False
+    output = record.run_in_layer(
+        module, _attend, query, key, value, mask, causal, scaling, dropout, softcap, s_aux, recipe, fallback
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    recipe: str,
+    fallback: str | None,
+) -> torch.Tensor:
+    """The attention proper, shapes as in `sage_attention`."""
+    enable_gqa = query.shape[1] != key.shape[1]
+    wants_gradient = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
+    )
+    if softcap is not None or (sinks is not None and (wants_gradient or dropout)):
+        reason = "a softcap bends the logits" if softcap is not None else "sinks need a gradient or dropout"
+        _report_exact(query, key, value, mask, is_causal, recipe, reason)
+        return exact_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout
+        )
+    if dropout:
+        _report_exact(query, key, value, mask, is_causal, recipe, "the model trains with attention dropout")
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if sinks is None:
+        return sage_attention(
+            query, key, value, mask, 0.0, is_causal, scale, enable_gqa, recipe=recipe, fallback=fallback
+        )
+    output, lse = sage_attention(
+        query, key, value, mask, 0.0, is_causal, scale, enable_gqa, recipe=recipe, fallback=fallback, return_lse=True
+    )
+    # A sink adds exp(sink) to the exp(lse) by which the output was divided.
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
+    return (output * kept.unsqueeze(-1)).to(output.dtype)
+
+
+def _eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+    keywords: dict[str, object],
+    recipe: str,
+    reason: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own eager attention, which returns (batch, q_len, q_heads, v_head_dim) and the weights."""
+    eager = eager_attention_of(module)
+    _report_exact(query, key, value, mask, is_causal, recipe, reason)
+    if is_causal:
+        mask = _causal_mask(query.shape[2], query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return eager(module, query, key, value, mask, scaling=scale, dropout=dropout, **keywords)
+
+
+def _add_to_bias(position_bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+    """The additive mask that a position bias and a mask, or causality, amount to."""
+    if is_causal:
+        mask = _causal_mask(position_bias.shape[-1], position_bias.device)
+    if mask is None:
+        return position_bias
+    return position_bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else position_bias + mask
+
+
+def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+
+
+def _report_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    recipe: str,
+    reason: str,
+) -> None:
+    compiling = torch.compiler.is_compiling()
+    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe)
+    record.report_exact(request, reason, recipe)

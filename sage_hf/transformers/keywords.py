@@ -1,0 +1,103 @@
+"""Which of the keywords a model hands to its attention function change the result, and who can honour them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CodeType
+
+from torch import nn
+
+from sage_hf.transformers.layers import methods
+
+HARMLESS = frozenset(
+    {
+        "sliding_window",  # the mask has it
+        "position_ids",  # the mask has what they say of packing; the rest is rotary embedding, done by now
+        "seq_idx",
+        "cu_seq_lens_q",  # flash attention's description of what the mask or the call's batch says
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "deterministic",
+        "cache_position",
+        "use_cache",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+    }
+)
+"""Keywords that say nothing `sdpa` and `eager` would compute differently for."""
+
+
+def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, object]:
+    """Those of `keywords`, beyond the ones `sage_attention_forward` names, that only the model's eager attention knows.
+
+    A keyword is ignored only if it is None, or in `HARMLESS`, or merely passing through: neither the code of `module`
+    nor the model's eager attention names it, so that it reached the call along with what the model was given.
+
+    Raises:
+        TypeError: the layer hands on a keyword that the model's eager attention does not know either; sparse
+            attention does so (DeepSeek V3.2), where it expects a kernel that picks keys.
+        ValueError: a paged cache, which comes without a mask.
+    """
+    for_eager = {}
+    for name, value in keywords.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name == "cache" and any(base.__name__ == "PagedAttentionCache" for base in type(value).__mro__):
+            raise ValueError(
+                "continuous batching hands over a paged cache and no mask: call "
+                'model.set_attn_implementation("sdpa") before generating with it'
+            )
+        if name in _eager_names(type(module)):
+            for_eager[name] = value
+        elif name in _own_names(type(module)):
+            raise TypeError(
+                f"{type(module).__name__} hands {name}= to its attention function, which may change the result and "
+                'which sage_hf does not know: call model.set_attn_implementation("sdpa"), or "eager"'
+            )
+    return for_eager
+
+
+def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
+    """The eager attention function of the file that defines the layer's `forward`.
+
+    Raises:
+        ValueError: the file has none.
+    """
+    eager = _eager_attention(type(module))
+    if eager is None:
+        raise ValueError(
+            f"{type(module).__name__} has no eager attention of its own to compute what is asked of it: call "
+            'model.set_attn_implementation("eager")'
+        )
+    return eager
+
+
+def _eager_attention(module_class: type[nn.Module]) -> Callable[..., tuple] | None:
+    return getattr(inspect.unwrap(module_class.forward), "__globals__", {}).get("eager_attention_forward")
+
+
+@functools.cache
+def _eager_names(module_class: type[nn.Module]) -> frozenset[str]:
+    eager = _eager_attention(module_class)
+    return frozenset() if eager is None else frozenset(_names(inspect.unwrap(eager).__code__))
+
+
+@functools.cache
+def _own_names(module_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(name for code in methods(module_class) for name in _names(code))
+
+
+def _names(code: CodeType) -> set[str]:
+    """Variables and parameters, keywords of calls, and strings in the code."""
+    names = set(code.co_varnames)
+    for constant in code.co_consts:
+        for part in constant if isinstance(constant, tuple) else (constant,):
+            if isinstance(part, str):
+                names.add(part)
+    return names

@@ -1,0 +1,86 @@
+"""Makes our names known to transformers, in either import order and without importing it."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from huggingface_hub.utils import logging
+
+from sage_hf._import_hook import when_imported
+from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.layers import ignores_interface
+from sage_kernels.recipe import RECIPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.get_logger(__name__)
+
+_warned: set[tuple[str, str]] = set()
+"""Modelling files and implementations warned of: a model's classes are checked one by one, the outermost first."""
+
+
+def implementations() -> dict[str, tuple[str, str | None]]:
+    """The names `attn_implementation` takes, each with its recipe and fallback (None: the process's default).
+
+    "sage3", "sage3_emulate", "sage3_error" and so on for every low-bit recipe, and "sage_exact".
+    """
+    names: dict[str, tuple[str, str | None]] = {"sage_exact": ("exact", None)}
+    for recipe in RECIPES:
+        if recipe != "exact":
+            names[recipe] = (recipe, None)
+            names[f"{recipe}_emulate"] = (recipe, "emulate")
+            names[f"{recipe}_error"] = (recipe, "error")
+    return names
+
+
+@functools.cache
+def register() -> None:
+    """Register attention and mask functions with transformers: now if it is imported, else when it will be.
+
+    A model whose code does not use transformers' attention interface accepts any registered name and ignores it:
+    given one of ours it logs a warning that names its class.
+    """
+    when_imported("transformers.modeling_utils", _register_attention)
+    when_imported("transformers.masking_utils", _register_masks)
+
+
+def _register_attention(modeling_utils: ModuleType) -> None:
+    for name, (recipe, fallback) in implementations().items():
+        function = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
+        modeling_utils.AttentionInterface.register(name, function)
+    _warn_where_ignored(modeling_utils.PreTrainedModel)
+
+
+def _register_masks(masking_utils: ModuleType) -> None:
+    from sage_hf.transformers.masks import sage_mask
+
+    for name in implementations():
+        masking_utils.AttentionMaskInterface.register(name, sage_mask)
+
+
+def _warn_where_ignored(pretrained_model: type[PreTrainedModel]) -> None:
+    """Add the warning to the check that a model's `__init__` and `set_attn_implementation` make of the name."""
+    check = pretrained_model.get_correct_attn_implementation
+
+    @functools.wraps(check)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: object, **kwargs: object
+    ) -> str:
+        implementation = check(self, requested_attention, *args, **kwargs)
+        if implementation in implementations() and ignores_interface(type(self)):
+            _warn_once(type(self).__name__, type(self).__module__, implementation)
+        return implementation
+
+    pretrained_model.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _warn_once(model_class: str, modelling_file: str, implementation: str) -> None:
+    if (modelling_file, implementation) not in _warned:
+        _warned.add((modelling_file, implementation))
+        logger.warning(
+            f'{model_class} ignores attn_implementation="{implementation}" and stays exact: {modelling_file} computes '
+            "attention in its own code, not through transformers' attention interface"
+        )
