@@ -1,0 +1,31 @@
+"""Low-bit attention for diffusers models: processors for every family, and attention backends.
+
+Importing this package does not import diffusers; touching one of its names does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "SageAttn1Processor": "processor",
+    "SageAttn2Processor": "processor",
+    "SageAttn3Processor": "processor",
+    "SageAttnProcessor": "processor",
+    "UnsupportedAttentionError": "errors",
+    "attention_layers": "processor",
+    "bind": "processor",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,132 @@
+"""Our recipes as attention backends of diffusers: `attention_backend("sage3")`, `set_attention_backend("sage3")`.
+
+Names: `sage3`, `sage3_paper`, `sage2`, `sage1`, each also with `_native`, `_emulate` or `_error` (the fallback; without
+one, the default of the process), and `sage_exact`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sage_hf.attention import sage_attention
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import FALLBACKS
+
+
+def _backend_name(recipe: str, fallback: str | None) -> str:
+    if recipe == "exact":
+        return "sage_exact"
+    return recipe if fallback is None else f"{recipe}_{fallback}"
+
+
+# name -> (recipe, fallback), as sage_attention takes them
+BACKENDS: dict[str, tuple[str, str | None]] = {
+    _backend_name(recipe, fallback): (recipe, None if recipe == "exact" else fallback)
+    for recipe in RECIPES
+    for fallback in (None, *FALLBACKS)
+}
+_MEMBERS: dict[tuple[str, str | None], Any] = {}
+
+
+def backend_member(recipe: str, fallback: str | None) -> Any:
+    """The member of diffusers' AttentionBackendName for that recipe and fallback."""
+    return _MEMBERS[recipe, None if recipe == "exact" else fallback]
+
+
+def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Callable[..., Any]:
+    def forward_op(
+        ctx: object,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _save_ctx: bool = True,
+        _parallel_config: object = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """One shard's part in diffusers' context parallelism: (B, N, H, D) tensors; LSE is (B, N, H)."""
+        out = backend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
+        return (out[0], out[1].transpose(1, 2).contiguous()) if return_lse else out
+
+    def backward_op(ctx: object, grad_out: torch.Tensor, *args: object) -> None:
+        raise NotImplementedError(
+            f"{_backend_name(recipe, fallback)} has no backward pass under context parallelism: "
+            'use the "native" attention backend to train'
+        )
+
+    def backend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: object = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq). A (B, Nk) mask applies to every head and query."""
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None]
+        if _parallel_config is not None:
+            return dispatch._templated_context_parallel_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                return_lse,
+                forward_op=forward_op,
+                backward_op=backward_op,
+                _parallel_config=_parallel_config,
+            )
+        out = sage_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            recipe=recipe,
+            fallback=fallback,
+            return_lse=return_lse,
+        )
+        return (out[0].transpose(1, 2), out[1]) if return_lse else out.transpose(1, 2)
+
+    return backend
+
+
+def _add_member(enum: Any, value: str) -> Any:
+    """Add a member to AttentionBackendName, which offers no way to do so."""
+    member = str.__new__(enum, value)
+    member._name_, member._value_, member.__objclass__ = value.upper(), value, enum
+    member._sort_order_ = len(enum._member_names_)
+    setattr(enum, member._name_, member)
+    enum._member_names_.append(member._name_)
+    enum._member_map_[member._name_] = member
+    enum._value2member_map_[value] = member
+    return member
+
+
+def register_backends(dispatch: ModuleType) -> None:
+    """Register every name of BACKENDS; `dispatch` is diffusers.models.attention_dispatch."""
+    registry = dispatch._AttentionBackendRegistry
+    parallel = "supports_context_parallel" in inspect.signature(registry.register).parameters
+    options = {"supports_context_parallel": True} if parallel else {}
+    for name, choice in BACKENDS.items():
+        member = _add_member(dispatch.AttentionBackendName, name)
+        registry.register(member, **options)(_make_backend(dispatch, *choice))
+        _MEMBERS[choice] = member

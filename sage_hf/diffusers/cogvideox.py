@@ -1,0 +1,78 @@
+"""Attention over [text, video] in one sequence: CogVideoX 1 and 1.5, CogView3+, ConsisID; CogView4."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import Attend, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+
+
+def cogvideox_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `CogVideoXAttnProcessor2_0`: RoPE on the video tokens only.
+
+    Args:
+        hidden_states: (batch, video tokens, dim).
+        encoder_hidden_states: (batch, text tokens, dim).
+        image_rotary_emb: cosine and sine, each (video tokens, head_dim); None in CogVideoX-2B.
+
+    Returns:
+        Video and text, shaped as they came.
+    """
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    text_length, video_length = encoder_hidden_states.shape[1], hidden_states.shape[1]
+    states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+    mask = sdpa_mask(attn, attention_mask, states.shape[1], states.shape[0])
+
+    query, key, value = (split_heads(project(states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+    query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
+    if image_rotary_emb is not None:
+        query[:, :, text_length:] = apply_rotary_emb(query[:, :, text_length:], image_rotary_emb)
+        if not attn.is_cross_attention:
+            key[:, :, text_length:] = apply_rotary_emb(key[:, :, text_length:], image_rotary_emb)
+
+    states = project_out(attn, merge_heads(attend(query, key, value, attn_mask=mask)))
+    text, video = states.split([text_length, video_length], dim=1)
+    return video, text
+
+
+def cogview4_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `CogView4AttnProcessor`: RoPE pairs the halves of a head; `attention_mask` is (batch, text tokens).
+
+    A text mask becomes an additive bias of 1 where both tokens are valid and 0 elsewhere, which is what CogView4 does.
+    """
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    text_length, image_length = encoder_hidden_states.shape[1], hidden_states.shape[1]
+    dtype = encoder_hidden_states.dtype
+    states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+
+    query, key, value = (split_heads(project(states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+    query, key = (x.to(dtype) for x in normalize_query_key(attn.norm_q, attn.norm_k, query, key))
+    if image_rotary_emb is not None:
+        for x in (query, key):
+            x[:, :, text_length:] = apply_rotary_emb(x[:, :, text_length:], image_rotary_emb, use_real_unbind_dim=-2)
+
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be (batch, text tokens), got {tuple(attention_mask.shape)}")
+        valid = torch.nn.functional.pad(attention_mask.to(query.device) != 0, (0, image_length), value=True)
+        attention_mask = (valid[:, None, :, None] & valid[:, None, None, :]).to(query.dtype)
+
+    states = project_out(attn, merge_heads(attend(query, key, value, attn_mask=attention_mask)).type_as(query))
+    text, image = states.split([text_length, image_length], dim=1)
+    return image, text

@@ -1,0 +1,103 @@
+"""The generic `Attention`: UNets, VAEs, token refiners; Allegro and Lumina 2, which add RoPE to it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .layout import Attend, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+
+
+def generic_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    temb: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """As `AttnProcessor2_0` and, with `image_rotary_emb`, `AllegroAttnProcessor2_0`.
+
+    Args:
+        hidden_states: (batch, tokens, dim) or (batch, dim, height, width); the output has the same shape.
+        encoder_hidden_states: (batch, context tokens, context dim) in cross-attention.
+        attention_mask: what `Attention.prepare_attention_mask` takes; additive.
+        temb: conditions the spatial norm of some VAEs.
+    """
+    residual = hidden_states
+    if attn.spatial_norm is not None:
+        hidden_states = attn.spatial_norm(hidden_states, temb)
+    image_shape = hidden_states.shape if hidden_states.ndim == 4 else None
+    if image_shape is not None:
+        hidden_states = hidden_states.flatten(2).transpose(1, 2)
+
+    context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    mask = sdpa_mask(attn, attention_mask, context.shape[1], context.shape[0])
+    if attn.group_norm is not None:
+        hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
+    if encoder_hidden_states is None:
+        context = hidden_states
+    elif attn.norm_cross:
+        context = attn.norm_encoder_hidden_states(encoder_hidden_states)
+
+    query = split_heads(attn.to_q(hidden_states), attn.heads)
+    key = split_heads(attn.to_k(context), attn.heads)
+    value = split_heads(attn.to_v(context), attn.heads)
+    query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
+    if image_rotary_emb is not None and not attn.is_cross_attention:
+        from diffusers.models.embeddings import apply_rotary_emb_allegro
+
+        query, key = (apply_rotary_emb_allegro(x, *image_rotary_emb) for x in (query, key))
+
+    states = merge_heads(attend(query, key, value, attn_mask=mask)).to(query.dtype)
+    states = project_out(attn, states)
+    if image_shape is not None:
+        states = states.transpose(-1, -2).reshape(image_shape)
+    if attn.residual_connection:
+        states = states + residual
+    return states / attn.rescale_output_factor
+
+
+def lumina2_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: torch.Tensor | None = None,
+    base_sequence_length: int | None = None,
+) -> torch.Tensor:
+    """As `Lumina2AttnProcessor2_0`: grouped KV heads, complex RoPE.
+
+    Args:
+        attention_mask: (batch, key tokens), nonzero where a key is valid.
+        image_rotary_emb: complex, (batch, tokens, head_dim / 2).
+        base_sequence_length: scales the softmax by sqrt(log(tokens) / log(base_sequence_length)).
+    """
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    tokens = hidden_states.shape[1]
+    query = attn.to_q(hidden_states)
+    dtype, head_dim = query.dtype, query.shape[-1] // attn.heads
+    query, key, value = (
+        x.unflatten(2, (-1, head_dim))
+        for x in (query, attn.to_k(encoder_hidden_states), attn.to_v(encoder_hidden_states))
+    )
+    query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
+    if image_rotary_emb is not None:
+        query, key = (apply_rotary_emb(x, image_rotary_emb, use_real=False) for x in (query, key))
+    query, key = query.to(dtype), key.to(dtype)
+    groups = attn.heads // key.shape[2]
+    key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
+
+    scale = attn.scale
+    if base_sequence_length is not None:
+        scale = math.sqrt(math.log(tokens, base_sequence_length)) * attn.scale
+    if attention_mask is not None:
+        attention_mask = attention_mask.bool().view(hidden_states.shape[0], 1, 1, -1)
+
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    states = merge_heads(attend(query, key, value, attn_mask=attention_mask, scale=scale)).type_as(query)
+    return project_out(attn, states)

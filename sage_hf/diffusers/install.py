@@ -1,0 +1,91 @@
+"""What diffusers lacks, added to it when it is imported; `import sage_hf` itself does not import it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from huggingface_hub.utils import logging
+
+from sage_hf._import_hook import when_imported
+
+logger = logging.get_logger(__name__)
+
+
+def install() -> None:
+    """Arrange for diffusers' modules to be completed as they are imported, now if they are."""
+    when_imported("diffusers.models.attention_dispatch", _complete_dispatch)
+    when_imported("diffusers.models.attention_processor", _complete_attention_processor)
+    when_imported("diffusers.models.attention", _complete_attention)
+    when_imported("diffusers.models.modeling_utils", _complete_modeling_utils)
+
+
+def _complete_dispatch(dispatch: ModuleType) -> None:
+    from .backends import register_backends
+
+    register_backends(dispatch)
+
+
+def _complete_attention_processor(module: ModuleType) -> None:
+    """`Attention` and `MochiAttention` tell a SageAttnProcessor what they computed before it came."""
+    attention, mochi = module.Attention, module.MochiAttention
+    attention.set_processor = _remembering(attention.set_processor)
+    mochi.set_processor = attention.set_processor
+    mochi.get_processor = attention.get_processor
+    for cls in (attention, mochi):
+        cls.forward = _warning_without_dispatch(cls.forward)
+
+
+def _complete_attention(module: ModuleType) -> None:
+    mixin = module.AttentionModuleMixin
+    mixin.set_processor = _remembering(mixin.set_processor)
+
+
+def _complete_modeling_utils(module: ModuleType) -> None:
+    from .models import complete_model_class
+
+    complete_model_class(module.ModelMixin)
+
+
+def _remembering(set_processor: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_processor)
+    def wrapper(self: torch.nn.Module, processor: Any) -> None:
+        from .processor import replace_processor
+
+        set_processor(self, replace_processor(self, processor))
+
+    return wrapper
+
+
+def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`with attention_backend("sage3")` reaches only processors that dispatch: the others say that it did not."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    from .backends import BACKENDS
+    from .layers import dispatches
+    from .processor import SageAttnProcessor
+
+    warned: set[type] = set()
+
+    @functools.wraps(forward)
+    def wrapper(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            name = _AttentionBackendRegistry._active_backend.value
+            family = type(self.processor)
+            if (
+                name in BACKENDS
+                and family not in warned
+                and not issubclass(family, SageAttnProcessor)
+                and not dispatches(self.processor)
+            ):
+                warned.add(family)
+                logger.warning(
+                    f'attention_backend("{name}") has no effect on layers with {family.__name__}, which does not use '
+                    f'diffusers\' attention dispatch: call model.set_attention_backend("{name}") or sage_hf.apply'
+                )
+        return forward(self, *args, **kwargs)
+
+    return wrapper

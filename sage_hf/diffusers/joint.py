@@ -1,0 +1,85 @@
+"""Two streams with projections of their own, attended jointly: SD 3 / 3.5 (joint and dual) and EasyAnimate."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import Attend, merge_heads, normalize_query_key, project_out, split_heads
+
+
+def _project_streams(
+    attn: torch.nn.Module, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Query, key and value, (batch, heads, tokens, head_dim) each: the sample's, and the context's ([] without one)."""
+    query, key, value = (
+        split_heads(project(hidden_states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    sample = [*normalize_query_key(attn.norm_q, attn.norm_k, query, key), value]
+    if encoder_hidden_states is None:
+        return sample, []
+    query, key, value = (
+        split_heads(project(encoder_hidden_states), attn.heads)
+        for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    )
+    return sample, [*normalize_query_key(attn.norm_added_q, attn.norm_added_k, query, key), value]
+
+
+def joint_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As `JointAttnProcessor2_0`: [sample, context], or the sample alone (the second attention of a dual block).
+
+    Raises:
+        ValueError: `attention_mask` is given: the joint attention of SD 3 has no mask (diffusers ignores one).
+    """
+    if attention_mask is not None:
+        raise ValueError("joint attention (SD 3) takes no attention_mask: remove it from the call")
+    sample, context = _project_streams(attn, hidden_states, encoder_hidden_states)
+    if context:
+        sample = [torch.cat(pair, dim=2) for pair in zip(sample, context, strict=True)]
+    states = merge_heads(attend(*sample)).to(sample[0].dtype)
+    if encoder_hidden_states is None:
+        return project_out(attn, states)
+
+    length = hidden_states.shape[1]
+    states, encoder_states = states[:, :length], states[:, length:]
+    if not attn.context_pre_only:
+        encoder_states = attn.to_add_out(encoder_states)
+    return project_out(attn, states), encoder_states
+
+
+def easyanimate_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `EasyAnimateAttnProcessor2_0`: [text, video], with projections for text in the multimodal blocks only."""
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    text_length = encoder_hidden_states.shape[1]
+    if attn.add_q_proj is None:
+        states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        (query, key, value), _ = _project_streams(attn, states, None)
+    else:
+        video, text = _project_streams(attn, hidden_states, encoder_hidden_states)
+        query, key, value = (torch.cat(pair, dim=2) for pair in zip(text, video, strict=True))
+
+    if image_rotary_emb is not None:
+        query[:, :, text_length:] = apply_rotary_emb(query[:, :, text_length:], image_rotary_emb)
+        if not attn.is_cross_attention:
+            key[:, :, text_length:] = apply_rotary_emb(key[:, :, text_length:], image_rotary_emb)
+
+    states = merge_heads(attend(query, key, value, attn_mask=attention_mask)).to(query.dtype)
+    text, video = states[:, :text_length], states[:, text_length:]
+    if getattr(attn, "to_out", None) is not None:
+        video = project_out(attn, video)
+    if getattr(attn, "to_add_out", None) is not None:
+        text = attn.to_add_out(text)
+    return video, text

@@ -1,0 +1,107 @@
+"""Which computation an attention module performs, read from the processor it came with.
+
+A module's features do not tell families apart (CogVideoX, CogView4 and HunyuanVideo share theirs): the processor does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .backends import backend_member
+from .cogvideox import cogvideox_attention, cogview4_attention
+from .errors import UnsupportedAttentionError
+from .generic import generic_attention, lumina2_attention
+from .joint import easyanimate_attention, joint_attention
+from .mochi import mochi_attention
+
+if TYPE_CHECKING:
+    from .processor import SageAttnProcessor
+
+# Processors of diffusers that call torch's scaled_dot_product_attention themselves, and our counterparts. The fused
+# ones differ in computing the same projections by one matrix product; the separate projections stay in the module.
+EXPLICIT: dict[str, Callable[..., Any]] = {
+    "AllegroAttnProcessor2_0": generic_attention,
+    "AttnProcessor2_0": generic_attention,
+    "CogVideoXAttnProcessor2_0": cogvideox_attention,
+    "CogView4AttnProcessor": cogview4_attention,
+    "EasyAnimateAttnProcessor2_0": easyanimate_attention,
+    "FusedAttnProcessor2_0": generic_attention,
+    "FusedCogVideoXAttnProcessor2_0": cogvideox_attention,
+    "FusedJointAttnProcessor2_0": joint_attention,
+    "JointAttnProcessor2_0": joint_attention,
+    "Lumina2AttnProcessor2_0": lumina2_attention,
+    "MochiAttnProcessor2_0": mochi_attention,
+}
+
+
+class ExplicitLayer:
+    """Attention by one of our own functions."""
+
+    def __init__(self, function: Callable[..., Any], original: Any) -> None:
+        self.function = function
+        self.original = original
+        self.parameters = tuple(inspect.signature(function).parameters)[1:]
+
+    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if sage._parallel_config is not None:
+            raise UnsupportedAttentionError(
+                f"context parallelism is enabled, and {type(attn).__name__} does not go through diffusers' attention "
+                "dispatch, so it would attend to the local shard only: run this model without enable_parallelism()"
+            )
+        return self.function(sage.attend, attn, *args, **kwargs)
+
+
+class DispatchLayer:
+    """Attention by the family's own processor, which asks diffusers' dispatch for one of our backends."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.processor = copy.copy(original)
+        self.parameters = tuple(inspect.signature(original.__call__).parameters)
+
+    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        processor = self.processor
+        backend = backend_member(sage.recipe, sage.fallback)
+        if processor._attention_backend is not backend:
+            processor._attention_backend = backend
+        if sage._parallel_config is not getattr(processor, "_parallel_config", None):
+            processor._parallel_config = sage._parallel_config
+        return processor(attn, *args, **kwargs)
+
+
+Layer = ExplicitLayer | DispatchLayer
+
+
+def dispatches(processor: Any) -> bool:
+    """Whether a processor of diffusers attends through `dispatch_attention_fn` with the backend it was given."""
+    code = getattr(type(processor).__call__, "__code__", None)
+    return hasattr(processor, "_attention_backend") and code is not None and "dispatch_attention_fn" in code.co_names
+
+
+def recognize(module: torch.nn.Module, original: Any) -> Layer:
+    """The computation that `original`, the processor of `module`, performs.
+
+    Raises:
+        UnsupportedAttentionError: it is none that can be done in low bits; names module and processor.
+    """
+    family = type(original).__name__
+    if isinstance(original, torch.nn.Module):
+        reason = "it holds weights of its own (an IP-Adapter or custom diffusion), which replacing it would drop"
+    elif family in EXPLICIT and type(original).__module__.startswith("diffusers."):
+        return ExplicitLayer(EXPLICIT[family], original)
+    elif dispatches(original):
+        return DispatchLayer(original)
+    else:
+        reason = (
+            f"known are {', '.join(EXPLICIT)}, and every processor that calls dispatch_attention_fn "
+            "(linear attention has no softmax to quantise)"
+        )
+    raise UnsupportedAttentionError(
+        f"{type(module).__name__} with processor {family} is not supported: {reason}. "
+        "Leave this layer as it is: give set_attn_processor a dictionary that holds the layer's present processor."
+    )

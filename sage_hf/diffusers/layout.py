@@ -1,0 +1,40 @@
+"""Steps that the explicit processors share: projections into heads, query/key norms, the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# attend(query, key, value, attn_mask=None, scale=None): (B, H, N, D) tensors to (B, H, Nq, Dv), as SDPA
+Attend = Callable[..., torch.Tensor]
+
+
+def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """(batch, tokens, heads · head_dim) to (batch, heads, tokens, head_dim), a view."""
+    return states.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(states: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, tokens, head_dim) to (batch, tokens, heads · head_dim)."""
+    return states.transpose(1, 2).flatten(2, 3)
+
+
+def normalize_query_key(
+    norm_q: torch.nn.Module | None, norm_k: torch.nn.Module | None, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply whichever of the two norms exists."""
+    return (query if norm_q is None else norm_q(query)), (key if norm_k is None else norm_k(key))
+
+
+def project_out(attn: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Output projection and its dropout."""
+    return attn.to_out[1](attn.to_out[0](hidden_states))
+
+
+def sdpa_mask(attn: torch.nn.Module, mask: torch.Tensor | None, key_length: int, batch: int) -> torch.Tensor | None:
+    """The additive mask of a generic `Attention`, (batch, heads, 1 or query tokens, key tokens)."""
+    if mask is None:
+        return None
+    mask = attn.prepare_attention_mask(mask, key_length, batch)
+    return mask.view(batch, attn.heads, -1, mask.shape[-1])

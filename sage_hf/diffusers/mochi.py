@@ -1,0 +1,65 @@
+"""Mochi: every sample attends over its video tokens and its valid text tokens, and no others."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import Attend, project_out
+
+
+def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    even, odd = states[..., 0::2].float(), states[..., 1::2].float()
+    rotated = (even * cosine - odd * sine).to(states.dtype), (even * sine + odd * cosine).to(states.dtype)
+    return torch.stack(rotated, dim=-1).flatten(-2)
+
+
+def mochi_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `MochiAttnProcessor2_0`: [video, valid text] per sample; 0 goes into the output projection of padded text.
+
+    Args:
+        hidden_states: (batch, video tokens, dim).
+        encoder_hidden_states: (batch, text tokens, text dim).
+        attention_mask: (batch, text tokens), nonzero where a text token is valid.
+        image_rotary_emb: cosine and sine, each (video tokens, heads, head_dim / 2).
+
+    Returns:
+        Video and text, shaped as they came.
+    """
+    video_length, text_length = hidden_states.shape[1], encoder_hidden_states.shape[1]
+    video = [p(hidden_states).unflatten(2, (attn.heads, -1)) for p in (attn.to_q, attn.to_k, attn.to_v)]
+    text = [
+        p(encoder_hidden_states).unflatten(2, (attn.heads, -1))
+        for p in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    ]
+    for i, (norm, norm_added) in enumerate(((attn.norm_q, attn.norm_added_q), (attn.norm_k, attn.norm_added_k))):
+        if norm is not None:
+            video[i] = norm(video[i])
+        if norm_added is not None:
+            text[i] = norm_added(text[i])
+        if image_rotary_emb is not None:
+            video[i] = _rotate(video[i], *image_rotary_emb)
+    video = [x.transpose(1, 2) for x in video]
+    text = [x.transpose(1, 2) for x in text]
+
+    outputs = []
+    for sample in range(hidden_states.shape[0]):
+        valid = attention_mask[sample].flatten().nonzero().flatten()
+        one = slice(sample, sample + 1)
+        query, key, value = (torch.cat([v[one], t[one][:, :, valid]], dim=2) for v, t in zip(video, text, strict=True))
+        output = attend(query, key, value)
+        padding = video_length + text_length - output.shape[2]
+        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, padding)))
+
+    states = torch.cat(outputs).transpose(1, 2).flatten(2, 3)
+    hidden_states, encoder_hidden_states = states.split_with_sizes((video_length, text_length), dim=1)
+    hidden_states = project_out(attn, hidden_states)
+    if hasattr(attn, "to_add_out"):
+        encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+    return hidden_states, encoder_hidden_states

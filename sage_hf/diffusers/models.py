@@ -1,0 +1,112 @@
+"""Methods of diffusers' models: `set_attn_processor` where it lacks, `set_attention_backend` where it had no effect."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from huggingface_hub.utils import logging
+
+from .backends import BACKENDS
+from .errors import UnsupportedAttentionError
+from .processor import SageAttnProcessor, attention_layers, bind, layer_of
+
+logger = logging.get_logger(__name__)
+
+_NO_ATTENTION = "{} has no attention layer whose processor can be switched: there is nothing to run in low bits"
+
+
+def _bind_all(model: torch.nn.Module, recipe: str, fallback: str | None) -> dict[str, SageAttnProcessor]:
+    """A processor for every attention layer of `model`, which is not changed.
+
+    Raises:
+        UnsupportedAttentionError: the model has none, or one is not recognised; names it.
+    """
+    layers = attention_layers(model)
+    if not layers:
+        raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
+    bound = {}
+    for name, module in layers.items():
+        try:
+            bound[name] = bind(module, recipe, fallback)
+        except UnsupportedAttentionError as error:
+            raise UnsupportedAttentionError(f"{name}: {error}") from None
+    return bound
+
+
+def _check_supported(model: torch.nn.Module, processor: Any) -> None:
+    """Raise UnsupportedAttentionError if a shared SageAttnProcessor cannot serve a layer that it is meant for."""
+    layers = attention_layers(model)
+    if not layers and isinstance(processor, SageAttnProcessor):
+        raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
+    for name, module in layers.items():
+        chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
+        if isinstance(chosen, SageAttnProcessor) and chosen._layer is None:
+            try:
+                layer_of(module)
+            except UnsupportedAttentionError as error:
+                raise UnsupportedAttentionError(f"{name}: {error}") from None
+
+
+def _remove_backend(model: torch.nn.Module) -> None:
+    """Put back the processors that `set_attention_backend` with one of our names replaced."""
+    for module in attention_layers(model).values():
+        before = module.__dict__.pop("_sage_before_backend", None)
+        if before is not None:
+            module.set_processor(before)
+
+
+def complete_model_class(model_class: Any) -> None:
+    """Complete diffusers' ModelMixin. What a model, or another of its bases, defines itself goes first."""
+    set_backend, reset_backend = model_class.set_attention_backend, model_class.reset_attention_backend
+
+    def attn_processors(self: torch.nn.Module) -> dict[str, Any]:
+        """The processor of every attention layer, by `<layer>.processor`."""
+        try:
+            return super(model_class, self).attn_processors
+        except AttributeError:
+            return {f"{name}.processor": module.get_processor() for name, module in attention_layers(self).items()}
+
+    def set_attn_processor(self: torch.nn.Module, processor: Any) -> None:
+        """Set one processor in every attention layer, or those of a dictionary shaped as `attn_processors`.
+
+        Raises:
+            UnsupportedAttentionError: a SageAttnProcessor cannot serve one of the layers; nothing was changed.
+        """
+        from diffusers.models.attention import AttentionMixin
+
+        _check_supported(self, processor)
+        own = getattr(super(model_class, self), "set_attn_processor", None)
+        if own is not None:
+            own(processor)
+        else:
+            AttentionMixin.set_attn_processor(self, processor)
+
+    @functools.wraps(set_backend)
+    def set_attention_backend(self: torch.nn.Module, backend: str) -> None:
+        if backend.lower() not in BACKENDS:
+            _remove_backend(self)
+            set_backend(self, backend)
+            kept = sum(isinstance(module.processor, SageAttnProcessor) for module in attention_layers(self).values())
+            if kept:
+                logger.warning(
+                    f'set_attention_backend("{backend}") does not reach the {kept} layers with a SageAttnProcessor: '
+                    "set another processor there first"
+                )
+            return
+        for name, processor in _bind_all(self, *BACKENDS[backend.lower()]).items():
+            module = self.get_submodule(name)
+            before = module.__dict__.get("_sage_before_backend", module.processor)
+            module.set_processor(processor)
+            module._sage_before_backend = before
+
+    @functools.wraps(reset_backend)
+    def reset_attention_backend(self: torch.nn.Module) -> None:
+        _remove_backend(self)
+        reset_backend(self)
+
+    model_class.attn_processors = property(attn_processors)
+    model_class.set_attn_processor = set_attn_processor
+    model_class.set_attention_backend = set_attention_backend
+    model_class.reset_attention_backend = reset_attention_backend

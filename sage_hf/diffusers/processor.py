@@ -1,0 +1,171 @@
+"""The attention processors users set: one class serves every supported family, all layers at once or one each."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from sage_hf.attention import sage_attention
+from sage_hf.record import run_in_layer
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import FALLBACKS
+
+from .errors import UnsupportedAttentionError
+from .layers import EXPLICIT, Layer, recognize
+
+
+class SageAttnProcessor:
+    """Attention processor for diffusers models.
+
+    One instance may serve all layers of a model, `model.set_attn_processor(SageAttnProcessor("sage3"))`: each attention
+    module then keeps what its former processor computed. `bind` makes one for a single layer.
+
+    Args:
+        recipe: name of a recipe; may be assigned later, `processor.recipe = "sage2"`.
+        fallback: "native", "emulate", "error", or None for the default of the process (sage_hf.set_default_fallback).
+
+    Raises:
+        ValueError: unknown recipe or fallback.
+    """
+
+    _parallel_config = None  # set by diffusers' enable_parallelism
+
+    def __init__(self, recipe: str = "sage3", fallback: str | None = None) -> None:
+        self.recipe = get_recipe(recipe).name
+        if fallback is not None and fallback not in FALLBACKS:
+            raise ValueError(f"unknown fallback {fallback!r}; it is one of {', '.join(FALLBACKS)}, or None")
+        self.fallback = fallback
+        self._layer: Layer | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """`sage_attention` with this processor's recipe and fallback; (B, H, N, D) tensors."""
+        return sage_attention(
+            query, key, value, attn_mask=attn_mask, scale=scale, recipe=self.recipe, fallback=self.fallback
+        )
+
+    def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Attention of `attn`. All arguments go to what its family computes, which rejects those it does not know."""
+        layer = self._layer if self._layer is not None else getattr(attn, "_sage_layer", None)
+        if layer is None:
+            raise UnsupportedAttentionError(
+                f"{type(attn).__name__} has {type(self).__name__} as its processor, and not what it computed before: "
+                "use model.set_attn_processor(...), module.set_processor(...) or sage_hf.apply(...), "
+                "not an assignment to module.processor"
+            )
+        return run_in_layer(attn, layer, self, attn, *args, **kwargs)
+
+    @property
+    def _attention_backend(self) -> None:
+        raise AttributeError("_attention_backend")
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: object) -> None:
+        raise UnsupportedAttentionError(
+            f"this layer has {type(self).__name__}: assign its .recipe, or set another processor before "
+            f"choosing the attention backend {backend}"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(recipe={self.recipe!r}, fallback={self.fallback!r})"
+
+
+class SageAttn3Processor(SageAttnProcessor):
+    """NVFP4 attention (SageAttention3, arXiv 2505.11594)."""
+
+    def __init__(self, recipe: str = "sage3", fallback: str | None = None) -> None:
+        super().__init__(recipe, fallback)
+
+
+class SageAttn2Processor(SageAttnProcessor):
+    """INT8 Q·Kᵀ and FP8 P·V (SageAttention2)."""
+
+    def __init__(self, recipe: str = "sage2", fallback: str | None = None) -> None:
+        super().__init__(recipe, fallback)
+
+
+class SageAttn1Processor(SageAttnProcessor):
+    """INT8 Q·Kᵀ and 16-bit P·V (SageAttention)."""
+
+    def __init__(self, recipe: str = "sage1", fallback: str | None = None) -> None:
+        super().__init__(recipe, fallback)
+
+
+# diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. What arrives
+# depends on the family, so the signature shown names the parameters of every family met so far.
+_SHOWN = dict.fromkeys(("self", "attn"))
+
+
+def _show_parameters(layer: Layer) -> Layer:
+    if not _SHOWN.keys() >= set(layer.parameters):
+        _SHOWN.update(dict.fromkeys(layer.parameters))
+        SageAttnProcessor.__call__.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _SHOWN]
+        )
+    return layer
+
+
+def layer_of(module: torch.nn.Module) -> Layer:
+    """What `module` computes, from its present processor; `module` is not changed.
+
+    Raises:
+        UnsupportedAttentionError: that is nothing we know.
+    """
+    present = getattr(module, "processor", None)
+    if isinstance(present, SageAttnProcessor):
+        layer = present._layer if present._layer is not None else getattr(module, "_sage_layer", None)
+        if layer is not None:
+            return layer
+    return _show_parameters(recognize(module, present))
+
+
+def bind(module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None) -> SageAttnProcessor:
+    """A processor for this one attention module, chosen from its present processor; `module` is not changed.
+
+    Raises:
+        ValueError: unknown recipe or fallback.
+        UnsupportedAttentionError: the module is not recognised; names it.
+    """
+    processor = SageAttnProcessor(recipe, fallback)
+    processor._layer = layer_of(module)
+    processor._parallel_config = getattr(module.processor, "_parallel_config", None)
+    return processor
+
+
+def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
+    """Prepare `module` for `module.set_processor(processor)`; returns the processor to set.
+
+    A shared SageAttnProcessor leaves in the module what the module computed so far. A new Fused… processor, which is
+    what diffusers' `fuse_qkv_projections()` sets, does not displace ours, which computes with the separate projections.
+    """
+    present = getattr(module, "processor", None)
+    module.__dict__.pop("_sage_before_backend", None)
+    if isinstance(processor, SageAttnProcessor):
+        if processor._layer is None:
+            module._sage_layer = layer_of(module)
+            if getattr(present, "_parallel_config", None) is not None:
+                processor._parallel_config = present._parallel_config
+        return processor
+    family = type(processor).__name__
+    fused = family.startswith("Fused") and family in EXPLICIT
+    if fused and isinstance(present, SageAttnProcessor) and processor is not layer_of(module).original:
+        return present
+    module.__dict__.pop("_sage_layer", None)
+    return processor
+
+
+def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Every attention module inside `model` whose processor can be switched, by dotted name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name and hasattr(module, "set_processor") and hasattr(module, "processor")
+    }
