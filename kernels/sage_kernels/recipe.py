@@ -20,7 +20,7 @@ class Recipe:
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); of Q per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
         tensor_scale: NVFP4 keeps a float32 scale per (batch, head) beside the e4m3 scales of the groups.
-        targets: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
+        scale_steps: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
         denominator: rows are divided by the sum of P before ("p") or after ("quantized_p") quantising it.
         q_tokens_per_scale, k_tokens_per_scale: INT8 granularity.
     """
@@ -33,7 +33,7 @@ class Recipe:
     smooth_v: bool = False
     rotate: bool = False
     tensor_scale: bool = True
-    targets: tuple[float, ...] = (6.0,)
+    scale_steps: tuple[int, int] = (0, 0)
     denominator: Literal["p", "quantized_p"] = "p"
     q_tokens_per_scale: int = 1
     k_tokens_per_scale: int = 64
@@ -49,7 +49,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_q=True,
             smooth_k=True,
             smooth_v=True,
-            targets=(6.0, 4.0),
+            scale_steps=(-2, 6),
             denominator="quantized_p",
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),

@@ -228,7 +228,7 @@ def _quantize_tokens(x: torch.Tensor, recipe: Recipe, tokens_per_scale: int) -> 
         tokens = x.shape[-2]
         codes, scale = int8.quantize(F.pad(x, (0, 0, 0, -tokens % tokens_per_scale)), tokens_per_scale)
         return codes[..., :tokens, :].float(), scale[..., :tokens, :]
-    values = nvfp4.quantize_dequantize(x, recipe.targets, _tensor_scale(x, recipe))
+    values = nvfp4.quantize_dequantize(x, recipe.scale_steps, _tensor_scale(x, recipe))
     return values, values.new_ones(*x.shape[:-1], 1)
 
 
@@ -239,7 +239,7 @@ def _quantize_value(value: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     if recipe.pv == "fp16":
         return fp16.dequantize(*fp16.quantize(value))
     value = value.transpose(-1, -2)
-    return nvfp4.quantize_dequantize(value, recipe.targets, _tensor_scale(value, recipe)).transpose(-1, -2)
+    return nvfp4.quantize_dequantize(value, recipe.scale_steps, _tensor_scale(value, recipe)).transpose(-1, -2)
 
 
 def _tensor_scale(x: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:

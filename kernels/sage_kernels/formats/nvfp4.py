@@ -1,8 +1,8 @@
 """NVFP4: e2m1 elements in groups of 16 with one e4m3 scale each, and one float32 scale per tensor slice.
 
-The group scale maps the group's amax to 6, the largest e2m1 value (arXiv 2505.11594, section 3.1). Mapping it elsewhere
-and keeping the choice with the least squared error costs the quantiser alone (arXiv 2512.02010): `targets` lists the
-choices.
+The group scale maps the group's amax to 6, the largest e2m1 value (arXiv 2505.11594, section 3.1). A neighbouring e4m3
+scale often fits the other 15 elements better; trying several and keeping the least squared error costs the quantiser
+alone (arXiv 2512.02010 tries two, amax to 6 and to 4).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .power_of_two import least_power_of_two
 
 GROUP = 16
 E2M1_MAX = 6.0
+LARGEST_E4M3_CODE = 0x7E
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -63,13 +64,14 @@ def power_of_two_scale(x: torch.Tensor) -> torch.Tensor:
     return least_power_of_two(x, E4M3_MAX * E2M1_MAX)
 
 
-def round_groups(x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,)) -> tuple[torch.Tensor, torch.Tensor]:
+def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales of every group, unpacked.
 
     Args:
         x: float32 (..., n), n a multiple of 16, already divided by the tensor scale.
-        targets: values that a group's amax may be mapped to; the one with the least squared error wins, the earlier of
-            equals.
+        scale_steps: (lowest, highest): besides e4m3(amax/6), the e4m3 scales from `lowest` codes below it (≤ 0) to
+            `highest` codes above it (≥ 0) are tried. Least squared error wins; of equals the one tried first, from the
+            nearest outwards, below before above.
 
     Returns:
         (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN where the
@@ -78,32 +80,38 @@ def round_groups(x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,)) -> t
     groups = x.unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax, torch.nan)
-
-    def rounded(target: float) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = round_to_e4m3(amax / target).float()
-        return round_to_e2m1(torch.where(scale == 0, 0.0, groups / scale)), scale
-
-    elements, scale = rounded(targets[0])
-    if len(targets) > 1:
-        error = (elements * scale - groups).square().sum(-1, keepdim=True)
-        for target in targets[1:]:
-            other_elements, other_scale = rounded(target)
-            other_error = (other_elements * other_scale - groups).square().sum(-1, keepdim=True)
-            better = other_error < error
-            elements = torch.where(better, other_elements, elements)
-            scale = torch.where(better, other_scale, scale)
-            error = torch.where(better, other_error, error)
+    scale = round_to_e4m3(amax / E2M1_MAX)
+    elements = _divide_and_round(groups, scale.float())
+    if scale_steps == (0, 0):
+        return elements, scale.float()
+    codes = scale.view(torch.uint8).int()
+    scale = scale.float()
+    error = (elements * scale - groups).square().sum(-1, keepdim=True)
+    for step in sorted(range(scale_steps[0], scale_steps[1] + 1), key=lambda step: (abs(step), step)):
+        if step == 0:
+            continue
+        other = (codes + step).clamp(0, LARGEST_E4M3_CODE).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        other_elements = _divide_and_round(groups, other)
+        other_error = (other_elements * other - groups).square().sum(-1, keepdim=True)
+        better = other_error < error
+        elements = torch.where(better, other_elements, elements)
+        scale = torch.where(better, other, scale)
+        error = torch.where(better, other_error, error)
     return elements, scale
 
 
+def _divide_and_round(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return round_to_e2m1(torch.where(scale == 0, 0.0, groups / scale))
+
+
 def quantize(
-    x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,), tensor_scale: torch.Tensor | None = None
+    x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0), tensor_scale: torch.Tensor | None = None
 ) -> NVFP4Tensor:
     """Quantise along the last axis.
 
     Args:
         x: float32 (..., tokens, n), n a multiple of 16.
-        targets: see `round_groups`.
+        scale_steps: see `round_groups`.
         tensor_scale: float32 broadcastable to (..., 1, 1), powers of two; default `power_of_two_scale(x)`. Ones give
             the published SageAttention3, whose groups saturate above 2688.
 
@@ -114,7 +122,7 @@ def quantize(
         raise ValueError(f"NVFP4 groups {GROUP} elements along the last axis; got {x.shape[-1]}: pad it with zeros")
     if tensor_scale is None:
         tensor_scale = power_of_two_scale(x)
-    elements, scale = round_groups(x / tensor_scale, targets)
+    elements, scale = round_groups(x / tensor_scale, scale_steps)
     elements = elements.flatten(-2)
     magnitudes = torch.tensor(E2M1_VALUES, device=x.device)
     codes = (
@@ -125,10 +133,10 @@ def quantize(
 
 
 def quantize_dequantize(
-    x: torch.Tensor, targets: tuple[float, ...] = (E2M1_MAX,), tensor_scale: torch.Tensor | None = None
+    x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0), tensor_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`quantize(x, ...).dequantize()` without packing; float32 of x's shape."""
     if tensor_scale is None:
         tensor_scale = power_of_two_scale(x)
-    elements, scale = round_groups(x / tensor_scale, targets)
+    elements, scale = round_groups(x / tensor_scale, scale_steps)
     return (elements * scale).flatten(-2) * tensor_scale
