@@ -45,14 +45,16 @@ class Explanation:
         rows: a row for every layer and everything that it ran, in the model's order.
         compiled: plans of calls that belong to no layer: inside compiled graphs, through diffusers' attention backends,
             or by hand; of this whole process.
+        planned: the rows say what will run, not what ran.
     """
 
     rows: tuple[LayerRow, ...]
     compiled: tuple[tuple[Plan, int], ...] = ()
+    planned: bool = False
 
     def __str__(self) -> str:
         notes: dict[str, int] = {}
-        header = ("layer", "asked", "ran", "kernel", "numerics", "calls", "why")
+        header = ("layer", "asked", "runs" if self.planned else "ran", "kernel", "numerics", "calls", "why")
         lines = [header]
         for row in [*_joined(self.rows), *_compiled_rows(self.compiled)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
@@ -61,7 +63,9 @@ class Explanation:
             )
             ran = row.recipe or ("not run yet" if row.asked else "its own")
             lines.append((row.layer, row.asked or "–", ran, row.kernel or "–", row.numerics or "–", calls, note))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        if self.planned:
+            lines = [(*line[:5], line[6]) for line in lines]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         lines.insert(1, tuple("─" * width for width in widths))
         text = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -1,0 +1,145 @@
+"""`sage-hf env | explain | generate | compare`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sage_hf.config import SageConfig
+from sage_hf.generate import DTYPES, GenerateOptions, format_outcome, generate
+from sage_hf.pipelines import pick_device
+from sage_hf.planning import nominal_request, plan
+from sage_hf.report import device_name, package_versions, text_table
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `sage-hf`; returns its exit code: 0, or 2 after an error of the user's, told on stderr."""
+    parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="env | explain | generate | compare")
+    commands.add_parser("env", help="versions, GPUs, and which recipe runs natively on each")
+    command = commands.add_parser("explain", help="which kernel each layer of a model will run here; loads no weights")
+    command.add_argument("--pretrained", required=True, metavar="ID_OR_FOLDER", help="of diffusers or transformers")
+    command.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
+    _add_recipe_arguments(command)
+    command = commands.add_parser("generate", help="render prompts with low-bit attention, and report")
+    add_generate_arguments(command)
+    command = commands.add_parser("compare", help="the same beside exact attention, with every layer's error")
+    add_generate_arguments(command, compare=True)
+    args = parser.parse_args(argv)
+    return _guarded(args)
+
+
+def generate_main(
+    argv: Sequence[str] | None = None, *, description: str, config: str = "sage3", **defaults: object
+) -> int:
+    """The whole of a generating script: parse arguments, render, print what there is; returns the exit code.
+
+    Args:
+        argv: without the program's name; None: the command line's.
+        description: for --help.
+        config: recipe, or name or path of a configuration, where the user gives none.
+        defaults: of other arguments, by their names ("pretrained", "frames", "cpu_offload", …).
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_generate_arguments(parser, default_config=config, **defaults)
+    args = parser.parse_args(argv)
+    args.command = "generate"
+    return _guarded(args)
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str = "sage3", **defaults: object) -> None:
+    """Arguments of `GenerateOptions`, with these defaults."""
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="what to render; repeatable")
+    parser.add_argument("--pretrained", metavar="ID_OR_FOLDER", help="diffusers pipeline (default: the tiny model)")
+    _add_recipe_arguments(parser, default_config)
+    parser.add_argument(
+        "--compare", action=argparse.BooleanOptionalAction, default=False, help="also with exact attention, same seed"
+    )
+    parser.add_argument("--steps", type=int, help="denoising steps")
+    parser.add_argument("--height", type=int, help="pixels")
+    parser.add_argument("--width", type=int, help="pixels")
+    parser.add_argument("--frames", type=int, help="frames of each video")
+    parser.add_argument("--guidance-scale", type=float, help="classifier-free guidance")
+    parser.add_argument("--seed", type=int, default=0, help="of every prompt (default: 0)")
+    parser.add_argument("--fps", type=int, help="frames per second of the files (default: 8)")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: bfloat16, on a CPU float32)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
+    parser.add_argument(
+        "--cpu-offload", action=argparse.BooleanOptionalAction, default=False, help="keep only what runs on the GPU"
+    )
+    parser.add_argument(
+        "--vae-tiling", action=argparse.BooleanOptionalAction, default=False, help="decode in tiles, for less memory"
+    )
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="default: output")
+    parser.set_defaults(**defaults)
+
+
+def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str = "sage3") -> None:
+    parser.set_defaults(default_config=default_config)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--recipe", help=f"{', '.join(RECIPES)} (default: {default_config})")
+    group.add_argument(
+        "--config", metavar="NAME_OR_JSON", help=f"recipe with exceptions: {', '.join(SageConfig.names())}, or a file"
+    )
+    parser.add_argument("--fallback", help=f"where the recipe is not native: {', '.join(FALLBACKS)} (default: native)")
+
+
+def _guarded(args: argparse.Namespace) -> int:
+    """Run the command; what the user can mend is told in one line."""
+    try:
+        _COMMANDS[args.command](args)
+    except (ValueError, OSError, KernelUnavailableError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _env(args: argparse.Namespace) -> None:
+    print("  ".join(f"{name} {number}" for name, number in package_versions().items()))
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in [*devices, torch.device("cpu")]:
+        rows = []
+        for recipe in RECIPES:
+            chosen = select(nominal_request(recipe, device), "native")
+            rows.append([recipe, chosen.recipe, chosen.kernel, chosen.numerics, chosen.reason])
+        print(f"\n{device}: {device_name(device)}")
+        print(text_table(["recipe", "runs", "kernel", "numerics", "why"], rows))
+    if not devices:
+        print("\nNo CUDA device: low-bit recipes are emulated, with their true numerics and without their speed.")
+
+
+def _explain(args: argparse.Namespace) -> None:
+    print(plan(args.pretrained, _config(args), pick_device(args.device)))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    names = ("pretrained", "compare", "steps", "height", "width", "frames", "guidance_scale", "seed", "dtype", "device")
+    names += ("cpu_offload", "vae_tiling", "fps", "output")
+    options = GenerateOptions(
+        config=_config(args),
+        label=Path(args.recipe or args.config or args.default_config).stem,
+        prompts=tuple(args.prompt),
+        **{name: getattr(args, name) for name in names},
+    )
+    print(format_outcome(generate(options)))
+
+
+def _config(args: argparse.Namespace) -> SageConfig:
+    if args.recipe is not None and args.recipe not in RECIPES:
+        raise ValueError(f"--recipe: unknown recipe {args.recipe!r}; recipes are: {', '.join(sorted(RECIPES))}")
+    config = SageConfig.from_name(args.recipe or args.config or args.default_config)
+    return config if args.fallback is None else replace(config, fallback=args.fallback)
+
+
+_COMMANDS = {"env": _env, "explain": _explain, "generate": _generate, "compare": _generate}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What will run in each layer of a model on this machine, from its configuration alone: no weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sage_hf.apply import apply
+from sage_hf.config import SageConfig
+from sage_hf.explain import Explanation, LayerRow
+from sage_hf.targets import DENOISERS, find_targets
+from sage_kernels.registry import KernelUnavailableError, Request, select
+
+NOMINAL_TOKENS = 4096
+NOMINAL_HEAD_DIM = 64
+
+
+def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
+    """The kernel that each layer of a pipeline or model will run on `device`, for calls of 4,096 tokens without mask.
+
+    Args:
+        pretrained: folder, or name on the Hub, of a diffusers pipeline or model or of a transformers model.
+        config: recipe and exceptions.
+        device: its kind and capability decide.
+
+    Raises:
+        ValueError: nothing there that can be loaded, or what `sage_hf.apply` raises.
+    """
+    rows: list[LayerRow] = []
+    models = _models_on_meta(pretrained)
+    for name, model in models.items():
+        apply(model, SageConfig(config.recipe, config.fallback, config.layers)).restore()
+        for target in find_targets(model):
+            for layer_name, layer in target.layers.items():
+                label = f"{name}.{layer_name}" if len(models) > 1 else layer_name
+                rows += _layer_rows(label, layer, config, config.layer_rule(layer_name), device)
+    return Explanation(tuple(rows), planned=True)
+
+
+def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
+    """A long call without mask, as `recipe` would get it on `device`; `facts` replace its own."""
+    cuda = device.type == "cuda"
+    heads = facts.pop("heads", 32)
+    head_dim = facts.pop("head_dim", NOMINAL_HEAD_DIM)
+    values = {
+        "recipe": recipe,
+        "device_type": device.type,
+        "capability": torch.cuda.get_device_capability(device) if cuda else None,
+        "dtype": torch.bfloat16 if cuda else torch.float32,
+        "batch": 1,
+        "q_heads": heads,
+        "kv_heads": heads,
+        "q_len": NOMINAL_TOKENS,
+        "kv_len": NOMINAL_TOKENS,
+        "head_dim": head_dim,
+        "v_head_dim": head_dim,
+        "mask": "none",
+        "is_causal": False,
+        "return_lse": False,
+    }
+    return Request(**{**values, **facts})
+
+
+def _layer_rows(
+    label: str, layer: nn.Module, config: SageConfig, rule: object, device: torch.device
+) -> Iterator[LayerRow]:
+    recipes = [rule.recipe] if rule else [config.recipe, *(step.recipe for step in config.steps)]
+    heads, head_dim = _heads(layer)
+    for recipe in dict.fromkeys(recipes):
+        facts = {"is_causal": bool(getattr(layer, "is_causal", False))}
+        facts |= {"heads": heads or 32, "head_dim": head_dim or NOMINAL_HEAD_DIM}
+        try:
+            chosen = select(nominal_request(recipe, device, **facts), config.fallback or "native")
+        except KernelUnavailableError as error:
+            yield LayerRow(label, recipe, "none", reason=str(error))
+            continue
+        reason = chosen.reason or (
+            "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not tell"
+        )
+        yield LayerRow(label, recipe, chosen.recipe, chosen.kernel, chosen.numerics, reason=reason)
+
+
+def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
+    """(heads, head_dim) as far as the module tells."""
+    config = getattr(layer, "config", None)
+    heads = getattr(layer, "heads", None) or getattr(layer, "num_heads", None)
+    heads = heads or getattr(config, "num_attention_heads", None)
+    head_dim = getattr(layer, "head_dim", None) or getattr(config, "head_dim", None)
+    query = getattr(layer, "to_q", None) or getattr(layer, "q_proj", None)
+    if not head_dim and heads and isinstance(query, nn.Linear):
+        head_dim = query.out_features // heads
+    return heads, head_dim
+
+
+def _models_on_meta(pretrained: str | Path) -> dict[str, nn.Module]:
+    """The denoisers of a pipeline, or the one model, without weights."""
+    folder = Path(pretrained)
+    try:
+        with torch.device("meta"):
+            if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
+                if "_class_name" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+                    return {"": _diffusers_model(folder, None)}
+                return {"": _transformers_model(pretrained)}
+            models = _denoisers(pretrained)
+            return models or {"": _transformers_model(pretrained)}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"cannot read a diffusers pipeline or a transformers model from {pretrained}: {error}"
+        ) from error
+
+
+def _denoisers(pretrained: str | Path) -> dict[str, nn.Module]:
+    """{} when it is no diffusers pipeline."""
+    from diffusers import DiffusionPipeline
+
+    if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():
+        raise ValueError("the folder holds neither model_index.json nor config.json")
+    try:
+        index = DiffusionPipeline.load_config(str(pretrained))
+    except OSError:
+        if Path(pretrained).is_dir():
+            raise
+        return {}
+    names = [name for name in DENOISERS if isinstance(index.get(name), list | tuple) and index[name][0] is not None]
+    if not names:
+        raise ValueError(f"the pipeline {index.get('_class_name')} has no {', '.join(DENOISERS)}")
+    return {name: _diffusers_model(pretrained, name) for name in names}
+
+
+def _diffusers_model(pretrained: str | Path, subfolder: str | None) -> nn.Module:
+    import diffusers
+
+    config = diffusers.ModelMixin.load_config(str(pretrained), subfolder=subfolder)
+    return getattr(diffusers, config["_class_name"]).from_config(config)
+
+
+def _transformers_model(pretrained: str | Path) -> nn.Module:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(str(pretrained))
+    if not config.architectures:
+        return transformers.AutoModel.from_config(config)
+    return getattr(transformers, config.architectures[0])(config)

@@ -1,0 +1,186 @@
+"""The report of a generation: what ran, how long it took, how far it is from exact attention. JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_hf.config import SageConfig
+from sage_hf.explain import Explanation
+from sage_hf.layer_errors import LayerErrors
+
+PACKAGES = ("sage-hf", "torch", "triton", "diffusers", "transformers", "accelerate")
+
+
+@dataclass
+class VideoReport:
+    """One prompt's videos.
+
+    Attributes:
+        prompt, seed: what was rendered.
+        files: file name by label ("exact", "sage3", "side by side").
+        seconds: wall time by label, from the prompt to the decoded frames.
+        denoiser_seconds: of that, in the denoiser.
+        psnr, ssim: of the low-bit video against the exact one; None without comparison. Equal videos have psnr inf.
+    """
+
+    prompt: str
+    seed: int
+    files: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    denoiser_seconds: dict[str, float] = field(default_factory=dict)
+    psnr: float | None = None
+    ssim: float | None = None
+
+
+@dataclass
+class Report:
+    """Everything a generation has to say for itself.
+
+    Attributes:
+        pretrained, pipeline: where the pipeline came from, and its class.
+        config: the recipe and its exceptions.
+        settings: arguments of the pipeline's call.
+        device, dtype: where and in what it ran.
+        explanation: which kernel ran in each layer.
+        videos: one per prompt.
+        layer_errors: of each layer's attention, on its own inputs; empty without comparison.
+        layer_error_steps: denoising steps of the pass that measured them.
+        output: the folder of the files.
+    """
+
+    pretrained: str
+    pipeline: str
+    config: SageConfig
+    settings: dict[str, Any]
+    device: str
+    dtype: str
+    explanation: Explanation
+    output: Path
+    videos: list[VideoReport] = field(default_factory=list)
+    layer_errors: list[LayerErrors] = field(default_factory=list)
+    layer_error_steps: int = 0
+    versions: dict[str, str] = field(default_factory=lambda: package_versions())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; a PSNR of equal videos is the string "inf"."""
+        return {
+            "pretrained": self.pretrained,
+            "pipeline": self.pipeline,
+            "device": self.device,
+            "dtype": self.dtype,
+            "versions": self.versions,
+            "config": self.config.to_dict(),
+            "settings": self.settings,
+            "videos": [_plain(video) for video in self.videos],
+            "layers": [_plain(row) for row in self.explanation.rows],
+            "layer_errors": [
+                {"layer": layer.layer, "calls": layer.calls, **layer.errors.to_dict()} for layer in self.layer_errors
+            ],
+            "layer_error_steps": self.layer_error_steps,
+        }
+
+    def save(self) -> list[Path]:
+        """Write report.json and report.md into the output folder."""
+        paths = [self.output / "report.json", self.output / "report.md"]
+        paths[0].write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        paths[1].write_text(self.to_markdown(), encoding="utf-8")
+        return paths
+
+    def summary(self) -> str:
+        """A short table for the terminal."""
+        labels = list(self.videos[0].seconds) if self.videos else []
+        compared = any(video.psnr is not None for video in self.videos)
+        header = ["prompt", *(f"{label}, s" for label in labels), *(["PSNR, dB", "SSIM"] if compared else [])]
+        rows = []
+        for video in self.videos:
+            row = [video.prompt, *(f"{video.seconds[label]:.1f}" for label in labels)]
+            if compared:
+                row += [f"{video.psnr:.1f}", f"{video.ssim:.3f}"]
+            rows.append(row)
+        return text_table(header, rows)
+
+    def to_markdown(self) -> str:
+        """The whole report for a reader."""
+        packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        lines = [f"# {self.pipeline}: {self.config.recipe}", ""]
+        lines += [f"{self.pretrained} on {self.device}, {self.dtype}; {packages}.", ""]
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        lines += [f"Settings: {settings}." if settings else "Settings: the pipeline's own.", "", "## Videos", ""]
+        labels = list(self.videos[0].seconds) if self.videos else []
+        header = ["prompt", "files", *(f"{label}, s (denoiser)" for label in labels), "PSNR, dB", "SSIM"]
+        rows = []
+        for video in self.videos:
+            files = ", ".join(f"[{label}]({name})" for label, name in video.files.items())
+            times = [f"{video.seconds[label]:.2f} ({video.denoiser_seconds[label]:.2f})" for label in labels]
+            psnr = "–" if video.psnr is None else f"{video.psnr:.2f}"
+            ssim = "–" if video.ssim is None else f"{video.ssim:.4f}"
+            rows.append([f"{video.prompt} (seed {video.seed})", files, *times, psnr, ssim])
+        lines += [_markdown_table(header, rows), "", "PSNR and SSIM: against exact attention with the same seed.", ""]
+        lines += ["## Which kernel ran", "", "```", str(self.explanation), "```", ""]
+        if self.layer_errors:
+            lines += [f"## Errors of each layer, {self.layer_error_steps} denoising steps of the first prompt", ""]
+            lines += ["Each layer's attention against exact attention in float32 on the same inputs.", ""]
+            header = ["layer", "CosSim", "rel-L1", "RMSE", "scale α", "max abs", "worst head rel-L1"]
+            rows = [
+                [
+                    layer.layer,
+                    f"{layer.errors.cosine:.5f}",
+                    f"{layer.errors.rel_l1:.4f}",
+                    f"{layer.errors.rmse:.4g}",
+                    f"{layer.errors.scale:.4f}",
+                    f"{layer.errors.max_abs:.3g}",
+                    f"{layer.errors.worst_head_rel_l1:.4f}",
+                ]
+                for layer in self.layer_errors
+            ]
+            lines += [_markdown_table(header, rows), ""]
+        return "\n".join(lines)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter here, as far as they are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def device_name(device: torch.device) -> str:
+    """What a reader calls the device: the GPU's name and capability, or the CPU and its threads."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns aligned for a terminal."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines.insert(1, ["─" * width for width in widths])
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    data = {item.name: getattr(value, item.name) for item in fields(value)}
+    return {
+        key: str(item) if isinstance(item, float) and not math.isfinite(item) else item for key, item in data.items()
+    }

@@ -1,0 +1,92 @@
+"""Tiny pipelines with random weights, built from configs: real diffusers and transformers classes, no download."""
+
+import torch
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    FlowMatchEulerDiscreteScheduler,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+LAYERS = 3
+
+
+def transformer(num_layers: int = LAYERS) -> CogVideoXTransformer3DModel:
+    torch.manual_seed(0)
+    return CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=16,
+        num_layers=num_layers,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        max_text_seq_length=226,
+    ).eval()
+
+
+def transformer_inputs(timestep: float = 500.0, batch: int = 1) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(batch, 3, 4, 8, 8, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 226, 16, generator=generator),
+        "timestep": torch.full((batch,), timestep),
+    }
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "blue", "ball", "rolls"])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def cogvideox(num_layers: int = LAYERS) -> CogVideoXPipeline:
+    """64×64 pixels, 9 frames; 2 heads of 32; 226 text and 48 video tokens."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_height=64,
+        sample_width=64,
+    ).eval()
+    text_config = T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
+    pipe = CogVideoXPipeline(
+        tokenizer(), T5EncoderModel(text_config).eval(), vae, transformer(num_layers), CogVideoXDDIMScheduler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents(pipe: CogVideoXPipeline, steps: int = 2, **settings) -> torch.Tensor:
+    """What the pipeline makes of a prompt, before decoding."""
+    generator = torch.Generator().manual_seed(0)
+    settings = {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 3.0, **settings}
+    return pipe("a red ball", num_inference_steps=steps, generator=generator, output_type="latent", **settings).frames
+
+
+def rising_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """Mochi's: timesteps go up from 0."""
+    return FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config).eval()
