@@ -65,7 +65,7 @@ def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     from .backends import BACKENDS
-    from .layers import dispatches
+    from .layers import calls_dispatch
     from .processor import SageAttnProcessor
 
     warned: set[type] = set()
@@ -79,7 +79,7 @@ def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]
                 name in BACKENDS
                 and family not in warned
                 and not issubclass(family, SageAttnProcessor)
-                and not dispatches(self.processor)
+                and not calls_dispatch(self.processor)
             ):
                 warned.add(family)
                 logger.warning(

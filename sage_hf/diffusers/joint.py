@@ -1,4 +1,4 @@
-"""Two streams with projections of their own, attended jointly: SD 3 / 3.5 (joint and dual) and EasyAnimate."""
+"""Two streams with projections of their own, attended jointly: SD 3 / 3.5 (joint and dual), EasyAnimate, HunyuanVideo."""
 
 from __future__ import annotations
 
@@ -83,3 +83,36 @@ def easyanimate_attention(
     if getattr(attn, "to_add_out", None) is not None:
         text = attn.to_add_out(text)
     return video, text
+
+
+def hunyuan_video_attention(
+    attend: Attend,
+    attn: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `HunyuanVideoAttnProcessor2_0` of diffusers 0.35, which does not dispatch: [video, text], RoPE on video.
+
+    Double-stream blocks have projections for text; single-stream blocks have none, and no output projection either.
+    """
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    length = hidden_states.shape[1]
+    if attn.add_q_proj is None:
+        both, _ = _project_streams(attn, torch.cat([hidden_states, encoder_hidden_states], dim=1), None)
+        video, text = [x[:, :, :length] for x in both], [x[:, :, length:] for x in both]
+    else:
+        video, text = _project_streams(attn, hidden_states, encoder_hidden_states)
+    if image_rotary_emb is not None:
+        video[:2] = (apply_rotary_emb(x, image_rotary_emb) for x in video[:2])
+    query, key, value = (torch.cat(pair, dim=2) for pair in zip(video, text, strict=True))
+
+    states = merge_heads(attend(query, key, value, attn_mask=attention_mask)).to(query.dtype)
+    hidden_states, encoder_hidden_states = states[:, :length], states[:, length:]
+    if attn.to_out is not None:
+        hidden_states = project_out(attn, hidden_states)
+    if attn.to_add_out is not None:
+        encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+    return hidden_states, encoder_hidden_states

@@ -14,25 +14,29 @@ import torch
 
 from .backends import backend_member
 from .cogvideox import cogvideox_attention, cogview4_attention
+from .cosmos import cosmos_attention
 from .errors import UnsupportedAttentionError
 from .generic import generic_attention, lumina2_attention
-from .joint import easyanimate_attention, joint_attention
+from .joint import easyanimate_attention, hunyuan_video_attention, joint_attention
 from .mochi import mochi_attention
 
 if TYPE_CHECKING:
     from .processor import SageAttnProcessor
 
-# Processors of diffusers that call torch's scaled_dot_product_attention themselves, and our counterparts. The fused
-# ones differ in computing the same projections by one matrix product; the separate projections stay in the module.
+# Processors of diffusers whose attention backend cannot be chosen (they call torch's scaled_dot_product_attention), and
+# our counterparts. The fused ones differ in computing the same projections by one matrix product; the separate
+# projections stay in the module.
 EXPLICIT: dict[str, Callable[..., Any]] = {
     "AllegroAttnProcessor2_0": generic_attention,
     "AttnProcessor2_0": generic_attention,
     "CogVideoXAttnProcessor2_0": cogvideox_attention,
     "CogView4AttnProcessor": cogview4_attention,
+    "CosmosAttnProcessor2_0": cosmos_attention,
     "EasyAnimateAttnProcessor2_0": easyanimate_attention,
     "FusedAttnProcessor2_0": generic_attention,
     "FusedCogVideoXAttnProcessor2_0": cogvideox_attention,
     "FusedJointAttnProcessor2_0": joint_attention,
+    "HunyuanVideoAttnProcessor2_0": hunyuan_video_attention,
     "JointAttnProcessor2_0": joint_attention,
     "Lumina2AttnProcessor2_0": lumina2_attention,
     "MochiAttnProcessor2_0": mochi_attention,
@@ -77,10 +81,18 @@ class DispatchLayer:
 Layer = ExplicitLayer | DispatchLayer
 
 
-def dispatches(processor: Any) -> bool:
-    """Whether a processor of diffusers attends through `dispatch_attention_fn` with the backend it was given."""
+def calls_dispatch(processor: Any) -> bool:
+    """Whether a processor of diffusers attends through `dispatch_attention_fn`."""
     code = getattr(type(processor).__call__, "__code__", None)
-    return hasattr(processor, "_attention_backend") and code is not None and "dispatch_attention_fn" in code.co_names
+    return code is not None and "dispatch_attention_fn" in code.co_names
+
+
+def _takes_backend(processor: Any) -> bool:
+    """Whether it does so with the backend it was given, and never with one written in its code (flex, mostly)."""
+    if not (calls_dispatch(processor) and hasattr(processor, "_attention_backend")):
+        return False
+    code = type(processor).__call__.__code__
+    return "AttentionBackendName" not in code.co_names and "flex" not in code.co_consts
 
 
 def recognize(module: torch.nn.Module, original: Any) -> Layer:
@@ -92,13 +104,13 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
     family = type(original).__name__
     if isinstance(original, torch.nn.Module):
         reason = "it holds weights of its own (an IP-Adapter or custom diffusion), which replacing it would drop"
+    elif _takes_backend(original):
+        return DispatchLayer(original)
     elif family in EXPLICIT and type(original).__module__.startswith("diffusers."):
         return ExplicitLayer(EXPLICIT[family], original)
-    elif dispatches(original):
-        return DispatchLayer(original)
     else:
         reason = (
-            f"known are {', '.join(EXPLICIT)}, and every processor that calls dispatch_attention_fn "
+            f"known are {', '.join(EXPLICIT)}, and every processor that lets its attention backend be chosen "
             "(linear attention has no softmax to quantise)"
         )
     raise UnsupportedAttentionError(
