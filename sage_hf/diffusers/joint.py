@@ -1,4 +1,4 @@
-"""Two streams with projections of their own, attended jointly: SD 3 / 3.5 (joint and dual), EasyAnimate, HunyuanVideo."""
+"""Two streams with projections of their own, attended jointly: SD 3 and 3.5, EasyAnimate, HunyuanVideo."""
 
 from __future__ import annotations
 

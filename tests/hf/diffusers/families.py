@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -42,16 +42,12 @@ class Family:
         model_class: name in `diffusers`.
         config: arguments of the model class.
         inputs: makes the keyword arguments of one forward pass (float32, batch 2), by torch's global generator.
-        dispatches: every attention goes through diffusers' dispatch_attention_fn.
-        prepare: finishes the model after it was built.
     """
 
     name: str
     model_class: str
     config: dict[str, Any]
     inputs: Callable[[], Inputs]
-    dispatches: bool = False
-    prepare: Callable[[torch.nn.Module], object] = field(default=lambda model: None)
 
     def build(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         """The model in evaluation mode with seeded weights; skips the test where diffusers lacks the class."""
@@ -63,8 +59,12 @@ class Family:
             for parameter in model.parameters():
                 if not parameter.any():  # gates and output layers that start at 0 would hide the attention
                     parameter.normal_(std=0.2)
-        self.prepare(model)
-        return model.to(dtype)
+        model.to(dtype)
+        keep = set(model._keep_in_fp32_modules or ())  # as from_pretrained(torch_dtype=dtype) does
+        for name, parameter in model.named_parameters():
+            if keep & set(name.split(".")):
+                parameter.data = parameter.data.float()
+        return model
 
     def make_inputs(self, dtype: torch.dtype = torch.float32) -> Inputs:
         """Seeded inputs in `dtype`; masks, sizes and complex tensors as they are."""
@@ -246,12 +246,14 @@ FAMILIES: tuple[Family, ...] = (
         "hunyuan-video",
         "HunyuanVideoTransformer3DModel",
         _HUNYUAN_VIDEO,
-        lambda: _video_and_text()
-        | {
-            "encoder_attention_mask": _valid((13, 5), 13),
-            "pooled_projections": _normal(BATCH, 8),
-            "guidance": torch.full((BATCH,), 6000.0),
-        },
+        lambda: (
+            _video_and_text()
+            | {
+                "encoder_attention_mask": _valid((13, 5), 13),
+                "pooled_projections": _normal(BATCH, 8),
+                "guidance": torch.full((BATCH,), 6000.0),
+            }
+        ),
     ),
     Family(
         "hunyuan-video-1.5",
@@ -269,13 +271,15 @@ FAMILIES: tuple[Family, ...] = (
             "rope_axes_dim": (8, 12, 12),
             "patch_size": 2,
         },
-        lambda: _video_and_text()
-        | {
-            "encoder_attention_mask": _valid((13, 5), 13),
-            "encoder_hidden_states_2": _normal(BATCH, 6, 8),
-            "encoder_attention_mask_2": _valid((2, 6), 6),
-            "image_embeds": torch.zeros(BATCH, 3, 8),
-        },
+        lambda: (
+            _video_and_text()
+            | {
+                "encoder_attention_mask": _valid((13, 5), 13),
+                "encoder_hidden_states_2": _normal(BATCH, 6, 8),
+                "encoder_attention_mask_2": _valid((2, 6), 6),
+                "image_embeds": torch.zeros(BATCH, 3, 8),
+            }
+        ),
     ),
     Family(
         "mochi",
@@ -292,14 +296,15 @@ FAMILIES: tuple[Family, ...] = (
         },
         lambda: _video_and_text() | {"encoder_attention_mask": _valid((13, 5), 13).bool()},
     ),
-    Family("wan-t2v", "WanTransformer3DModel", _WAN, _video_and_text, dispatches=True),
+    Family("wan-t2v", "WanTransformer3DModel", _WAN, _video_and_text),
     Family(
         "wan-i2v",
         "WanTransformer3DModel",
         _WAN | {"image_dim": 8, "added_kv_proj_dim": 64},
-        lambda: _video_and_text()
-        | {"encoder_hidden_states": _normal(BATCH, 512, 16), "encoder_hidden_states_image": _normal(BATCH, 5, 8)},
-        dispatches=True,
+        lambda: (
+            _video_and_text()
+            | {"encoder_hidden_states": _normal(BATCH, 512, 16), "encoder_hidden_states_image": _normal(BATCH, 5, 8)}
+        ),
     ),
     Family(
         "ltx",
@@ -322,15 +327,15 @@ FAMILIES: tuple[Family, ...] = (
             "height": 4,
             "width": 4,
         },
-        dispatches=True,
     ),
-    Family("ltx-2", "LTX2VideoTransformer3DModel", _LTX2, _ltx2_inputs, dispatches=True),
+    Family("ltx-2", "LTX2VideoTransformer3DModel", _LTX2, _ltx2_inputs),
     Family(
         "ltx-2-gated",
         "LTX2VideoTransformer3DModel",
         _LTX2 | {"gated_attn": True, "audio_gated_attn": True, "perturbed_attn": True},
-        lambda: _ltx2_inputs() | {"spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor([0.0, 1.0])},
-        dispatches=True,
+        lambda: (
+            _ltx2_inputs() | {"spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor([0.0, 1.0])}
+        ),
     ),
     Family(
         "flux",
@@ -346,7 +351,6 @@ FAMILIES: tuple[Family, ...] = (
             "axes_dims_rope": (8, 12, 12),
         },
         lambda: _flux_inputs() | {"pooled_projections": _normal(BATCH, 8)},
-        dispatches=True,
     ),
     Family(
         "flux-2",
@@ -362,7 +366,6 @@ FAMILIES: tuple[Family, ...] = (
             "axes_dims_rope": (8, 8, 8, 8),
         },
         lambda: _flux_inputs(4) | {"guidance": torch.full((BATCH,), 4.0)},
-        dispatches=True,
     ),
     Family(
         "chroma",
@@ -380,7 +383,6 @@ FAMILIES: tuple[Family, ...] = (
             "approximator_layers": 1,
         },
         lambda: _flux_inputs() | {"attention_mask": _valid((77, 70), 77).bool()},
-        dispatches=True,
     ),
     Family(
         "sd3",
@@ -416,14 +418,15 @@ FAMILIES: tuple[Family, ...] = (
             "joint_attention_dim": 16,
             "axes_dims_rope": (8, 12, 12),
         },
-        lambda: _image_tokens_and_text()
-        | {
-            # [text, image]: the padding of the text lies in the middle of the sequence
-            "encoder_hidden_states_mask": _valid((13, 5), 13),
-            "img_shapes": [[(1, 8, 8)]] * BATCH,
-        }
-        | ({} if hasattr(diffusers, "Flux2Transformer2DModel") else {"txt_seq_lens": [13, 13]}),
-        dispatches=True,
+        lambda: (
+            _image_tokens_and_text()
+            | {
+                # [text, image]: the padding of the text lies in the middle of the sequence
+                "encoder_hidden_states_mask": _valid((13, 5), 13),
+                "img_shapes": [[(1, 8, 8)]] * BATCH,
+            }
+            | ({} if hasattr(diffusers, "Flux2Transformer2DModel") else {"txt_seq_lens": [13, 13]})
+        ),
     ),
     Family(
         "unet",
@@ -451,12 +454,14 @@ FAMILIES: tuple[Family, ...] = (
             "sample_width": 8,
             "sample_frames": 3,
         },
-        lambda: _video_and_text()
-        | {
-            "attention_mask": torch.ones(BATCH, 3, 8, 8),
-            "encoder_attention_mask": _valid((13, 5), 13)[:, None].float(),
-            "image_rotary_emb": _allegro_rope(3, 4, 4, 24),
-        },
+        lambda: (
+            _video_and_text()
+            | {
+                "attention_mask": torch.ones(BATCH, 3, 8, 8),
+                "encoder_attention_mask": _valid((13, 5), 13)[:, None].float(),
+                "image_rotary_emb": _allegro_rope(3, 4, 4, 24),
+            }
+        ),
     ),
     Family(
         "easyanimate",
@@ -584,7 +589,6 @@ FAMILIES: tuple[Family, ...] = (
             "t": torch.full((BATCH,), 0.5),
             "cap_feats": [_normal(13, 16), _normal(5, 16)],
         },
-        dispatches=True,
     ),
     Family(
         "hunyuan-image",
@@ -630,7 +634,6 @@ FAMILIES: tuple[Family, ...] = (
             "visual_rope_pos": [torch.arange(3), torch.arange(4), torch.arange(4)],
             "text_rope_pos": torch.arange(13),
         },
-        dispatches=True,
     ),
 )
 
@@ -651,7 +654,4 @@ def family(name: str) -> Family:
     return next(case for case in FAMILIES if case.name == name)
 
 
-def each_family(*, dispatches: bool | None = None) -> pytest.MarkDecorator:
-    """Parametrize a test over all families, or over those whose layers all (or not all) dispatch."""
-    cases = [case for case in FAMILIES if dispatches is None or case.dispatches == dispatches]
-    return pytest.mark.parametrize("case", cases, ids=str)
+each_family = pytest.mark.parametrize("case", FAMILIES, ids=str)
