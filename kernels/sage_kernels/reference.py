@@ -139,6 +139,8 @@ def attention(
         return output, lse
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
+    # Contiguous, so that sums are taken in the same order whatever the caller's strides.
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     operands = quantize_operands(query, key, value, recipe, valid_keys(mask))
     if mask is not None:
         mask = mask.expand(batch, q_heads, q_len, kv_len)

@@ -1,0 +1,122 @@
+"""NVFP4 against tables and against nearest-value search, written independently of the implementation's arithmetic."""
+
+import pytest
+import torch
+
+from sage_kernels.formats import nvfp4
+
+# Every e2m1 code by the format's definition: 1 sign, 2 exponent (bias 1), 1 mantissa bit.
+E2M1_TABLE = [
+    (-1.0) ** (code >> 3)
+    * ((code & 1) * 0.5 if (code >> 1) & 3 == 0 else (1 + (code & 1) / 2) * 2.0 ** (((code >> 1) & 3) - 1))
+    for code in range(16)
+]
+
+
+def nearest_e2m1(x: float) -> float:
+    """The nearest value; of two equally near the one whose code is even; saturating."""
+    return min(range(8), key=lambda code: (abs(abs(x) - E2M1_TABLE[code]), code & 1))
+
+
+def test_all_16_codes_dequantize_to_the_format_definition():
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = codes[0::2] | codes[1::2] << 4
+    tensor = nvfp4.NVFP4Tensor(packed, torch.ones(1, dtype=torch.float8_e4m3fn), torch.ones(1, 1))
+    assert tensor.dequantize().flatten().tolist() == E2M1_TABLE
+
+
+def test_every_representable_value_rounds_to_itself():
+    values = torch.tensor(E2M1_TABLE)
+    assert torch.equal(nvfp4.round_to_e2m1(values), values)
+
+
+def test_rounding_is_nearest_with_ties_to_the_even_code_and_saturates():
+    # Steps of 1/64 hit every tie (they are multiples of 1/8 … 1) and both sides of each; 6.0…9.0 saturate.
+    grid = torch.arange(-9 * 64, 9 * 64 + 1) / 64
+    expected = [E2M1_TABLE[nearest_e2m1(x)] * (1 if x >= 0 else -1) for x in grid.tolist()]
+    assert nvfp4.round_to_e2m1(grid).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("tie", "even"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
+)
+def test_the_seven_ties_go_to_the_even_code(tie, even):
+    assert nvfp4.round_to_e2m1(torch.tensor([tie, -tie])).tolist() == [even, -even]
+
+
+def test_the_first_element_is_in_the_low_nibble():
+    x = torch.zeros(1, 16)
+    x[0, 0], x[0, 1] = 6.0, -3.0
+    packed = nvfp4.quantize(x, tensor_scale=torch.ones(1, 1)).codes
+    assert packed[0, 0].item() == 0x7 | (0xD << 4)
+
+
+@pytest.mark.parametrize("scale_steps", [(0, 0), (-2, 6)])
+def test_packing_loses_nothing(scale_steps):
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 10
+    packed = nvfp4.quantize(x, scale_steps).dequantize()
+    assert torch.equal(packed, nvfp4.quantize_dequantize(x, scale_steps))
+
+
+def test_elements_are_divided_by_the_rounded_scale():
+    x = torch.randn(1, 64 * 16, generator=torch.Generator().manual_seed(1))
+    elements, scale = nvfp4.round_groups(x)
+    groups = x.view(1, 64, 16)
+    assert torch.equal(scale, (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float())
+    signs = torch.where(groups < 0, -1.0, 1.0)
+    expected = [E2M1_TABLE[nearest_e2m1(y)] for y in (groups / scale).flatten().tolist()]
+    assert torch.equal(elements, torch.tensor(expected).view(1, 64, 16) * signs)
+
+
+def test_zero_groups_stay_zero():
+    x = torch.zeros(2, 32)
+    x[0, 0] = 3.0
+    result = nvfp4.quantize(x).dequantize()
+    assert torch.equal(result, x)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scale_steps", [(0, 0), (-2, 6)])
+def test_a_non_finite_element_poisons_its_group_and_nothing_else(bad, scale_steps):
+    x = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(2))
+    clean = nvfp4.quantize(x, scale_steps).dequantize()
+    x[0, 0, 20] = bad
+    result = nvfp4.quantize(x, scale_steps).dequantize()
+    assert result[0, 0, 16:32].isnan().all()
+    untouched = torch.ones(1, 2, 64, dtype=torch.bool)
+    untouched[0, 0, 16:32] = False
+    assert torch.equal(result[untouched], clean[untouched])
+
+
+def test_large_and_small_tensors_keep_the_relative_error_of_ordinary_ones():
+    """The published format, without a tensor scale, saturates the first and loses the second in subnormal scales."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    ordinary = nvfp4.quantize_dequantize(x)
+    for factor in (2.0**-20, 2.0**20):
+        assert torch.equal(nvfp4.quantize_dequantize(x * factor), ordinary * factor)
+        without = nvfp4.quantize_dequantize(x * factor, tensor_scale=torch.ones(1, 1))
+        assert (without - x * factor).abs().sum() > 0.5 * (x * factor).abs().sum()
+
+
+def test_the_tensor_scale_is_the_least_power_of_two_within_e4m3_range():
+    for amax in (2688.0, 2688.0001, 5376.0, 1.0, 3e-30, 1e30):
+        scale = nvfp4.power_of_two_scale(torch.tensor([[amax, 0.0]])).item()
+        exact = torch.tensor(amax).item()
+        assert exact / scale <= 2688.0 < 2 * exact / scale
+
+
+def test_scale_search_tries_the_neighbouring_codes_and_keeps_the_best():
+    x = torch.randn(1, 200 * 16, generator=torch.Generator().manual_seed(4))
+    groups = x.view(200, 16)
+    base = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn)
+    errors = []
+    for step in range(-2, 7):
+        scale = (base.view(torch.uint8) + step).view(torch.float8_e4m3fn).float()
+        errors.append((nvfp4.round_to_e2m1(groups / scale) * scale - groups).square().sum(-1))
+    found = nvfp4.quantize_dequantize(x, (-2, 6), torch.ones(1, 1)).view(200, 16)
+    assert torch.equal((found - groups).square().sum(-1), torch.stack(errors).amin(0))
+
+
+def test_a_length_that_is_no_multiple_of_16_is_refused():
+    with pytest.raises(ValueError, match="got 24: pad it"):
+        nvfp4.quantize(torch.zeros(2, 24))

@@ -1,0 +1,74 @@
+"""Every transform is exact in real arithmetic: undoing it in float64 gives exact attention back."""
+
+import pytest
+import torch
+
+from sage_kernels import transforms
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 64, 128, 256])
+def test_rotation_is_orthonormal(size):
+    matrix = transforms.rotation(size).double()
+    # Entries are ±size**-0.5, rounded to float32 when that is no power of two.
+    assert (matrix @ matrix.T - torch.eye(size)).abs().max() <= 2**-22
+
+
+def test_rotation_refuses_what_is_no_power_of_two():
+    with pytest.raises(ValueError, match="got 96: pad"):
+        transforms.rotation(96)
+
+
+def test_rotating_query_and_key_leaves_scores_unchanged():
+    query, key = random(2, 3, 50, 64), random(2, 3, 70, 64, seed=1)
+    before = query.double() @ key.double().mT
+    after = transforms.rotate(query).double() @ transforms.rotate(key).double().mT
+    bound = 64 * 2**-22 * query.double().norm(dim=-1, keepdim=True) * key.double().norm(dim=-1).unsqueeze(-2)
+    assert ((after - before).abs() <= bound).all()
+
+
+def test_rotation_spreads_a_loud_channel():
+    x = torch.zeros(1, 128)
+    x[0, 5] = 100.0
+    assert transforms.rotate(x).abs().max() < 10
+
+
+def test_the_mean_ignores_tokens_that_are_not_valid():
+    x = random(2, 3, 10, 4)
+    valid = torch.tensor([True] * 6 + [False] * 4).view(1, 1, 10, 1)
+    poisoned = x.clone()
+    poisoned[:, :, 6:] = 1e9
+    assert torch.allclose(transforms.mean_of_tokens(poisoned, valid), x[:, :, :6].mean(-2, keepdim=True), atol=1e-6)
+
+
+def test_the_mean_of_no_token_is_zero():
+    assert torch.equal(transforms.mean_of_tokens(random(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, dtype=torch.bool)).sum(), torch.tensor(0.0))
+
+
+def test_one_bad_token_does_not_spoil_the_others():
+    x = random(1, 1, 10, 4)
+    x[0, 0, 3, 1] = float("nan")
+    smoothed, mean = transforms.smooth(x)
+    assert mean.isfinite().all()
+    assert smoothed.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_blocks_are_smoothed_each_by_its_own_mean(tokens):
+    x = random(2, 2, tokens, 16)
+    smoothed, mean = transforms.smooth_blocks(x, 128)
+    assert mean.shape == (2, 2, -(-tokens // 128), 16)
+    back = smoothed + mean.repeat_interleave(128, -2)[:, :, :tokens]
+    assert torch.allclose(back, x, atol=1e-6)
+    for start in range(0, tokens, 128):
+        assert smoothed[:, :, start : start + 128].mean(-2).abs().max() < 1e-6
+
+
+def test_inputs_are_not_changed():
+    x = random(1, 1, 200, 16)
+    before = x.clone()
+    transforms.smooth(x), transforms.smooth_blocks(x, 128), transforms.rotate(x)
+    assert torch.equal(x, before)
