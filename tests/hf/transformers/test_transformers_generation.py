@@ -1,0 +1,100 @@
+"""Caches, packed sequences and generate(): the masks and lengths that generation brings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_transformers import DECODERS, MODELS, SERVED, TOKENS, TinyModel, run
+from transformers import StaticCache
+
+from sage_hf import record
+from sage_hf.transformers import attention_layers
+
+GENERATORS = [model for model in SERVED if model.kind in ("decoder", "t5", "whisper")]
+BY_NAME = {"ids": lambda value: getattr(value, "name", value)}
+
+
+def generate(tiny: TinyModel, implementation: str, padding: str = "none", **kwargs) -> torch.Tensor:
+    inputs = {name: value for name, value in tiny.inputs(padding).items() if name != "decoder_input_ids"}
+    with torch.no_grad():
+        return tiny.build(implementation).generate(**inputs, max_new_tokens=12, do_sample=False, **kwargs)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("tiny", GENERATORS, **BY_NAME)
+def test_generates_the_tokens_eager_generates(tiny: TinyModel, cache: str) -> None:
+    kwargs = {"cache_implementation": "static"} if cache == "static" else {}
+    assert torch.equal(generate(tiny, "sage_exact", **kwargs), generate(tiny, "eager", **kwargs))
+
+
+@pytest.mark.parametrize("tiny", DECODERS, **BY_NAME)
+def test_generates_the_tokens_eager_generates_after_left_padding(tiny: TinyModel) -> None:
+    assert torch.equal(generate(tiny, "sage_exact", "left"), generate(tiny, "eager", "left"))
+
+
+def test_the_prompt_runs_the_recipe_and_decoding_is_exact_and_recorded() -> None:
+    tiny = MODELS["llama"]
+    model = tiny.build("sage3")
+    with torch.no_grad():
+        model.generate(**tiny.inputs(), max_new_tokens=3, do_sample=False)
+    for layer in attention_layers(model).values():
+        prompt, *steps = record.last_plans(layer)
+        assert (prompt.recipe, prompt.request.q_len) == ("sage3", TOKENS)
+        assert [(plan.recipe, plan.request.q_len) for plan in steps] == [("exact", 1)] * 2
+        assert all("too short" in plan.reason for plan in steps)
+
+
+@pytest.mark.parametrize("tiny", DECODERS, **BY_NAME)
+def test_a_prompt_in_a_longer_static_cache_is_the_prompt(tiny: TinyModel, float64_softmax: None) -> None:
+    def output(implementation: str, dtype: torch.dtype, cached: bool) -> torch.Tensor:
+        model = tiny.build(implementation, dtype)
+        cache = {"past_key_values": StaticCache(config=model.config, max_cache_len=TOKENS + 20)} if cached else {}
+        return run(model, **tiny.inputs(), **cache).double()
+
+    judge = output("eager", torch.float64, cached=False)
+    rounding = 2 * (output("eager", torch.float32, cached=False) - judge).abs().max()
+    error = (output("sage_exact", torch.float32, cached=True) - judge).abs().max()
+    assert error <= rounding + torch.finfo(torch.float32).eps * judge.abs().max()
+
+
+# GPT-OSS does not tell its masks of position_ids, whatever computes its attention.
+@pytest.mark.parametrize("tiny", [tiny for tiny in DECODERS if tiny.name != "gpt_oss"], **BY_NAME)
+def test_packed_sequences_do_not_see_each_other(tiny: TinyModel) -> None:
+    model, tokens = tiny.build("sage_exact"), tiny.inputs()["input_ids"][:1]
+    positions = torch.cat([torch.arange(30), torch.arange(TOKENS - 30)])[None]
+    packed = run(model, input_ids=tokens, position_ids=positions, use_cache=False)
+    apart = torch.cat([run(model, input_ids=part, use_cache=False) for part in (tokens[:, :30], tokens[:, 30:])], dim=1)
+    judge = run(tiny.build("eager", torch.float64), input_ids=tokens, position_ids=positions, use_cache=False)
+    rounding = 2 * (apart - judge).abs().max() + torch.finfo(torch.float32).eps * judge.abs().max()
+    assert (packed - judge).abs().max() <= rounding
+    assert (run(model, input_ids=tokens, use_cache=False) - judge).abs().max() > 100 * rounding
+
+
+def test_queries_dropped_after_masking_keep_their_causality() -> None:
+    """Gemma 4 computes its last layers for the last tokens only, where it knows what the mask is."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    config = transformers.Gemma4TextConfig(
+        vocab_size=97,
+        vocab_size_per_layer_input=97,
+        hidden_size=64,
+        hidden_size_per_layer_input=16,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=128,
+        max_position_embeddings=128,
+        pad_token_id=0,
+    )
+    outputs = []
+    for implementation in ("eager", "sage_exact"):
+        torch.manual_seed(0)
+        model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        outputs.append(run(model, **MODELS["llama"].inputs(), logits_to_keep=5))
+    torch.testing.assert_close(*outputs)

@@ -1,0 +1,170 @@
+"""The ways to choose an implementation, what is saved of the choice, and models that ignore it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import MODELS, run
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sage_hf import record
+from sage_hf.transformers import attention_layers, implementations, register, unsupported
+from sage_hf.transformers.layers import ignores_interface
+
+LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
+
+
+def recipes(model: nn.Module) -> dict[str, str]:
+    """What the layers of the model's parts are asked for, by the part."""
+    run(model, **(CLIP if "Clip" in type(model).__name__ or hasattr(model, "vision_model") else LLAMA).inputs())
+    return {
+        name.split(".")[0]: plan.request.recipe
+        for name, layer in attention_layers(model).items()
+        for plan in record.last_plans(layer)
+    }
+
+
+def test_every_recipe_and_fallback_has_a_name_with_attention_and_mask() -> None:
+    assert set(implementations()) == {
+        "sage_exact",
+        *(
+            f"{recipe}{end}"
+            for recipe in ("sage1", "sage2", "sage3", "sage3_paper")
+            for end in ("", "_emulate", "_error")
+        ),
+    }
+    for name in implementations():
+        assert name in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        assert name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+        assert "flash" not in name
+        assert "sdpa" not in name
+
+
+def test_registering_again_changes_nothing() -> None:
+    check = transformers.PreTrainedModel.get_correct_attn_implementation
+    register()
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is check
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("sage_hf", "transformers.modeling_utils"), ("transformers.modeling_utils", "sage_hf")]
+)
+def test_import_order_does_not_matter_and_sage_hf_imports_no_transformers(first: str, second: str) -> None:
+    code = f"""
+import sys, importlib
+importlib.import_module({first!r})
+assert ("transformers" in sys.modules) == ({first!r} != "sage_hf")
+importlib.import_module({second!r})
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+assert "sage3" in ALL_ATTENTION_FUNCTIONS.valid_keys() and "sage3" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_from_config_from_pretrained_and_set_attn_implementation_switch(tmp_path: Path) -> None:
+    model = LLAMA.build("sage3")
+    assert recipes(model) == {"model": "sage3"}
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sage2")
+    assert recipes(loaded) == {"model": "sage2"}
+    loaded.set_attn_implementation("sage1")
+    assert recipes(loaded) == {"model": "sage1"}
+    loaded.set_attn_implementation("sdpa")
+    assert torch.equal(run(loaded, **LLAMA.inputs()), run(LLAMA.build("sdpa"), **LLAMA.inputs()))
+
+
+def test_nothing_is_written_to_the_saved_config(tmp_path: Path) -> None:
+    for tiny in (LLAMA, CLIP):
+        tiny.build("sage3").save_pretrained(tmp_path / "ours")
+        tiny.build("eager").save_pretrained(tmp_path / "eager")
+        ours, eager = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "eager"))
+        assert ours == eager
+        reloaded = type(tiny.build("eager")).from_pretrained(tmp_path / "ours")
+        assert reloaded.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("how", ["from_config", "from_pretrained", "set_attn_implementation"])
+def test_nested_dictionaries_switch_a_part(how: str, tmp_path: Path) -> None:
+    choice = {"text_config": "sage3", "vision_config": "sage_exact", "": "sdpa"}
+    if how == "from_config":
+        model = transformers.CLIPModel._from_config(transformers.CLIPConfig(**CLIP.config), attn_implementation=choice)
+    elif how == "from_pretrained":
+        CLIP.build("eager").save_pretrained(tmp_path)
+        model = transformers.CLIPModel.from_pretrained(tmp_path, attn_implementation=choice)
+    else:
+        model = CLIP.build("eager")
+        model.set_attn_implementation(choice)
+    assert recipes(model.eval()) == {"text_model": "sage3", "vision_model": "exact"}
+
+
+def test_fallback_error_refuses_on_this_device_and_emulate_runs() -> None:
+    from sage_kernels.registry import KernelUnavailableError
+
+    with pytest.raises(KernelUnavailableError):
+        run(LLAMA.build("sage3_error"), **LLAMA.inputs())
+    model = LLAMA.build("sage3_emulate")
+    run(model, input_ids=LLAMA.inputs()["input_ids"][:, :20])
+    assert {record.last_plans(layer)[0].numerics for layer in attention_layers(model).values()} == {"emulated"}
+
+
+def bloom(**kwargs) -> nn.Module:
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
+    return transformers.BloomForCausalLM._from_config(config, **kwargs)
+
+
+def test_a_model_that_ignores_the_interface_is_warned_of_once_when_built(hf_log: pytest.LogCaptureFixture) -> None:
+    bloom(attn_implementation="sage3")
+    messages = [record.message for record in hf_log.records if "ignores" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith('BloomForCausalLM ignores attn_implementation="sage3" and stays exact')
+
+
+def test_a_model_that_ignores_the_interface_is_warned_of_when_loaded(
+    tmp_path: Path, hf_log: pytest.LogCaptureFixture
+) -> None:
+    bloom().save_pretrained(tmp_path)
+    assert "ignores" not in hf_log.text
+    transformers.BloomForCausalLM.from_pretrained(tmp_path, attn_implementation="sage3")
+    assert "BloomForCausalLM ignores" in hf_log.text
+
+
+def test_a_model_that_ignores_the_interface_is_warned_of_when_switched(hf_log: pytest.LogCaptureFixture) -> None:
+    bloom().set_attn_implementation("sage3")
+    assert any(record.levelname == "WARNING" and "Bloom" in record.message for record in hf_log.records)
+
+
+def test_other_implementations_and_served_models_are_not_warned_of(hf_log: pytest.LogCaptureFixture) -> None:
+    bloom(attn_implementation="eager")
+    LLAMA.build("sage3")
+    CLIP.build("sage3")
+    assert "ignores" not in hf_log.text
+
+
+def test_unsupported_says_why() -> None:
+    assert unsupported(LLAMA.build("eager")) is None
+    assert "BloomForCausalLM calls transformers' attention interface" in unsupported(bloom())
+    assert unsupported(nn.Linear(2, 2)) == "Linear is not a transformers model"
+    assert ignores_interface(transformers.BloomModel)
+    assert not ignores_interface(transformers.LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("implementation", ["sage_exact", "sage3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_a_forward_compiles_into_one_graph(name: str, implementation: str) -> None:
+    tiny = MODELS[name]
+    model, inputs = tiny.build(implementation), tiny.inputs()
+    plain = run(model, **inputs, use_cache=False)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    output = run(compiled, **inputs, use_cache=False)
+    assert (output - plain).abs().max() <= 1e-4 * plain.abs().max()
