@@ -61,7 +61,8 @@ class Explanation:
             calls = (
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
             )
-            ran = row.recipe or ("not run yet" if row.asked else "its own")
+            idle = "not run, or compiled" if self.compiled else "not run yet"
+            ran = row.recipe or (idle if row.asked else "its own")
             lines.append((row.layer, row.asked or "–", ran, row.kernel or "–", row.numerics or "–", calls, note))
         if self.planned:
             lines = [(*line[:5], line[6]) for line in lines]

@@ -133,12 +133,12 @@ def timestep_argument(denoiser: nn.Module) -> str:
 
 
 def _unit(value: float, places: list[float], train_steps: int) -> tuple[float, float] | None:
-    """scale and offset from the denoiser's timestep to the scheduler's: pipelines pass t, t/N, N − t or 1 − t/N.
+    """scale and offset from the denoiser's timestep to the scheduler's: pipelines pass t, t/N or 1 − t/N.
 
     A timestep may have been rounded to bfloat16 on its way. None: it is none of these.
     """
     rounding = 2**-8
-    for scale, offset in ((1, 0), (train_steps, 0), (-1, train_steps), (-train_steps, train_steps)):
+    for scale, offset in ((1, 0), (train_steps, 0), (-train_steps, train_steps)):
         given = scale * value + offset
         if any(abs(given - place) <= rounding * (train_steps if offset else abs(place)) for place in places):
             return scale, offset

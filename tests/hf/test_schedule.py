@@ -1,0 +1,193 @@
+import pytest
+import tiny_pipelines as tiny
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, HeunDiscreteScheduler
+
+import sage_hf
+from sage_hf.config import LayerRule, SageConfig, StepRule
+from sage_hf.schedule import StepSchedule
+
+FIRST_AND_LAST = SageConfig("sage3", steps=(StepRule(0, 1, "sage2"), StepRule(-1, None, "exact")))
+
+
+class Processor:
+    """Remembers every assignment of its recipe."""
+
+    def __init__(self):
+        self.assigned = []
+        self._recipe = "sage3"
+
+    @property
+    def recipe(self):
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe):
+        self._recipe = recipe
+        self.assigned.append(recipe)
+
+
+def recipes_of_generation(pipe, config, steps, give=lambda t: t, calls_per_step=1, schedule=None):
+    """The recipe in force at every step of a denoising loop that calls the denoiser with give(t)."""
+    processor = Processor()
+    schedule = schedule or StepSchedule(config, {"layer": processor}, pipe)
+    processor = schedule._processors["layer"]
+    pipe.scheduler.set_timesteps(steps)
+    seen = []
+    for t in pipe.scheduler.timesteps:
+        for _ in range(calls_per_step):
+            schedule.advance(give(t).expand(2))
+            seen.append(processor.recipe)
+    return seen
+
+
+class Pipe:
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
+UNITS = {
+    "t (CogVideoX, HunyuanVideo, Wan)": lambda t: t,
+    "t in bfloat16 (HunyuanVideo)": lambda t: t.bfloat16(),
+    "t / 1000 (Flux, Qwen-Image)": lambda t: t.bfloat16() / 1000,
+    "1 - t / 1000 (Lumina 2, Z-Image)": lambda t: 1 - t / 1000,
+    "something else": lambda t: torch.log(t + 1),
+}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_first_and_last_step_are_found_whatever_the_pipeline_calls_a_timestep(unit):
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler(shift=7.0))
+    expected = ["sage2", *["sage3"] * 48, "exact"]
+    assert recipes_of_generation(pipe, FIRST_AND_LAST, 50, UNITS[unit]) == expected
+
+
+def test_timesteps_that_rise_are_followed():
+    pipe = Pipe(tiny.rising_scheduler())
+    assert recipes_of_generation(pipe, FIRST_AND_LAST, 4) == ["sage2", "sage3", "sage3", "exact"]
+
+
+def test_second_order_schedulers_repeat_timesteps_without_losing_the_last_step():
+    pipe = Pipe(HeunDiscreteScheduler())
+    assert recipes_of_generation(pipe, FIRST_AND_LAST, 3)[-1] == "exact"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("calls_per_step", [1, 2, 3])
+def test_calls_that_share_a_step_do_not_advance_it(steps, calls_per_step):
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler())
+    recipes = recipes_of_generation(pipe, FIRST_AND_LAST, steps, calls_per_step=calls_per_step)
+    expected = [FIRST_AND_LAST.resolve("layer", step, steps) for step in range(steps)]
+    assert recipes == [recipe for recipe in expected for _ in range(calls_per_step)]
+
+
+def test_consecutive_generations_start_at_the_first_step_whatever_their_lengths():
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler())
+    schedule = StepSchedule(FIRST_AND_LAST, {"layer": Processor()}, pipe)
+    for steps in (4, 1, 1, 6, 2):
+        recipes = recipes_of_generation(pipe, None, steps, schedule=schedule)
+        assert recipes == [FIRST_AND_LAST.resolve("layer", step, steps) for step in range(steps)], steps
+
+
+def test_an_interrupted_generation_does_not_shift_the_next_one():
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler())
+    schedule = StepSchedule(FIRST_AND_LAST, {"layer": Processor()}, pipe)
+    pipe.scheduler.set_timesteps(10)
+    for t in pipe.scheduler.timesteps[:3]:
+        schedule.advance(t)
+    assert recipes_of_generation(pipe, None, 3, schedule=schedule) == ["sage2", "sage3", "exact"]
+
+
+def test_a_schedule_entered_in_the_middle_keeps_its_numbering():
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler())
+    processor = Processor()
+    schedule = StepSchedule(FIRST_AND_LAST, {"layer": processor}, pipe)
+    pipe.scheduler.set_timesteps(10)
+    seen = []
+    for t in pipe.scheduler.timesteps[6:]:
+        schedule.advance(t)
+        seen.append((schedule.step, processor.recipe))
+    assert seen == [(6, "sage3"), (7, "sage3"), (8, "sage3"), (9, "exact")]
+
+
+def test_recipes_are_assigned_only_where_they_change():
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler())
+    schedule = StepSchedule(FIRST_AND_LAST, {"layer": Processor()}, pipe)
+    recipes_of_generation(pipe, None, 50, calls_per_step=2, schedule=schedule)
+    assert schedule._processors["layer"].assigned == ["sage2", "sage3", "exact"]
+
+
+def test_a_model_without_pipeline_counts_changes_and_starts_again_when_the_timestep_turns_back():
+    config = SageConfig("sage3", steps=(StepRule(0, 1, "sage2"), StepRule(2, 3, "exact")))
+    processor = Processor()
+    schedule = StepSchedule(config, {"layer": processor})
+    seen = []
+    for t in (999.0, 999.0, 600.0, 600.0, 300.0, 10.0, 999.0, 600.0):
+        schedule.advance(torch.tensor([t]))
+        seen.append(processor.recipe)
+    assert seen == ["sage2", "sage2", "sage3", "sage3", "exact", "sage3", "sage2", "sage3"]
+
+
+def test_a_model_without_pipeline_cannot_count_from_the_end():
+    with pytest.raises(ValueError, match="apply the configuration to the pipeline"):
+        StepSchedule(FIRST_AND_LAST, {})
+    model = tiny.transformer()
+    before = [layer.processor for layer in model.modules() if hasattr(layer, "processor")]
+    with pytest.raises(ValueError, match="apply the configuration to the pipeline"):
+        sage_hf.apply(model, FIRST_AND_LAST)
+    assert before == [layer.processor for layer in model.modules() if hasattr(layer, "processor")]
+
+
+def test_a_pipeline_that_is_gone_is_an_error_and_not_a_guess():
+    pipe = Pipe(FlowMatchEulerDiscreteScheduler())
+    schedule = StepSchedule(FIRST_AND_LAST, {"layer": Processor()}, pipe)
+    del pipe
+    with pytest.raises(RuntimeError, match=r"pipeline .* is gone"):
+        schedule.advance(1.0)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_real_pipeline_runs_each_step_by_its_recipe(guidance_scale):
+    pipe = tiny.cogvideox()
+    config = SageConfig("sage3", layers=(LayerRule("*.1.*", "sage1"),), steps=FIRST_AND_LAST.steps)
+    with sage_hf.apply(pipe, config):
+        for steps in (4, 1):
+            tiny.latents(pipe, steps=steps, guidance_scale=guidance_scale)
+        ran = {}
+        for row in sage_hf.explain(pipe).rows:
+            ran.setdefault(row.layer, {})[row.recipe] = row.calls
+    assert ran["transformer_blocks.1.attn1"] == {"sage1": 5}
+    assert ran["transformer_blocks.0.attn1"] == {"sage2": 2, "sage3": 2, "exact": 1}
+    assert not pipe.transformer._forward_pre_hooks
+
+
+def compile_blocks(pipe):
+    for block in pipe.transformer.transformer_blocks:
+        block.compile(fullgraph=True, backend="eager")
+
+
+def compile_in_place(pipe):
+    pipe.transformer.compile(fullgraph=True, backend="eager")
+
+
+def compile_wrapped(pipe):
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("compile_pipe", [compile_blocks, compile_in_place, compile_wrapped])
+@pytest.mark.parametrize("order", ["apply, compile", "compile, apply"])
+def test_compiled_denoiser_follows_the_steps_without_a_graph_break(compile_pipe, order):
+    config = SageConfig("exact", steps=(StepRule(0, 1, "sage2"),))
+    with sage_hf.apply(pipe := tiny.cogvideox(num_layers=1), config):
+        eager = tiny.latents(pipe, steps=3)
+    pipe = tiny.cogvideox(num_layers=1)
+    try:
+        if order == "compile, apply":
+            compile_pipe(pipe)
+        sage_hf.apply(pipe, config)
+        if order == "apply, compile":
+            compile_pipe(pipe)
+        assert torch.equal(eager, tiny.latents(pipe, steps=3))
+        assert torch.equal(eager, tiny.latents(pipe, steps=3))
+    finally:
+        torch._dynamo.reset()
