@@ -31,7 +31,6 @@ class StepSchedule:
     those before it starts a new generation.
 
     A processor's recipe is assigned only where it changes, so a compiled layer guards on a string that rarely changes.
-    The hook itself runs outside compiled graphs.
     """
 
     def __init__(self, config: SageConfig, processors: Mapping[str, Switchable], pipe: object | None = None) -> None:
@@ -63,14 +62,14 @@ class StepSchedule:
             ValueError: its forward takes no timestep.
         """
         model = getattr(denoiser, "_orig_mod", denoiser)
-        signature = inspect.signature(type(model).forward.__get__(model))
-        argument = timestep_argument(model)
+        self._argument = timestep_argument(model)
+        self._parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        return denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)
 
-        @torch.compiler.disable
-        def follow(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self.advance(signature.bind(*args, **kwargs).arguments[argument])
-
-        return denoiser.register_forward_pre_hook(follow, with_kwargs=True)
+    @torch.compiler.disable
+    def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = self._parameters.index(self._argument)
+        self.advance(args[place] if place < len(args) else kwargs[self._argument])
 
     def advance(self, timestep: Tensor | float) -> None:
         """Move to the step of `timestep` (of any shape: the largest counts) and assign the recipes of that step.

@@ -1,0 +1,257 @@
+import copy
+import gc
+import types
+import weakref
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from diffusers import AutoencoderKLCogVideoX
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM
+
+import sage_hf
+from sage_hf.config import LayerRule, SageConfig, StepRule
+
+
+def processors(model: nn.Module) -> list:
+    return [module.processor for module in model.modules() if hasattr(module, "processor")]
+
+
+def attributes(model: nn.Module) -> list[set[str]]:
+    return [set(vars(module)) for module in model.modules()]
+
+
+def run_llama(model, tokens: int = 80) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(tokens)[None] % 32).logits
+
+
+def test_restore_gives_back_the_very_same_processors_and_the_same_bits():
+    pipe = tiny.cogvideox()
+    exact = tiny.latents(pipe)
+    before, names = processors(pipe.transformer), attributes(pipe.transformer)
+    handle = sage_hf.apply(pipe, SageConfig("sage3", steps=(StepRule(-1, None, "sage2"),)))
+    low_bit = tiny.latents(pipe)
+    assert not torch.equal(low_bit, exact)
+    handle.restore()
+    assert all(a is b for a, b in zip(processors(pipe.transformer), before, strict=True))
+    assert attributes(pipe.transformer) == names
+    assert not pipe.transformer._forward_pre_hooks
+    assert torch.equal(tiny.latents(pipe), exact)
+    handle.restore()
+    assert torch.equal(tiny.latents(pipe), exact)
+
+
+def test_exact_recipe_changes_no_bit():
+    pipe = tiny.cogvideox()
+    before = tiny.latents(pipe)
+    with sage_hf.apply(pipe, "exact"):
+        assert torch.equal(tiny.latents(pipe), before)
+
+
+def test_context_manager_restores_also_after_an_error():
+    pipe = tiny.cogvideox()
+    before = processors(pipe.transformer)
+    with pytest.raises(KeyError), sage_hf.apply(pipe, "sage3"):
+        raise KeyError
+    assert all(a is b for a, b in zip(processors(pipe.transformer), before, strict=True))
+
+
+def test_layer_patterns_set_layers_apart():
+    model = tiny.transformer()
+    config = SageConfig("sage3", "error", layers=(LayerRule("transformer_blocks.1.*", "exact"),))
+    with sage_hf.apply(model, config):
+        assert [p.recipe for p in processors(model)] == ["sage3", "exact", "sage3"]
+        assert [p.fallback for p in processors(model)] == ["error"] * 3
+
+
+def test_a_file_and_a_name_are_applied_like_the_config(tmp_path):
+    pipe = tiny.cogvideox(num_layers=30)
+    config = SageConfig("sage2", layers=(LayerRule("*.0.*", "sage1"),))
+    config.save(tmp_path / "mine.json")
+    for given in (tmp_path / "mine.json", str(tmp_path / "mine.json")):
+        with sage_hf.apply(pipe, given) as handle:
+            assert handle.config == config
+            assert [p.recipe for p in processors(pipe.transformer)] == ["sage1", *["sage2"] * 29]
+    with sage_hf.apply(pipe, "cogvideox-2b"):
+        assert [p.recipe for p in processors(pipe.transformer)] == ["sage2", *["sage3"] * 28, "sage2"]
+
+
+def test_every_denoiser_of_a_pipeline_is_switched():
+    pipe = types.SimpleNamespace(transformer=tiny.transformer(), transformer_2=tiny.transformer(), unet=None)
+    before = processors(pipe.transformer) + processors(pipe.transformer_2)
+    with sage_hf.apply(pipe, "sage2"):
+        assert {p.recipe for p in processors(pipe.transformer) + processors(pipe.transformer_2)} == {"sage2"}
+        layers = [row.layer for row in sage_hf.explain(pipe).rows]
+        assert layers[0] == "transformer.transformer_blocks.0.attn1"
+        assert layers[-1] == "transformer_2.transformer_blocks.2.attn1"
+    after = processors(pipe.transformer) + processors(pipe.transformer_2)
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("original", ["sdpa", "eager"])
+def test_restore_gives_a_transformers_model_its_implementation_and_bits_back(original):
+    model = tiny.llama()
+    model.set_attn_implementation(original)
+    names, exact = attributes(model), run_llama(model)
+    config = SageConfig("sage3", layers=(LayerRule("model.layers.0.*", "exact"),))
+    with sage_hf.apply(model, config):
+        assert model.config._attn_implementation == "sage3"
+        assert not torch.equal(run_llama(model), exact)
+        recipes = [layer.sage_recipe for layer in model.modules() if hasattr(layer, "sage_recipe")]
+        assert recipes == ["exact", "sage3"]
+    assert model.config._attn_implementation == original
+    assert attributes(model) == names
+    assert torch.equal(run_llama(model), exact)
+
+
+def test_transformers_model_with_exact_recipe_equals_sdpa():
+    model = tiny.llama()
+    model.set_attn_implementation("sdpa")
+    exact = run_llama(model)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run_llama(model), exact)
+
+
+def test_applying_twice_is_undone_in_reverse_order():
+    pipe = tiny.cogvideox()
+    exact = tiny.latents(pipe)
+    outer = sage_hf.apply(pipe, "sage1")
+    first = tiny.latents(pipe)
+    inner = sage_hf.apply(pipe, "sage3")
+    with pytest.raises(RuntimeError, match=r"reverse order.*'sage3'.*still in force"):
+        outer.restore()
+    assert [p.recipe for p in processors(pipe.transformer)] == ["sage3"] * 3
+    inner.restore()
+    assert torch.equal(tiny.latents(pipe), first)
+    outer.restore()
+    assert torch.equal(tiny.latents(pipe), exact)
+
+
+def test_a_handle_that_was_dropped_stays_in_force_and_keeps_nothing_alive():
+    pipe = tiny.cogvideox()
+    sage_hf.apply(pipe, SageConfig("sage3", steps=(StepRule(-1, None, "sage2"),)))
+    tiny.latents(pipe)
+    assert {row.recipe for row in sage_hf.explain(pipe).rows} == {"sage3", "sage2"}
+    with sage_hf.apply(pipe, "sage1"):
+        pass
+    alive = weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert alive() is None
+
+
+def test_processors_set_by_hand_are_what_restore_gives_back():
+    pipe = tiny.cogvideox()
+    shared = sage_hf.SageAttn2Processor()
+    pipe.transformer.set_attn_processor(shared)
+    before = tiny.latents(pipe)
+    with sage_hf.apply(pipe, "sage3"):
+        assert not torch.equal(tiny.latents(pipe), before)
+    assert all(processor is shared for processor in processors(pipe.transformer))
+    assert torch.equal(tiny.latents(pipe), before)
+
+
+class ForeignProcessor:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        return hidden_states, encoder_hidden_states
+
+
+def foreign(model):
+    model.transformer_blocks[-1].attn1.processor = ForeignProcessor()
+    return model
+
+
+BAD = [
+    ("sage9", ValueError, r"'sage9' is neither a recipe \(exact, sage1, sage2, sage3, sage3_paper\)"),
+    ("nowhere.json", ValueError, "cannot read the configuration nowhere.json"),
+    (SageConfig(layers=(LayerRule("no.*", "exact"),)), ValueError, r"'no.\*' matches no attention layer.*blocks.0"),
+    (SageConfig(steps=(StepRule(-1, None, "exact"),)), ValueError, "count from the end"),
+]
+
+
+@pytest.mark.parametrize(("config", "error", "message"), BAD)
+def test_a_bad_configuration_is_refused_before_anything_is_changed(config, error, message):
+    model = tiny.transformer()
+    before, names = processors(model), attributes(model)
+    with pytest.raises(error, match=message):
+        sage_hf.apply(model, config)
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+    assert attributes(model) == names and not model._forward_pre_hooks
+
+
+def test_an_unrecognised_layer_is_refused_before_anything_is_changed():
+    model = foreign(tiny.transformer())
+    before, names = processors(model), attributes(model)
+    with pytest.raises(ValueError, match="ForeignProcessor"):
+        sage_hf.apply(model, "sage3")
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+    assert attributes(model) == names
+
+
+def test_a_second_denoiser_that_cannot_be_switched_leaves_the_first_alone():
+    pipe = types.SimpleNamespace(transformer=tiny.transformer(), transformer_2=foreign(tiny.transformer()))
+    before = processors(pipe.transformer)
+    with pytest.raises(ValueError, match="ForeignProcessor"):
+        sage_hf.apply(pipe, "sage3")
+    assert all(a is b for a, b in zip(processors(pipe.transformer), before, strict=True))
+
+
+def test_models_without_attention_are_refused():
+    for model in (nn.Linear(2, 2), nn.Sequential()):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no attention layer"):
+            sage_hf.apply(model, "sage3")
+    convolutional = AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=4
+    )
+    with pytest.raises(ValueError, match="AutoencoderKLCogVideoX has no attention layer"):
+        sage_hf.apply(convolutional, "sage3")
+
+
+def test_what_is_no_model_is_refused_saying_what_is():
+    for given in ("cogvideox", None, types.SimpleNamespace(vae=nn.Linear(1, 1))):
+        with pytest.raises(TypeError, match="expected a diffusers pipeline with a transformer"):
+            sage_hf.apply(given, "sage3")
+
+
+def test_a_model_that_ignores_the_attention_interface_is_refused():
+    model = BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2))
+    implementation = model.config._attn_implementation
+    with pytest.raises(ValueError, match="BloomForCausalLM"):
+        sage_hf.apply(model, "sage3")
+    assert model.config._attn_implementation == implementation
+
+
+def test_step_rules_are_refused_for_a_model_without_steps():
+    model = tiny.llama()
+    with pytest.raises(ValueError, match="LlamaForCausalLM takes no timestep"):
+        sage_hf.apply(model, SageConfig("sage3", steps=(StepRule(0, 1, "exact"),)))
+    assert model.config._attn_implementation != "sage3"
+
+
+def test_an_error_half_way_undoes_what_was_done(monkeypatch):
+    model = tiny.transformer()
+    before = processors(model)
+    last = model.transformer_blocks[-1].attn1
+    set_processor = type(last).set_processor
+
+    def failing(module, processor):
+        if module is last and processor is not before[-1]:
+            raise RuntimeError("no")
+        set_processor(module, processor)
+
+    monkeypatch.setattr(type(last), "set_processor", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        sage_hf.apply(model, "sage3")
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+
+
+def test_a_copy_of_an_applied_model_follows_its_own_steps():
+    model = tiny.transformer()
+    with sage_hf.apply(model, SageConfig("sage3", steps=(StepRule(0, 1, "sage2"),))), torch.no_grad():
+        twin = copy.deepcopy(model)
+        for timestep in (900.0, 500.0):
+            twin(**tiny.transformer_inputs(timestep))
+            assert {p.recipe for p in processors(twin)} == {"sage2" if timestep == 900.0 else "sage3"}
+        assert {p.recipe for p in processors(model)} == {"sage3"}

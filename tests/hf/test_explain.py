@@ -1,0 +1,129 @@
+import pytest
+import tiny_pipelines as tiny
+import torch
+
+import sage_hf
+from sage_hf import record
+from sage_hf.config import LayerRule, SageConfig
+from sage_hf.explain import Explanation, LayerRow
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ran_before():
+    record.clear()
+
+
+def facts(pipe_or_model) -> list[tuple]:
+    rows = sage_hf.explain(pipe_or_model).rows
+    return [(row.layer, row.asked, row.recipe, row.kernel, row.numerics, row.calls) for row in rows]
+
+
+def test_a_model_left_alone_is_said_to_run_its_own_attention():
+    model = tiny.transformer()
+    assert facts(model)[0] == ("transformer_blocks.0.attn1", "", "", "", "", 0)
+    text = str(sage_hf.explain(model))
+    assert "its own" in text and "CogVideoXAttnProcessor2_0" in text and "sage_hf.apply" in text
+
+
+def test_before_any_run_it_says_so():
+    model = tiny.transformer()
+    with sage_hf.apply(model, "sage3"):
+        assert facts(model)[0] == ("transformer_blocks.0.attn1", "sage3", "", "", "", 0)
+        assert "not run yet" in str(sage_hf.explain(model))
+
+
+def test_after_a_run_it_tells_recipe_kernel_numerics_and_calls():
+    pipe = tiny.cogvideox()
+    with sage_hf.apply(pipe, SageConfig("sage3", layers=(LayerRule("*.1.*", "exact"),))):
+        tiny.latents(pipe, steps=3)
+        rows = facts(pipe)
+    emulated = ("sage3", "sage3", "reference", "emulated", 3)
+    assert rows == [
+        ("transformer_blocks.0.attn1", *emulated),
+        ("transformer_blocks.1.attn1", "exact", "exact", "sdpa", "exact", 3),
+        ("transformer_blocks.2.attn1", *emulated),
+    ]
+
+
+def test_processors_set_by_hand_are_explained_without_apply():
+    pipe = tiny.cogvideox()
+    pipe.transformer.set_attn_processor(sage_hf.SageAttn2Processor())
+    assert {row[1] for row in facts(pipe)} == {"sage2"}
+    tiny.latents(pipe, steps=2)
+    assert facts(pipe)[2] == ("transformer_blocks.2.attn1", "sage2", "sage2", "reference", "emulated", 2)
+
+
+def test_why_another_recipe_ran_is_told():
+    model = tiny.transformer()
+    model.requires_grad_(True)
+    with sage_hf.apply(model, "sage3"):
+        model(**tiny.transformer_inputs())
+        row = sage_hf.explain(model).rows[0]
+        text = str(sage_hf.explain(model))
+    assert (row.asked, row.recipe, row.kernel) == ("sage3", "exact", "sdpa")
+    assert "gradients are wanted" in row.reason
+    assert f"[1] {row.reason}" in text
+
+
+def test_transformers_models_are_explained_however_they_were_switched():
+    model = tiny.llama()
+    assert "attn_implementation is" in str(sage_hf.explain(model))
+    model.set_attn_implementation("sage2_emulate")
+    with torch.no_grad():
+        model(torch.arange(80)[None] % 32)
+    assert facts(model)[0] == ("model.layers.0.self_attn", "sage2", "sage2", "reference", "emulated", 1)
+    assert "model.layers.0-1.self_attn" in str(sage_hf.explain(model))
+
+
+def test_what_ran_under_another_recipe_before_is_not_mixed_in():
+    pipe = tiny.cogvideox()
+    with sage_hf.apply(pipe, "sage2"):
+        tiny.latents(pipe)
+    with sage_hf.apply(pipe, "sage3"):
+        tiny.latents(pipe)
+        assert {row[1] for row in facts(pipe)} == {"sage3"}
+    assert {row[1] for row in facts(pipe)} == {""}
+
+
+def test_compiled_calls_are_counted():
+    model = tiny.transformer(num_layers=1)
+    try:
+        with sage_hf.apply(model, "sage3"), torch.no_grad():
+            model.compile(backend="eager", fullgraph=True)
+            model(**tiny.transformer_inputs())
+            explanation = sage_hf.explain(model)
+    finally:
+        torch._dynamo.reset()
+    assert [(plan.recipe, calls) for plan, calls in explanation.compiled] == [("sage3", 1)]
+    assert "compiled" in str(explanation) and "not run yet" not in str(explanation)
+
+
+def table(*rows: LayerRow) -> list[list[str]]:
+    return [line.split("  ") for line in str(Explanation(rows)).splitlines()[2:]]
+
+
+def ran(layer: str, recipe: str = "sage3", calls: int = 1, reason: str = "") -> LayerRow:
+    return LayerRow(layer, "sage3", recipe, "kernel", "native", calls, reason)
+
+
+def test_consecutive_layers_that_did_the_same_share_a_line():
+    rows = [ran(f"blocks.{i}.attn", "sage2" if i == 2 else "sage3") for i in range(6)]
+    assert [line[0].strip() for line in table(*rows)] == ["blocks.0-1.attn", "blocks.2.attn", "blocks.3-5.attn"]
+
+
+def test_layers_of_one_kind_are_joined_past_those_between_them():
+    rows = [ran(f"blocks.{i}.{kind}") for i in range(3) for kind in ("attn1", "attn2")]
+    assert [line[0].strip() for line in table(*rows)] == ["blocks.0-2.attn1", "blocks.0-2.attn2"]
+
+
+def test_layers_that_differ_in_calls_or_reason_are_kept_apart():
+    rows = [ran("b.0.attn"), ran("b.1.attn", calls=2), ran("b.2.attn", calls=2, reason="why"), ran("b.4.attn", calls=2)]
+    lines = table(*rows)
+    assert [line[0].strip() for line in lines[:4]] == ["b.0.attn", "b.1.attn", "b.2.attn", "b.4.attn"]
+    assert lines[4] == ["[1] why"]
+
+
+def test_a_layer_that_ran_several_recipes_has_a_line_for_each():
+    rows = [ran(f"b.{i}.attn", recipe) for i in range(2) for recipe in ("sage3", "sage2")]
+    lines = [line.split() for line in str(Explanation(tuple(rows))).splitlines()[2:]]
+    assert [line[:3] for line in lines] == [["b.0-1.attn", "sage3", "sage3"], ["sage3", "sage2", "kernel"]]
