@@ -14,9 +14,12 @@ from sage_hf._import_hook import when_imported
 
 logger = logging.get_logger(__name__)
 
+_warned: set[type] = set()
 
+
+@functools.cache
 def install() -> None:
-    """Arrange for diffusers' modules to be completed as they are imported, now if they are."""
+    """Arrange, once, for diffusers' modules to be completed as they are imported, now if they are."""
     when_imported("diffusers.models.attention_dispatch", _complete_dispatch)
     when_imported("diffusers.models.attention_processor", _complete_attention_processor)
     when_imported("diffusers.models.attention", _complete_attention)
@@ -68,8 +71,6 @@ def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]
     from .layers import calls_dispatch
     from .processor import SageAttnProcessor
 
-    warned: set[type] = set()
-
     @functools.wraps(forward)
     def wrapper(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -77,11 +78,11 @@ def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]
             family = type(self.processor)
             if (
                 name in BACKENDS
-                and family not in warned
+                and family not in _warned
                 and not issubclass(family, SageAttnProcessor)
                 and not calls_dispatch(self.processor)
             ):
-                warned.add(family)
+                _warned.add(family)
                 logger.warning(
                     f'attention_backend("{name}") has no effect on layers with {family.__name__}, which does not use '
                     f'diffusers\' attention dispatch: call model.set_attention_backend("{name}") or sage_hf.apply'

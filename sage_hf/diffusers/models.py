@@ -78,10 +78,7 @@ def complete_model_class(model_class: Any) -> None:
 
         _check_supported(self, processor)
         own = getattr(super(model_class, self), "set_attn_processor", None)
-        if own is not None:
-            own(processor)
-        else:
-            AttentionMixin.set_attn_processor(self, processor)
+        return AttentionMixin.set_attn_processor(self, processor) if own is None else own(processor)
 
     @functools.wraps(set_backend)
     def set_attention_backend(self: torch.nn.Module, backend: str) -> None:

@@ -10,9 +10,10 @@ from sage_hf import record
 
 
 @pytest.fixture(autouse=True)
-def fresh_records() -> None:
+def fresh_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and once-only messages of other tests forgotten."""
     record.clear()
+    monkeypatch.setattr("sage_hf.diffusers.install._warned", set())
 
 
 @pytest.fixture

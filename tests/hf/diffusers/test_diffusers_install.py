@@ -1,0 +1,71 @@
+"""`import sage_hf` completes diffusers, whichever of the two is imported first, and imports nothing of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from families import family
+
+from sage_hf.diffusers import SageAttn3Processor
+
+CHECK = """
+from diffusers import AttentionBackendName, MochiTransformer3DModel, attention_backend
+from diffusers.models.attention_processor import MochiAttention
+from sage_hf import SageAttn3Processor
+assert AttentionBackendName("sage3_emulate")
+model = MochiTransformer3DModel(
+    num_attention_heads=2, attention_head_dim=16, num_layers=1, pooled_projection_dim=8, text_embed_dim=16,
+    time_embed_dim=8, max_sequence_length=4,
+)
+processor = SageAttn3Processor()
+model.set_attn_processor(processor)
+attention = model.transformer_blocks[0].attn1
+assert isinstance(attention, MochiAttention) and attention.get_processor() is processor
+assert model.attn_processors == {"transformer_blocks.0.attn1.processor": processor}
+"""
+
+NOT_IMPORTED = "import sage_hf, sys; assert 'diffusers' not in sys.modules and 'transformers' not in sys.modules"
+TWICE = "from sage_hf.diffusers.install import install; install()"
+ORDERS = {
+    "sage_hf-first": f"{NOT_IMPORTED}; {TWICE}; from diffusers import MochiPipeline; install()",
+    "diffusers-first": "from diffusers import MochiTransformer3DModel; import sage_hf",
+    "processor-first": "from sage_hf import SageAttn3Processor",
+}
+
+
+@pytest.mark.parametrize("first", ORDERS.values(), ids=ORDERS)
+def test_diffusers_is_completed_in_every_order_of_imports(first):
+    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", first + "\n" + CHECK], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["mochi", "allegro", "easyanimate", "cogview4", "lumina2", "cosmos", "z-image"])
+def test_models_without_the_method_get_it(name):
+    model, processor = family(name).build(), SageAttn3Processor()
+    originals = dict(model.attn_processors)
+    assert originals
+    model.set_attn_processor(dict.fromkeys(originals, processor))
+    assert set(model.attn_processors.values()) == {processor}
+    with pytest.raises(ValueError, match="number of"):
+        model.set_attn_processor({"nowhere.processor": processor})
+    model.set_attn_processor(originals)
+
+
+def test_a_method_of_the_model_itself_goes_first():
+    from diffusers import FluxTransformer2DModel, ModelMixin
+
+    class Own(FluxTransformer2DModel):
+        def set_attn_processor(self, processor):
+            return "own"
+
+    class Mixin:
+        def set_attn_processor(self, processor):
+            return "mixin"
+
+    class FromMixin(ModelMixin, Mixin):
+        pass
+
+    config = family("flux").config
+    assert Own(**config).set_attn_processor(None) == "own"
+    assert FromMixin().set_attn_processor(None) == "mixin"

@@ -1,0 +1,278 @@
+"""What a SageAttnProcessor promises beyond its families' numerics."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from families import each_family, family, run
+
+import sage_hf
+from sage_hf import SageAttn1Processor, SageAttn2Processor, SageAttn3Processor, SageAttnProcessor, record
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, bind
+
+SANA: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 1,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": 16,
+    "sample_size": 8,
+}
+
+
+def recipes_run(model: torch.nn.Module) -> set[str]:
+    return {plan.request.recipe for module in attention_layers(model).values() for plan in record.last_plans(module)}
+
+
+@pytest.mark.parametrize(
+    ("processor_class", "recipe"),
+    [(SageAttn3Processor, "sage3"), (SageAttn2Processor, "sage2"), (SageAttn1Processor, "sage1")],
+)
+def test_processors_are_made_without_arguments_and_hold_no_weights(processor_class, recipe):
+    processor = processor_class()
+    assert isinstance(processor, SageAttnProcessor)
+    assert not isinstance(processor, torch.nn.Module)
+    assert (processor.recipe, processor.fallback) == (recipe, None)
+    assert type(processor)().recipe == recipe  # as IP-Adapter loaders do
+
+
+@pytest.mark.parametrize("make", [SageAttnProcessor, SageAttn3Processor])
+def test_unknown_recipe_is_refused_with_those_that_exist(make):
+    with pytest.raises(ValueError, match=r"sage4.*exact.*sage1.*sage2.*sage3"):
+        make("sage4")
+
+
+def test_unknown_fallback_is_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"slow.*native.*emulate.*error"):
+        SageAttnProcessor("sage3", fallback="slow")
+
+
+@each_family
+def test_one_shared_instance_sits_in_every_layer(case):
+    model, processor = case.build(), SageAttn3Processor()
+    names = set(model.attn_processors)
+    model.set_attn_processor(processor)
+
+    assert set(model.attn_processors) == names == {f"{name}.processor" for name in attention_layers(model)}
+    assert all(present is processor for present in model.attn_processors.values())
+
+
+def test_recipe_of_a_shared_processor_may_change_between_calls():
+    case = family("hunyuan-video")
+    model, inputs, processor = case.build(), case.make_inputs(), SageAttnProcessor("sage3", "emulate")
+    expected = run(model, inputs)
+    model.set_attn_processor(processor)
+    low_bit = run(model, inputs)
+    processor.recipe = "exact"
+    assert torch.equal(run(model, inputs), expected)
+    processor.recipe = "sage3"
+    assert torch.equal(run(model, inputs), low_bit)
+
+
+def test_bind_chooses_without_changing_the_module():
+    model = family("wan-t2v").build()
+    for module in attention_layers(model).values():
+        before, attributes = module.processor, dict(vars(module))
+        assert bind(module, "sage2", "emulate").recipe == "sage2"
+        assert module.processor is before
+        assert vars(module) == attributes
+
+
+@pytest.mark.parametrize("name", ["cogvideox-1.5", "wan-i2v"])
+def test_processors_may_replace_each_other(name):
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+    expected = run(model, inputs)
+    model.set_attn_processor(SageAttn3Processor())
+    model.set_attn_processor(SageAttn2Processor())
+    for module in attention_layers(model).values():
+        module.set_processor(bind(module, "sage1"))
+    model.set_attn_processor(SageAttnProcessor("exact"))
+
+    assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
+def test_switched_models_can_be_copied_and_pickled(name, clone):
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+    model.set_attn_processor(SageAttnProcessor("sage3", "emulate"))
+    twin = clone(model)
+    assert torch.equal(run(twin, inputs), run(model, inputs))
+    next(iter(twin.attn_processors.values())).recipe = "exact"
+    assert next(iter(model.attn_processors.values())).recipe == "sage3"
+
+
+def test_linear_attention_is_refused_by_name_and_nothing_is_changed():
+    model = diffusers.SanaTransformer2DModel(**SANA)
+    before = dict(model.attn_processors)
+    message = r"transformer_blocks\.0\.attn1.*Attention.*SanaLinearAttnProcessor2_0"
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        model.set_attn_processor(SageAttn3Processor())
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        model.set_attention_backend("sage3")
+    assert model.attn_processors == before
+    with pytest.raises(UnsupportedAttentionError, match="SanaLinearAttnProcessor2_0"):
+        bind(model.transformer_blocks[0].attn1)
+
+
+def test_a_dictionary_may_leave_unsupported_layers_as_they_are():
+    model = family("unet").build()
+    name = "mid_block.attentions.0.transformer_blocks.0.attn2"
+    attention = model.get_submodule(name)
+    attention.set_processor(IPAdapterAttnProcessor2_0(hidden_size=64, cross_attention_dim=16))
+    with pytest.raises(UnsupportedAttentionError, match=rf"{name}.*weights of its own"):
+        model.set_attn_processor(SageAttn3Processor())
+
+    shared = SageAttn3Processor()
+    model.set_attn_processor(
+        {key: old if key == f"{name}.processor" else shared for key, old in model.attn_processors.items()}
+    )
+    assert isinstance(attention.processor, IPAdapterAttnProcessor2_0)
+    assert sum(processor is shared for processor in model.attn_processors.values()) == len(model.attn_processors) - 1
+
+
+def test_models_without_attention_are_refused():
+    model = diffusers.T2IAdapter(channels=(32,), num_res_blocks=1)
+    for switch in (model.set_attn_processor, lambda _: model.set_attention_backend("sage3")):
+        with pytest.raises(UnsupportedAttentionError, match="T2IAdapter has no attention layer"):
+            switch(SageAttn3Processor())
+
+
+def test_assigning_a_shared_processor_behind_set_processor_says_what_to_do():
+    attention = Attention(query_dim=32, heads=2, dim_head=16)
+    attention.processor = SageAttn3Processor()
+    with pytest.raises(UnsupportedAttentionError, match="set_processor"):
+        attention(torch.randn(1, 8, 32))
+
+
+@pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3.5", "unet", "wan-t2v", "flux"])
+def test_qkv_projections_may_be_fused_before_or_after(name):
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+    originals = dict(model.attn_processors)
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    expected = run(model, inputs)
+    for _ in range(2):
+        model.fuse_qkv_projections()
+        assert {type(processor) for processor in model.attn_processors.values()} == {SageAttnProcessor}
+        torch.testing.assert_close(run(model, inputs), expected)
+        model.unfuse_qkv_projections()
+        assert {type(processor) for processor in model.attn_processors.values()} == {SageAttnProcessor}
+        assert torch.equal(run(model, inputs), expected)
+
+    model.set_attn_processor(originals)
+    model.fuse_qkv_projections()
+    fused = dict(model.attn_processors)
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    torch.testing.assert_close(run(model, inputs), expected)
+    model.set_attn_processor(dict(fused))
+    assert model.attn_processors == fused
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "mochi", "sd3", "unet", "allegro", "lumina2", "wan-t2v", "cosmos"])
+def test_projections_stay_calls_so_that_lora_layers_take_part(name):
+    class Doubled(torch.nn.Module):
+        def __init__(self, base: torch.nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return self.base(states) * 2
+
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+    for module in attention_layers(model).values():
+        module.to_v = Doubled(module.to_v)
+    expected = run(model, inputs)
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_non_contiguous_inputs_are_taken_as_they_are():
+    torch.manual_seed(0)
+    attention = Attention(query_dim=32, heads=2, dim_head=16)
+    states, context = torch.randn(32, 2, 70).permute(1, 2, 0), torch.randn(2, 140, 32)[:, ::2]
+    expected = attention(states, context)
+    attention.set_processor(SageAttnProcessor("exact"))
+    assert torch.equal(attention(states, context), expected)
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
+def test_gradients_are_those_of_exact_attention(name):
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(**inputs, return_dict=False)[0].square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    model.set_attn_processor(SageAttn3Processor())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(), expected, strict=True))
+
+
+def test_context_parallelism_without_dispatch_is_refused():
+    case = family("cogvideox")
+    model, inputs = case.build(), case.make_inputs()
+    processor = SageAttn3Processor()
+    model.set_attn_processor(processor)
+    processor._parallel_config = object()  # as enable_parallelism does
+    with pytest.raises(UnsupportedAttentionError, match="context parallelism"):
+        run(model, inputs)
+
+
+def test_joint_attention_refuses_a_mask_it_would_ignore():
+    case = family("sd3")
+    model, inputs = case.build(), case.make_inputs()
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    with pytest.raises(ValueError, match="attention_mask"):
+        run(model, inputs | {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 13)}})
+
+
+def test_apply_and_restore_go_through_the_same_processors():
+    case = family("mochi")
+    model, inputs = case.build(), case.make_inputs()
+    expected, originals = run(model, inputs), dict(model.attn_processors)
+    handle = sage_hf.apply(model, "sage3")
+    run(model, inputs)
+    assert recipes_run(model) == {"sage3"}
+    handle.restore()
+    assert model.attn_processors == originals
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_other_processors_may_follow_ours():
+    model = family("unet").build()
+    model.set_attn_processor(SageAttn3Processor())
+    model.set_attn_processor(AttnProcessor2_0())
+    assert not any("sage" in attribute for module in model.modules() for attribute in vars(module))
+
+
+@pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3.5", "wan-t2v"])
+def test_blocks_compile_without_graph_breaks(name):
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+    exact = run(model, inputs)
+    processor = SageAttnProcessor("sage3", "emulate")
+    model.set_attn_processor(processor)
+    low_bit = run(model, inputs)
+    for block in getattr(model, "transformer_blocks", None) or model.blocks:
+        block.compile(fullgraph=True, backend="eager")
+
+    assert torch.equal(run(model, inputs), low_bit)
+    assert {plan.recipe for plan in record.compiled_plans()} == {"sage3"}
+    processor.recipe = "exact"
+    assert torch.equal(run(model, inputs), exact)
