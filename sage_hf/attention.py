@@ -84,8 +84,6 @@ def sage_attention(
     _validate(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if recipe != "exact":
         _validate_head_dim(query, value)
-    if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
 
     wants_gradient = recipe != "exact" and torch.is_grad_enabled() and _requires_grad(query, key, value, attn_mask)
     if recipe == "exact" or wants_gradient:
@@ -98,14 +96,14 @@ def sage_attention(
             record.report_exact(request, f"{recipe} is forward only and gradients are wanted", recipe)
         elif not torch.compiler.is_compiling():
             record.file_plan(exact_plan(Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)))
-        output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale)
+        output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         lse = _exact_lse(query, key, attn_mask, is_causal, scale) if return_lse else None
     else:
         output, lse = ops.attention(
             query,
             key,
             value,
-            mask=attn_mask,
+            mask=None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())],
             is_causal=is_causal,
             scale=scale,
             recipe=recipe,

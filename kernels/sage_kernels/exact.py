@@ -121,14 +121,9 @@ def sdpa(
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """PyTorch's scaled_dot_product_attention with this package's argument names; shapes as in `attention`."""
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )

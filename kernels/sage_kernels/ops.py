@@ -126,7 +126,9 @@ def _run_sdpa(
     recipe: Recipe,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    output = exact.sdpa(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+    output = exact.sdpa(
+        query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
     lse = exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale) if return_lse else None
     return output, lse
 

@@ -1,8 +1,8 @@
 """The reference against untiled float64 softmax.
 
-`untiled` attends in float64 with the very Q, K, V that the recipe quantised; what is left between it and the reference is
-the rounding of P (bounded per format below) and float32 arithmetic. So the bounds are tight where a mask, a tile, a group
-of heads or a smoothing correction could go wrong, and nothing is tuned.
+`untiled` attends in float64 with the very Q, K, V that the recipe quantised; what is left between it and the reference
+is the rounding of P (bounded per format below) and float32 arithmetic. So the bounds are tight where a mask, a tile, a
+group of heads or a smoothing correction could go wrong, and nothing is tuned.
 """
 
 import resource
@@ -31,8 +31,12 @@ TIGHT = [
 
 def draw(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(batch, q_heads, q_len, head_dim, generator=generator) + torch.randn(head_dim, generator=generator)
-    key = torch.randn(batch, kv_heads, kv_len, head_dim, generator=generator) + torch.randn(head_dim, generator=generator)
+    query = torch.randn(batch, q_heads, q_len, head_dim, generator=generator) + torch.randn(
+        head_dim, generator=generator
+    )
+    key = torch.randn(batch, kv_heads, kv_len, head_dim, generator=generator) + torch.randn(
+        head_dim, generator=generator
+    )
     value = torch.randn(batch, kv_heads, kv_len, v_head_dim, generator=generator) + 1.0
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
@@ -189,10 +193,13 @@ def test_rows_that_may_attend_to_nothing_are_zero(recipe):
 
 
 @pytest.mark.parametrize("recipe", LOW_BIT, ids=lambda recipe: recipe.name)
-def test_what_is_masked_has_no_influence_not_even_on_scales(recipe):
+@pytest.mark.parametrize("additive", [False, True])
+def test_what_is_masked_has_no_influence_not_even_on_scales(recipe, additive):
     query, key, value = draw(1, 2, 2, 140, 200, 32, 32)
     mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
     mask[..., 60:90] = False  # padding in the middle, as Qwen-Image has it
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     clean = reference.attention(query, key, value, recipe, mask=mask)
     key[:, :, 60:90], value[:, :, 60:90] = 1e4, float("nan")
     poisoned = reference.attention(query, key, value, recipe, mask=mask)
@@ -268,7 +275,9 @@ def test_smaller_recipes_are_more_accurate_in_the_order_of_their_bits():
     truth, _ = exact.attention(query, key, value)
 
     def error(name):
-        return ((reference.attention(query, key, value, RECIPES[name])[0] - truth).abs().sum() / truth.abs().sum()).item()
+        return (
+            (reference.attention(query, key, value, RECIPES[name])[0] - truth).abs().sum() / truth.abs().sum()
+        ).item()
 
     assert error("sage1") < error("sage2") < error("sage3") < error("sage3_paper")
 

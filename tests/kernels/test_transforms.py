@@ -45,7 +45,10 @@ def test_the_mean_ignores_tokens_that_are_not_valid():
 
 
 def test_the_mean_of_no_token_is_zero():
-    assert torch.equal(transforms.mean_of_tokens(random(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, dtype=torch.bool)).sum(), torch.tensor(0.0))
+    assert torch.equal(
+        transforms.mean_of_tokens(random(1, 1, 4, 8), torch.zeros(1, 1, 4, 1, dtype=torch.bool)).sum(),
+        torch.tensor(0.0),
+    )
 
 
 def test_one_bad_token_does_not_spoil_the_others():

@@ -1,0 +1,198 @@
+"""The front door: every argument is honoured, or refused with a message that says what to do."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sage_hf
+from sage_hf import record, sage_attention
+from sage_kernels import exact, reference
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import KernelUnavailableError
+
+
+def draw(q_heads=4, kv_heads=4, q_len=70, kv_len=90, head_dim=64, v_head_dim=64, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(2, q_heads, q_len, head_dim, generator=generator).to(dtype),
+        torch.randn(2, kv_heads, kv_len, head_dim, generator=generator).to(dtype),
+        torch.randn(2, kv_heads, kv_len, v_head_dim, generator=generator).to(dtype),
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh_record():
+    record.clear()
+    yield
+    record.clear()
+
+
+MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "bool": {"attn_mask": torch.rand(2, 1, 70, 90, generator=torch.Generator().manual_seed(1)) < 0.5},
+    "additive": {"attn_mask": torch.randn(4, 1, 90, generator=torch.Generator().manual_seed(2))},
+    "2d": {"attn_mask": torch.ones(70, 90, dtype=torch.bool).tril()},
+}
+
+
+@pytest.mark.parametrize("arguments", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_is_pytorchs_attention_to_the_bit(arguments, dtype):
+    inputs = draw(kv_heads=2, dtype=dtype)
+    if "attn_mask" in arguments and arguments["attn_mask"].is_floating_point():
+        arguments = {"attn_mask": arguments["attn_mask"].to(dtype)}
+    expected = F.scaled_dot_product_attention(*inputs, **arguments, scale=0.3, enable_gqa=True)
+    assert torch.equal(sage_attention(*inputs, **arguments, scale=0.3, enable_gqa=True, recipe="exact"), expected)
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage3_paper", "sage2", "sage1"])
+@pytest.mark.parametrize("arguments", MASKS.values(), ids=MASKS)
+def test_every_argument_reaches_the_recipe(recipe, arguments):
+    inputs = draw(kv_heads=2, v_head_dim=32)
+    output, lse = sage_attention(*inputs, **arguments, scale=0.2, enable_gqa=True, recipe=recipe, return_lse=True)
+    mask = arguments.get("attn_mask")
+    options = {"mask": mask, "is_causal": arguments.get("is_causal", False), "scale": 0.2}
+    expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], **options)
+    assert torch.equal(output, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_lse_is_the_same_quantity_from_exact_and_low_bit_attention():
+    inputs = draw()
+    _, truth = exact.attention(*inputs)
+    for recipe, tolerance in (("exact", 1e-5), ("sage1", 0.02), ("sage3", 0.2)):
+        assert (sage_attention(*inputs, recipe=recipe, return_lse=True)[1] - truth).abs().max() < tolerance
+
+
+def test_nothing_is_mutated():
+    inputs = draw()
+    before = [x.clone() for x in inputs]
+    sage_attention(*inputs)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1"])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_gradient_is_never_cut(recipe, position, caplog):
+    inputs = draw()
+    expected = F.scaled_dot_product_attention(*(x.clone().requires_grad_(i == position) for i, x in enumerate(inputs)))
+    inputs[position].requires_grad_()
+    with caplog.at_level(logging.WARNING):
+        output = sage_attention(*inputs, recipe=recipe)
+    assert output.requires_grad
+    assert torch.equal(output, expected)
+    assert "gradients are wanted" in caplog.text
+    output.sum().backward()
+    assert inputs[position].grad.abs().sum() > 0
+
+
+def test_a_learned_bias_keeps_its_gradient():
+    bias = torch.zeros(1, 4, 70, 90, requires_grad=True)
+    sage_attention(*draw(), attn_mask=bias).sum().backward()
+    assert bias.grad is not None
+
+
+def test_without_grad_mode_trainable_inputs_run_low_bit():
+    inputs = [x.requires_grad_() for x in draw()]
+    with torch.no_grad():
+        assert torch.equal(sage_attention(*inputs), reference.attention(*inputs, RECIPES["sage3"])[0])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_fullgraph_compilation_equals_eager(grad):
+    inputs = [x.requires_grad_(grad) for x in draw()]
+    compiled = torch.compile(lambda *x: sage_attention(*x) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.allclose(compiled(*inputs), sage_attention(*inputs) * 2, atol=1e-6)
+    longer = [x.requires_grad_(grad) for x in draw(q_len=100, kv_len=77)]
+    assert torch.allclose(compiled(*longer), sage_attention(*longer) * 2, atol=1e-6)
+
+
+def test_autocast_applies_as_it_does_to_pytorchs_attention():
+    inputs = draw()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sage_attention(*inputs).dtype == torch.bfloat16
+        assert torch.equal(sage_attention(*inputs, recipe="exact"), F.scaled_dot_product_attention(*inputs))
+
+
+def test_each_reason_is_logged_once_through_the_hugging_face_logger(caplog):
+    with caplog.at_level(logging.WARNING):
+        for q_len in (1, 2, 3):
+            sage_attention(*draw(q_len=q_len))
+        sage_attention(*(x.double() for x in draw()))
+    assert [entry.name for entry in caplog.records] == ["sage_hf.record"] * 2
+    assert "too short" in caplog.records[0].message
+    assert "dtype must be one of" in caplog.records[1].message
+
+
+def test_native_recipes_are_served_without_a_word(caplog):
+    with caplog.at_level(logging.WARNING):
+        sage_attention(*draw())
+        sage_attention(*draw(), recipe="exact")
+    assert not caplog.records
+
+
+def test_fallback_error_refuses_and_the_default_can_be_set_for_the_process():
+    with pytest.raises(KernelUnavailableError):
+        sage_attention(*draw(), fallback="error")
+    sage_hf.set_default_fallback("error")
+    try:
+        with pytest.raises(KernelUnavailableError):
+            sage_attention(*draw())
+    finally:
+        sage_hf.set_default_fallback("native")
+    with pytest.raises(ValueError, match="choose from: native, emulate, error"):
+        sage_hf.set_default_fallback("perhaps")
+
+
+BAD_CALLS = {
+    "rank": (lambda q, k, v: ((q[0], k, v), {}), ValueError, "expected .batch, heads, tokens, head_dim."),
+    "integers": (lambda q, k, v: ((q.int(), k.int(), v.int()), {}), TypeError, "quantising is done inside"),
+    "dtypes": (lambda q, k, v: ((q, k.half(), v), {}), ValueError, "key is torch.float16"),
+    "devices": (lambda q, k, v: ((q, k.to("meta"), v), {}), ValueError, "key is .* on meta"),
+    "batch": (lambda q, k, v: ((q[:1], k, v), {}), ValueError, "batch sizes differ"),
+    "head_dim": (lambda q, k, v: ((q, k[..., :32], v), {}), ValueError, "head_dim of query and key differ"),
+    "key and value": (lambda q, k, v: ((q, k, v[:, :, :80]), {}), ValueError, "heads or tokens of key and value"),
+    "gqa not enabled": (lambda q, k, v: ((q, k[:, :2], v[:, :2]), {}), ValueError, "pass enable_gqa=True"),
+    "heads": (lambda q, k, v: ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}), ValueError, "not a multiple of 3"),
+    "dropout": (lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}), ValueError, "dropout_p=0.1 is not supported"),
+    "mask shape": (
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(2, 3, 70, 90).bool()}),
+        ValueError,
+        "does not broadcast",
+    ),
+    "mask rank": (
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(1, 1, 1, 1, 90).bool()}),
+        ValueError,
+        "does not broadcast",
+    ),
+    "mask dtype": (lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(70, 90).long()}), TypeError, "mask.bool"),
+    "mask and causal": (
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(70, 90).bool(), "is_causal": True}),
+        ValueError,
+        "exclude each other",
+    ),
+    "large head_dim": (
+        lambda q, k, v: ((q.repeat(1, 1, 1, 5)[..., :257], k.repeat(1, 1, 1, 5)[..., :257], v), {}),
+        ValueError,
+        "head_dim 257 is not supported .16…256.",
+    ),
+    "small head_dim": (lambda q, k, v: ((q[..., :8], k[..., :8], v), {}), ValueError, "head_dim 8 is not supported"),
+    "recipe": (lambda q, k, v: ((q, k, v), {"recipe": "sage9"}), ValueError, "recipes are: exact, sage1"),
+    "fallback": (lambda q, k, v: ((q, k, v), {"fallback": "no"}), ValueError, "choose from: native"),
+    "no tensor": (lambda q, k, v: ((None, k, v), {}), TypeError, "must be tensors; got NoneType"),
+}
+
+
+@pytest.mark.parametrize(("build", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input_is_refused_with_what_to_do(build, error, message):
+    arguments, options = build(*draw())
+    with pytest.raises(error, match=message):
+        sage_attention(*arguments, **options)
+
+
+def test_exact_takes_every_head_dim_pytorch_takes():
+    inputs = draw(head_dim=8, v_head_dim=300)
+    assert torch.equal(sage_attention(*inputs, recipe="exact"), F.scaled_dot_product_attention(*inputs))

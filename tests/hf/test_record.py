@@ -1,0 +1,75 @@
+"""Who ran what."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from sage_hf import record, sage_attention
+
+
+@pytest.fixture(autouse=True)
+def fresh_record():
+    record.clear()
+    yield
+    record.clear()
+
+
+def draw(q_len=64):
+    return [torch.randn(1, 2, length, 32) for length in (q_len, 64, 64)]
+
+
+def test_plans_are_filed_under_the_innermost_layer():
+    outer, inner = nn.Identity(), nn.Identity()
+    with record.layer_scope(outer):
+        sage_attention(*draw())
+        record.run_in_layer(inner, sage_attention, *draw(1))
+    assert [plan.kernel for plan in record.last_plans(outer)] == ["reference"]
+    assert [plan.kernel for plan in record.last_plans(inner)] == ["sdpa"]
+    assert not record.compiled_plans()
+
+
+def test_threads_do_not_see_each_others_layers():
+    mine, other = nn.Identity(), nn.Identity()
+    with record.layer_scope(mine):
+        thread = threading.Thread(target=record.run_in_layer, args=(other, sage_attention, *draw()))
+        thread.start()
+        thread.join()
+    assert len(record.last_plans(other)) == 1
+    assert not record.last_plans(mine)
+
+
+def test_compiled_calls_are_counted_without_a_layer():
+    layer = nn.Identity()
+
+    def call(*tensors):
+        return record.run_in_layer(layer, sage_attention, *tensors)
+
+    inputs = draw()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled(*inputs)
+    compiled(*inputs)
+    assert not record.last_plans(layer)
+    assert [(plan.kernel, count) for plan, count in record.compiled_plans().items()] == [("reference", 2)]
+
+
+def test_observers_see_arguments_output_and_plan():
+    layer, calls = nn.Identity(), []
+    inputs = draw()
+    with record.observe(calls.append), record.layer_scope(layer):
+        output = sage_attention(*inputs, scale=0.5, recipe="sage1")
+    sage_attention(*inputs)
+    (call,) = calls
+    assert call.layer is layer
+    assert call.output is output
+    assert (call.scale, call.is_causal, call.plan.recipe) == (0.5, False, "sage1")
+    assert all(x is y for x, y in zip((call.query, call.key, call.value), inputs, strict=True))
+
+
+def test_a_layer_can_be_collected_with_its_plans():
+    layer = nn.Identity()
+    record.run_in_layer(layer, sage_attention, *draw())
+    assert len(record._plans) == 1
+    del layer
+    assert len(record._plans) == 0

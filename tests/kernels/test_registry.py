@@ -1,0 +1,132 @@
+"""Which kernel serves a request, and what is said about those that do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import registry
+from sage_kernels.registry import Kernel, KernelUnavailableError, Request, select
+
+CPU = Request("sage3", "cpu", None, torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64, "none", False, False)
+GPU = replace(CPU, device_type="cuda", capability=(9, 0))
+
+
+def never_runs(*args, **kwargs):
+    raise AssertionError
+
+
+@pytest.fixture
+def add_kernel(monkeypatch):
+    """Register kernels for one test."""
+    monkeypatch.setattr(registry, "_kernels", dict(registry._kernels))
+    select.cache_clear()
+
+    def add(name, recipe, unsupported=lambda request: "", native=True):
+        registry.register(Kernel(name, frozenset([recipe]), native, unsupported, never_runs))
+
+    yield add
+    select.cache_clear()
+
+
+def test_a_cpu_emulates_the_recipe_asked_for():
+    plan = select(CPU)
+    assert (plan.kernel, plan.recipe, plan.numerics) == ("reference", "sage3", "emulated")
+    assert not plan.is_fallback
+    assert plan.reason == ""
+
+
+def test_a_gpu_without_a_native_kernel_runs_exact_attention_and_says_why():
+    plan = select(GPU)
+    assert (plan.kernel, plan.recipe, plan.numerics) == ("sdpa", "exact", "exact")
+    assert plan.is_fallback
+    assert 'fallback="emulate"' in plan.reason
+
+
+def test_emulate_gives_the_recipes_numerics_on_any_device():
+    plan = select(GPU, "emulate")
+    assert (plan.kernel, plan.recipe, plan.numerics) == ("reference", "sage3", "emulated")
+
+
+@pytest.mark.parametrize("request_", [CPU, GPU])
+def test_error_refuses_what_is_not_native_and_says_what_to_do(request_):
+    with pytest.raises(KernelUnavailableError, match='fallback="native"'):
+        select(request_, "error")
+
+
+def test_the_best_native_recipe_of_the_device_stands_in(add_kernel):
+    add_kernel("ampere", "sage1")
+    assert select(GPU).recipe == "sage1"
+    add_kernel("hopper", "sage2")
+    plan = select(GPU)
+    assert (plan.kernel, plan.recipe, plan.numerics, plan.is_fallback) == ("hopper", "sage2", "native", True)
+    add_kernel("blackwell", "sage3")
+    plan = select(GPU)
+    assert (plan.kernel, plan.is_fallback) == ("blackwell", False)
+    assert select(GPU, "error").kernel == "blackwell"
+
+
+def test_a_native_kernel_is_preferred_to_the_emulation_even_when_registered_later(add_kernel):
+    add_kernel("blackwell", "sage3")
+    assert select(GPU, "emulate").kernel == "blackwell"
+
+
+def test_a_kernel_that_cannot_serve_is_passed_over_with_its_reason(add_kernel):
+    add_kernel("narrow", "sage2", lambda request: "head_dim above 64" if request.head_dim > 64 else "")
+    assert select(GPU).kernel == "narrow"
+    plan = select(replace(GPU, head_dim=128))
+    assert ("sage2 by narrow", "head_dim above 64") in plan.passed_over
+    assert "head_dim above 64" in plan.reason
+
+
+def test_a_stand_in_is_judged_by_its_own_recipe(add_kernel):
+    seen = []
+    add_kernel("spy", "sage1", lambda request: seen.append(request.recipe) or "")
+    select(GPU)
+    assert seen == ["sage1"]
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 15}, {"q_len": 1}, {"kv_len": 63}])
+def test_short_calls_are_exact_unless_emulation_is_asked_for(sizes):
+    short = replace(CPU, **sizes)
+    assert select(short).kernel == "sdpa"
+    assert "too short" in select(short).reason
+    assert select(short, "emulate").kernel == "reference"
+
+
+def test_equal_reasons_compare_equal_whatever_the_sizes():
+    """The log prints each reason once; a size in it would print it at every decoding step."""
+    assert select(replace(CPU, q_len=1, kv_len=100)).reason == select(replace(CPU, q_len=1, kv_len=101)).reason
+
+
+def test_float64_runs_exactly():
+    plan = select(replace(CPU, dtype=torch.float64))
+    assert plan.kernel == "sdpa"
+    assert "float16, bfloat16, float32" in plan.reason
+
+
+def test_the_exact_recipe_is_no_fallback():
+    plan = select(replace(CPU, recipe="exact"))
+    assert (plan.numerics, plan.is_fallback) == ("exact", False)
+
+
+def test_unknown_names_are_refused_with_the_list_of_those_that_exist():
+    with pytest.raises(
+        ValueError, match="unknown recipe 'sage4'; recipes are: exact, sage1, sage2, sage3, sage3_paper"
+    ):
+        select(replace(CPU, recipe="sage4"))
+    with pytest.raises(ValueError, match="choose from: native, emulate, error"):
+        select(CPU, "maybe")
+
+
+def test_two_kernels_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="registered already"):
+        registry.register(registry.get_kernel("reference"))
+
+
+def test_a_request_holds_the_facts_of_its_tensors():
+    query, key, value = torch.zeros(2, 8, 5, 64), torch.zeros(2, 4, 7, 64), torch.zeros(2, 4, 7, 32)
+    request = Request.of(query, key, value, torch.zeros(1, 1, 1, 7, dtype=torch.bool), False, "sage2", True)
+    assert request == Request("sage2", "cpu", None, torch.float32, 2, 8, 4, 5, 7, 64, 32, "bool", False, True)
+    assert Request.of(query, key, value, torch.zeros(1, 1, 1, 7)).mask == "additive"
+    assert Request.of(query, key, value).mask == "none"
