@@ -1,0 +1,51 @@
+# `make demo` and `make test` do their own set-up. TORCH may name any build, for example a CPU-only one:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+OLDEST := .venv-oldest
+BIN := $(VENV)/bin
+
+# One thread a process: the tests run in parallel processes.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test lint types test-oldest wheel clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: export OMP_NUM_THREADS = $(shell nproc)
+demo: setup
+	$(BIN)/python examples/generate_video.py --compare --output demo_output
+
+test: lint types
+	$(BIN)/python -m pytest -n auto
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup
+	$(BIN)/mypy
+
+# The oldest versions that pyproject.toml admits, as tests/oldest.txt pins them.
+test-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest -n auto
+
+$(OLDEST)/ready: pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --upgrade pip
+	$(OLDEST)/bin/pip install --quiet --editable ".[test]" --constraint tests/oldest.txt
+	touch $@
+
+wheel: setup
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist demo_output *.egg-info

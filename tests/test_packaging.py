@@ -1,0 +1,135 @@
+"""What a user installs: a wheel, an editable install and a plain one; each imports and none shadows other packages."""
+
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+USE = """
+import sage_hf, sage_kernels, sage_kernels.formats, sage_hf.configs, sage_hf.diffusers, sage_hf.transformers
+sage_hf.SageConfig.from_name("cogvideox-2b")
+print(sage_hf.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked and new source files, so that builds leave nothing in the checkout."""
+    target = tmp_path_factory.mktemp("source")
+    files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    for name in filter(None, files):
+        if name.startswith(("sage_hf/", "kernels/", "configs/")) or "/" not in name:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).is_file():
+                (target / name).write_bytes((ROOT / name).read_bytes())
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", target, ".", cwd=source)
+    (built,) = target.glob("sage_hf-*.whl")
+    return built
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A fresh virtual environment that sees this one's libraries but not its sage_hf; returns its python."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    for library in map(Path, sys.path):
+        if library.name == "site-packages":
+            for entry in library.iterdir():
+                if "sage_hf" not in entry.name and entry.suffix != ".pth" and not (site / entry.name).exists():
+                    (site / entry.name).symlink_to(entry)
+    return tmp_path / "venv/bin/python"
+
+
+def imports_from(python: Path, cwd: Path) -> str:
+    """Where sage_hf comes from in that environment; everything is imported, a shipped config is read."""
+    return run(python, "-c", USE, cwd=cwd, PYTHONPATH="").strip()
+
+
+def test_the_wheel_holds_both_packages_the_configs_and_nothing_else_at_top_level(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"sage_hf", "sage_kernels"}
+    assert "sage_kernels/formats/nvfp4.py" in names
+    assert "sage_hf/configs/cogvideox-2b.json" in names
+    assert "sage_hf/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_every_python_file_of_the_two_packages(wheel: Path, source: Path) -> None:
+    """A package missing from pyproject.toml's list would be missing from the wheel."""
+    shipped = set(zipfile.ZipFile(wheel).namelist())
+    expected = {str(path.relative_to(source)) for path in source.glob("sage_hf/**/*.py")}
+    expected |= {str(path.relative_to(source / "kernels")) for path in source.glob("kernels/sage_kernels/**/*.py")}
+    assert expected <= shipped
+
+
+def test_the_folder_kernels_is_no_package() -> None:
+    """It would shadow Hugging Face's package of that name and make `import transformers` crash."""
+    assert not (ROOT / "kernels/__init__.py").exists()
+
+
+def test_an_installed_wheel_imports(wheel: Path, environment: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", environment, "install", "-q", "--no-deps", wheel)
+    assert str(tmp_path) in imports_from(environment, tmp_path)
+
+
+def test_a_plain_install_from_source_imports(source: Path, environment: Path, tmp_path: Path) -> None:
+    run(
+        *(sys.executable, "-m", "pip", "--python", environment),
+        *("install", "-q", "--no-deps", "--no-build-isolation", source),
+    )
+    assert str(tmp_path) in imports_from(environment, tmp_path)
+
+
+def test_an_editable_install_imports_from_the_source(source: Path, environment: Path, tmp_path: Path) -> None:
+    run(
+        *(sys.executable, "-m", "pip", "--python", environment),
+        *("install", "-q", "--no-deps", "--no-build-isolation", "-e", source),
+    )
+    assert imports_from(environment, tmp_path) == str(source / "sage_hf/__init__.py")
+
+
+def test_importing_sage_hf_imports_no_diffusers_and_does_not_initialise_cuda() -> None:
+    run(
+        sys.executable,
+        "-c",
+        "import sys, torch, sage_hf; assert 'diffusers' not in sys.modules; assert not torch.cuda.is_initialized()",
+    )
+
+
+def test_the_kernel_backend_imports_none_of_the_libraries_above_it() -> None:
+    run(
+        sys.executable,
+        "-c",
+        "import sys, sage_kernels.ops; assert not {'diffusers', 'transformers', 'sage_hf'} & set(sys.modules)",
+    )
+
+
+def test_the_lower_bounds_are_the_versions_the_oldest_suite_runs_on() -> None:
+    pins = dict(re.findall(r"^([a-z]+)==(\S+)$", (ROOT / "tests/oldest.txt").read_text(), re.MULTILINE))
+    dependencies = re.search(
+        r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert dependencies
+    bounds = dict(re.findall(r'"([a-z]+)>=([0-9.]+)', dependencies.group(1)))
+    assert bounds == pins
