@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ def load_pipeline(
         ValueError: no such pipeline, a damaged file (the message names it), offloading without a GPU, a VAE without
             tiling.
     """
-    from diffusers import DiffusionPipeline
+    import diffusers
 
     if cpu_offload and device.type == "cpu":
-        raise ValueError("CPU offload keeps models off a GPU, and the device is the CPU: leave --cpu-offload out")
+        raise ValueError("CPU offload keeps models off a GPU, and the device is the CPU: use --no-cpu-offload")
     folder = Path(pretrained)
     if not folder.exists() and (
         folder.is_absolute() or str(pretrained).startswith((".", "~")) or len(folder.parts) > 2
@@ -48,8 +49,9 @@ def load_pipeline(
         raise ValueError(
             f"{pretrained} does not exist: give the folder of a diffusers pipeline, or its name on the Hub"
         )
+    dtype_argument = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
     try:
-        pipe = DiffusionPipeline.from_pretrained(str(pretrained), torch_dtype=dtype)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(str(pretrained), **{dtype_argument: dtype})
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         damage = "; ".join(damaged_files(folder)) if folder.is_dir() else ""
         raise ValueError(f"cannot load the pipeline {pretrained}: {damage or error}") from error

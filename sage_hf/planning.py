@@ -103,8 +103,9 @@ def _models_on_meta(pretrained: str | Path) -> dict[str, nn.Module]:
     try:
         with torch.device("meta"):
             if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
-                if "_class_name" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
-                    return {"": _diffusers_model(folder, None)}
+                index = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+                if "_class_name" in index:
+                    return {"": _diffusers_model(index["_class_name"], folder, None)}
                 return {"": _transformers_model(pretrained)}
             models = _denoisers(pretrained)
             return models or {"": _transformers_model(pretrained)}
@@ -126,17 +127,19 @@ def _denoisers(pretrained: str | Path) -> dict[str, nn.Module]:
         if Path(pretrained).is_dir():
             raise
         return {}
-    names = [name for name in DENOISERS if isinstance(index.get(name), list | tuple) and index[name][0] is not None]
-    if not names:
+    classes = {
+        name: index[name][1] for name in DENOISERS if isinstance(index.get(name), list | tuple) and index[name][1]
+    }
+    if not classes:
         raise ValueError(f"the pipeline {index.get('_class_name')} has no {', '.join(DENOISERS)}")
-    return {name: _diffusers_model(pretrained, name) for name in names}
+    return {name: _diffusers_model(class_name, pretrained, name) for name, class_name in classes.items()}
 
 
-def _diffusers_model(pretrained: str | Path, subfolder: str | None) -> nn.Module:
+def _diffusers_model(class_name: str, pretrained: str | Path, subfolder: str | None) -> nn.Module:
     import diffusers
 
-    config = diffusers.ModelMixin.load_config(str(pretrained), subfolder=subfolder)
-    return getattr(diffusers, config["_class_name"]).from_config(config)
+    model_class = getattr(diffusers, class_name)
+    return model_class.from_config(model_class.load_config(str(pretrained), subfolder=subfolder))
 
 
 def _transformers_model(pretrained: str | Path) -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 USE = """
-import sage_hf, sage_kernels, sage_kernels.formats, sage_hf.configs, sage_hf.diffusers, sage_hf.transformers
+import sage_hf, sage_kernels, sage_kernels.formats, sage_hf.diffusers, sage_hf.transformers
 sage_hf.SageConfig.from_name("cogvideox-2b")
 print(sage_hf.__file__)
 """

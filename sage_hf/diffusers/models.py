@@ -57,6 +57,24 @@ def _remove_backend(model: torch.nn.Module) -> None:
             module.set_processor(before)
 
 
+def _check_first(model_class: Any) -> None:
+    """Have a `set_attn_processor` that the class defines itself refuse before it changes the first layer."""
+    set_attn_processor = vars(model_class).get("set_attn_processor")
+    if set_attn_processor is None:
+        return
+
+    @functools.wraps(set_attn_processor)
+    def wrapper(self: torch.nn.Module, processor: Any, *args: Any, **kwargs: Any) -> None:
+        _check_supported(self, processor)
+        return set_attn_processor(self, processor, *args, **kwargs)
+
+    model_class.set_attn_processor = wrapper
+
+
+def _subclasses(model_class: type) -> set[type]:
+    return {cls for child in model_class.__subclasses__() for cls in (child, *_subclasses(child))}
+
+
 def complete_model_class(model_class: Any) -> None:
     """Complete diffusers' ModelMixin. What a model, or another of its bases, defines itself goes first."""
     set_backend, reset_backend = model_class.set_attention_backend, model_class.reset_attention_backend
@@ -103,6 +121,13 @@ def complete_model_class(model_class: Any) -> None:
         _remove_backend(self)
         reset_backend(self)
 
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        super(model_class, cls).__init_subclass__(**kwargs)
+        _check_first(cls)
+
+    for cls in _subclasses(model_class):
+        _check_first(cls)
+    model_class.__init_subclass__ = classmethod(init_subclass)
     model_class.attn_processors = property(attn_processors)
     model_class.set_attn_processor = set_attn_processor
     model_class.set_attention_backend = set_attention_backend
