@@ -120,17 +120,16 @@ def generate(options: GenerateOptions) -> Report:
         pretrained, dtype=dtype, device=device, cpu_offload=options.cpu_offload, vae_tiling=options.vae_tiling
     )
     settings = _call_settings(pipe, options, defaults)
-    with apply(pipe, options.config):
-        pass  # what is wrong with the configuration shows before the exact run's minutes are spent
-    options.output.mkdir(parents=True, exist_ok=True)
-
     job = _Job(pipe, prompts, settings, options.seed, device)
+    job.warm_up(lambda: apply(pipe, options.config))  # before the exact run: what does not fit shows now
+    options.output.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[_Rendering]] = {}
     if options.compare:
-        runs["exact"] = job.render("exact", nullcontext)
-    explanations: list[Explanation] = []
-    label = options.label if options.label != "exact" or not options.compare else "sage exact"
-    runs[label] = job.render(label, lambda: apply(pipe, options.config), explanations)
+        job.warm_up(nullcontext)
+        runs["exact"], _ = job.render("exact")
+    label = "sage exact" if options.compare and options.label == "exact" else options.label
+    with apply(pipe, options.config):
+        runs[label], explanation = job.render(label)
     report = Report(
         pretrained=pretrained if options.pretrained else "examples/tiny_video",
         pipeline=type(pipe).__name__,
@@ -138,7 +137,7 @@ def generate(options: GenerateOptions) -> Report:
         settings=settings,
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
-        explanation=explanations[0],
+        explanation=explanation,
         output=options.output,
     )
     if options.compare:
@@ -177,30 +176,25 @@ class _Job:
         generator = torch.Generator("cpu").manual_seed(self.seed)
         return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
 
-    def render(
-        self,
-        label: str,
-        attention: Callable[[], AbstractContextManager],
-        explanations: list[Explanation] | None = None,
-    ) -> list[_Rendering]:
-        """Every prompt's video with `attention()` in force; appends what ran to `explanations`."""
+    def warm_up(self, attention: Callable[[], AbstractContextManager]) -> None:
+        """Two steps with `attention()` in force, so that nothing is compiled or loaded while time is taken."""
         with attention():
-            self.call(f"{label}: warm-up", self.prompts[0], num_inference_steps=2, output_type="latent")
+            self.call("warm-up", self.prompts[0], num_inference_steps=2, output_type="latent")
+
+    def render(self, label: str) -> tuple[list[_Rendering], Explanation]:
+        """Every prompt's video with the attention now in force, and what ran."""
         renderings = []
-        with attention():
-            for number, prompt in enumerate(self.prompts, 1):
-                with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
-                    start = _now(self.device)
-                    output = self.call(f"{label}: {number}/{len(self.prompts)}", prompt, output_type="np")
-                    seconds = _now(self.device) - start
-                frames = np.asarray(output.frames[0], dtype=np.float32)
-                if np.isnan(frames).any():
-                    logger.warning(f"{label}: {np.isnan(frames).mean():.0%} of {prompt!r} is NaN, shown black")
-                frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
-                renderings.append(_Rendering(frames, seconds, sum(denoiser_seconds)))
-            if explanations is not None:
-                explanations.append(explain(self.pipe))
-        return renderings
+        for number, prompt in enumerate(self.prompts, 1):
+            with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
+                start = _now(self.device)
+                output = self.call(f"{label}: {number}/{len(self.prompts)}", prompt, output_type="np")
+                seconds = _now(self.device) - start
+            frames = np.asarray(output.frames[0], dtype=np.float32)
+            if np.isnan(frames).any():
+                logger.warning(f"{label}: {np.isnan(frames).mean():.0%} of {prompt!r} is NaN, shown black")
+            frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
+            renderings.append(_Rendering(frames, seconds, sum(denoiser_seconds)))
+        return renderings, explain(self.pipe)
 
 
 def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""HunyuanVideo: `generate_video.py` with the defaults that this model wants.
+
+    python examples/generate_hunyuanvideo.py --prompt "A cat walks on the grass, realistic."
+
+Attention runs as `configs/hunyuanvideo.json` says; `--recipe sage3` or `--config my.json` to have it otherwise.
+Needs a GPU.
+"""
+
+import sys
+
+from sage_hf.cli import generate_main
+
+if __name__ == "__main__":
+    sys.exit(
+        generate_main(
+            description=__doc__,
+            config="hunyuanvideo",
+            pretrained="hunyuanvideo-community/HunyuanVideo",
+            height=320,
+            width=512,
+            frames=61,
+            steps=30,
+            cpu_offload=True,
+            vae_tiling=True,
+            fps=15,
+        )
+    )

@@ -1,0 +1,24 @@
+"""Render prompts with low-bit attention, beside exact attention if asked, and report what ran and what it cost.
+
+    python examples/generate_video.py --compare --prompt "a red circle moving left"
+
+renders with the tiny model of this repository; any text-to-video pipeline of diffusers goes in its place:
+
+    python examples/generate_video.py --compare --pretrained zai-org/CogVideoX-2b --config cogvideox-2b --cpu-offload \\
+        --vae-tiling --prompt "A panda plays the guitar in a bamboo forest."
+
+In your own code it takes one line more than without:
+
+    pipe = DiffusionPipeline.from_pretrained("zai-org/CogVideoX-2b", dtype=torch.bfloat16).to("cuda")
+    handle = sage_hf.apply(pipe, "sage3")
+    video = pipe("A panda plays the guitar in a bamboo forest.").frames[0]
+    print(sage_hf.explain(pipe))
+    handle.restore()
+"""
+
+import sys
+
+from sage_hf.cli import generate_main
+
+if __name__ == "__main__":
+    sys.exit(generate_main(description=__doc__))

@@ -1,0 +1,135 @@
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_pipelines as tiny
+from transformers import BloomConfig, BloomForCausalLM
+
+import sage_hf
+from sage_hf.cli import main
+from sage_kernels.recipe import RECIPES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline")
+    tiny.cogvideox().save_pretrained(path)
+    return path
+
+
+def run_example(monkeypatch, name: str, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return stop.value.code
+
+
+def refused(capsys, *argv: object) -> str:
+    """What the command says when it refuses: one line, no traceback, exit code 2."""
+    assert main([str(argument) for argument in argv]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    return message
+
+
+def test_env_tells_versions_and_what_each_recipe_runs(capsys):
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "torch" in text and "diffusers" in text
+    rows = [line.split() for line in text.partition("cpu:")[2].splitlines()]
+    ran = {row[0]: row[1:4] for row in rows if row and row[0] in RECIPES}
+    assert ran["sage3"] == ["sage3", "reference", "emulated"] and ran["exact"] == ["exact", "sdpa", "exact"]
+    assert set(ran) == set(RECIPES)
+
+
+def test_explain_plans_a_pipeline_without_loading_weights(folder, tmp_path, capsys):
+    weightless = tmp_path / "pipeline"
+    (weightless / "transformer").mkdir(parents=True)
+    for name in ("model_index.json", "transformer/config.json"):
+        (weightless / name).write_text((folder / name).read_text())
+    config = {"recipe": "sage3", "layers": [{"pattern": "*.1.*", "recipe": "exact"}], "steps": [{"start": -1, "recipe": "sage2"}]}  # fmt: skip  # noqa: E501
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["explain", "--pretrained", str(weightless), "--config", str(tmp_path / "config.json"), "--device", "cpu"]) == 0  # fmt: skip  # noqa: E501
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["transformer_blocks.0.attn1", "sage3", "sage3", "reference", "emulated"] in lines
+    assert ["sage2", "sage2", "reference", "emulated"] in lines
+    assert ["transformer_blocks.1.attn1", "exact", "exact", "sdpa", "exact"] in lines
+
+
+def test_explain_plans_diffusers_and_transformers_models(folder, tmp_path, capsys):
+    assert main(["explain", "--pretrained", str(folder / "transformer"), "--recipe", "sage2", "--device", "cpu"]) == 0
+    assert "transformer_blocks.0-2.attn1  sage2  sage2  reference" in capsys.readouterr().out
+    tiny.llama().save_pretrained(tmp_path)
+    assert main(["explain", "--pretrained", str(tmp_path), "--device", "cpu", "--fallback", "error"]) == 0
+    text = capsys.readouterr().out
+    assert "model.layers.0-1.self_attn  sage3  none" in text and "no native kernel for recipe 'sage3'" in text
+
+
+def test_explain_refuses_what_it_cannot_plan(tmp_path, capsys):
+    assert "neither model_index.json nor config.json" in refused(capsys, "explain", "--pretrained", tmp_path)
+    (tmp_path / "model_index.json").write_text("{")
+    assert str(tmp_path) in refused(capsys, "explain", "--pretrained", tmp_path)
+    BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "bloom")
+    assert "BloomForCausalLM" in refused(capsys, "explain", "--pretrained", tmp_path / "bloom")
+
+
+def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, capsys):
+    arguments = ["--pretrained", str(folder), "--prompt", "a red ball", "--steps", "2", "--frames", "9"]
+    arguments += ["--height", "64", "--width", "64", "--device", "cpu", "--recipe", "sage2"]
+    assert main(["generate", *arguments, "--output", str(tmp_path / "one")]) == 0
+    assert str(tmp_path / "one" / "01-sage2.mp4") in capsys.readouterr().out
+    assert main(["compare", *arguments, "--output", str(tmp_path / "two")]) == 0
+    assert str(tmp_path / "two" / "01-side-by-side.mp4") in capsys.readouterr().out
+    assert (tmp_path / "two" / "contact-sheet.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "sage9"], "unknown recipe 'sage9'; recipes are: exact, sage1, sage2, sage3, sage3_paper"),
+        (["--config", "sage9"], "'sage9' is neither a recipe"),
+        (["--config", "missing.json"], "cannot read the configuration missing.json"),
+        (["--fallback", "maybe"], "fallback: 'maybe' is not one of native, emulate, error"),
+        (["--config", "mochi"], "'transformer_blocks.47.*' matches no attention layer"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--fallback", "error", "--device", "cpu"], "no native kernel for recipe 'sage3'"),
+        (["--height", "60"], "divisible by 8"),
+    ],
+)
+def test_errors_of_the_user_are_one_line_and_exit_code_2(folder, tmp_path, capsys, arguments, message):
+    base = ["generate", "--pretrained", folder, "--prompt", "a", "--steps", "1", "--frames", "9", "--width", "64"]
+    assert message in refused(capsys, *base, "--height", "64", "--output", tmp_path / "out", *arguments)
+
+
+def test_recipe_and_config_exclude_each_other(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--recipe", "sage3", "--config", "mochi"])
+    assert stop.value.code == 2 and "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["generate_cogvideox.py", "generate_hunyuanvideo.py", "generate_mochi.py"])
+def test_scripts_for_large_models_refuse_a_cpu_before_downloading(monkeypatch, tmp_path, capsys, name):
+    code = run_example(monkeypatch, name, "--prompt", "a", "--device", "cpu", "--output", str(tmp_path / "out"))
+    assert code == 2 and "--no-cpu-offload" in capsys.readouterr().err
+
+
+def test_generate_video_script_renders_and_recipe_goes_before_its_default(monkeypatch, folder, tmp_path, capsys):
+    arguments = ["--pretrained", str(folder), "--prompt", "a red ball", "--steps", "1", "--frames", "9", "--no-compare"]
+    arguments += ["--height", "64", "--width", "64", "--device", "cpu", "--output", str(tmp_path), "--recipe", "sage1"]
+    assert run_example(monkeypatch, "generate_video.py", *arguments) == 0
+    assert "01-sage1.mp4" in capsys.readouterr().out
+
+
+def test_every_example_explains_itself(monkeypatch, capsys):
+    for script in EXAMPLES.glob("generate_*.py"):
+        assert run_example(monkeypatch, script.name, "--help") == 0
+        assert "--pretrained" in capsys.readouterr().out
+
+
+def test_version_of_the_package_is_told(capsys):
+    assert main(["env"]) == 0
+    assert f"sage-hf {sage_hf.__version__}" in capsys.readouterr().out

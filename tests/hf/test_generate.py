@@ -1,0 +1,218 @@
+import json
+import math
+import shutil
+from pathlib import Path
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+import tiny_pipelines as tiny
+import torch
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+
+from sage_hf import generate as module
+from sage_hf.config import LayerRule, SageConfig, StepRule
+from sage_hf.explain import Explanation, LayerRow
+from sage_hf.generate import GenerateOptions, generate
+from sage_hf.pipelines import TINY_VIDEO
+from sage_kernels.registry import KernelUnavailableError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline")
+    tiny.cogvideox().save_pretrained(path)
+    return path
+
+
+def options(folder: Path, output: Path, config: SageConfig | None = None, **settings) -> GenerateOptions:
+    settings = {"prompts": ("a red ball",), "steps": 2, "height": 64, "width": 64, "frames": 9, **settings}
+    return GenerateOptions(config or SageConfig("sage3"), "sage3", output, pretrained=str(folder), **settings)
+
+
+def test_comparison_writes_videos_side_by_side_and_report(folder, tmp_path):
+    report = generate(options(folder, tmp_path, prompts=("a red ball", "a blue ball"), compare=True, fps=4))
+    names = [f"0{i}-{name}.mp4" for i in (1, 2) for name in ("exact", "sage3", "side-by-side")]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == sorted([*names, "contact-sheet.png", "report.json", "report.md"])
+    for name in names:
+        assert len(imageio.imread(tmp_path / name)) == 9
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert [video["prompt"] for video in data["videos"]] == ["a red ball", "a blue ball"]
+    for video in data["videos"]:
+        assert math.isfinite(video["psnr"]) and 0 < video["ssim"] < 1
+        for label in ("exact", "sage3"):
+            assert 0 < video["denoiser_seconds"][label] < video["seconds"][label]
+    layers = [f"transformer_blocks.{i}.attn1" for i in range(tiny.LAYERS)]
+    assert [(row["layer"], row["kernel"], row["recipe"], row["calls"]) for row in data["layers"]] == [
+        (layer, "reference", "sage3", 4) for layer in layers
+    ]
+    assert [row["layer"] for row in data["layer_errors"]] == layers
+    for row in data["layer_errors"]:
+        assert 0 < row["rel_l1"] < 0.5 and 0.9 < row["cosine"] < 1 and row["calls"] == 2
+    assert data["config"] == {"recipe": "sage3"} and data["versions"]["torch"] == torch.__version__
+    text = (tmp_path / "report.md").read_text()
+    assert "transformer_blocks.0-2.attn1  sage3" in text and "| transformer_blocks.2.attn1 | 0.9" in text
+    outcome = module.format_outcome(report)
+    assert str(tmp_path / "01-side-by-side.mp4") in outcome and "PSNR" in outcome
+
+
+def test_exact_recipe_beside_exact_attention_is_the_same_video(folder, tmp_path):
+    report = generate(options(folder, tmp_path, SageConfig("exact"), compare=True))
+    assert report.videos[0].psnr == math.inf and report.videos[0].ssim == 1
+    assert json.loads((tmp_path / "report.json").read_text())["videos"][0]["psnr"] == "inf"
+    assert all(layer.errors.rel_l1 < 1e-5 for layer in report.layer_errors)  # both float32
+
+
+def test_the_exact_video_is_the_pipelines_own(folder, tmp_path, monkeypatch):
+    written = {}
+    monkeypatch.setattr(
+        module, "write_video", lambda frames, path, fps: written.setdefault(path.name, frames) is None or path
+    )
+    generate(options(folder, tmp_path, compare=True, seed=7))
+    pipe = tiny.cogvideox()
+    frames = pipe(
+        "a red ball",
+        num_inference_steps=2,
+        height=64,
+        width=64,
+        num_frames=9,
+        generator=torch.Generator().manual_seed(7),
+        output_type="np",
+    ).frames[0]
+    assert np.array_equal(written["01-exact"], (frames * 255).round().astype(np.uint8))
+
+
+def test_without_comparison_one_video_is_written(folder, tmp_path):
+    config = SageConfig("sage3", layers=(LayerRule("*.1.*", "sage2"),), steps=(StepRule(0, 1, "exact"),))
+    report = generate(options(folder, tmp_path / "new" / "folder", config, steps=3))
+    assert list(report.videos[0].files) == ["sage3"] and report.videos[0].psnr is None
+    ran = [(row.recipe, row.calls) for row in report.explanation.rows]
+    assert ran == [("exact", 1), ("sage3", 2), ("sage2", 3), ("exact", 1), ("sage3", 2)]
+
+
+def test_generation_json_gives_the_defaults_and_options_go_before_it(folder, tmp_path):
+    own = tmp_path / "pipeline"
+    shutil.copytree(folder, own)
+    defaults = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 1.0}
+    (own / "generation.json").write_text(json.dumps({**defaults, "fps": 4, "prompts": ["a blue ball", "a", "b"]}))
+    report = generate(GenerateOptions(SageConfig("sage2"), "sage2", tmp_path / "out", pretrained=str(own), steps=1))
+    assert report.settings == {**defaults, "num_inference_steps": 1}
+    assert [video.prompt for video in report.videos] == ["a blue ball", "a"]
+    assert len(imageio.imread(tmp_path / "out" / "01-sage2.mp4")) == 9
+
+
+def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog):
+    load = module.load_pipeline
+
+    def load_broken(*args, **kwargs):
+        pipe = load(*args, **kwargs)
+        torch.nn.init.constant_(pipe.vae.decoder.conv_out.conv.bias, math.nan)
+        return pipe
+
+    monkeypatch.setattr(module, "load_pipeline", load_broken)
+    generate(options(folder, tmp_path))
+    assert "100% of 'a red ball' is NaN" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"frames": -1}, "--frames must be at least 1, got -1"),
+        ({"height": 0}, "--height must be at least 1"),
+        ({"width": 0}, "--width must be at least 1"),
+        ({"fps": 0}, "--fps must be at least 1"),
+        ({"guidance_scale": -1.0}, "--guidance-scale must be 0 or more"),
+        ({"guidance_scale": math.nan}, "--guidance-scale must be 0 or more"),
+        ({"seed": -1}, "--seed must be in"),
+        ({"prompts": ("a", " ")}, "--prompt must not be empty"),
+        ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"device": "gpu"}, "--device 'gpu' is not a device"),
+        ({"device": "cuda:99"}, "CUDA devices here"),
+    ],
+)
+def test_options_out_of_range_are_refused_naming_the_flag(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, tmp_path, **setting)
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--output must be a folder"):
+        options(tmp_path, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts": ()}, "--prompt is needed"),
+        ({"config": SageConfig("sage3", "error"), "device": "cpu"}, "no native kernel for recipe 'sage3'"),
+        ({"height": 60}, "divisible by 8"),
+        ({"device": "cpu", "cpu_offload": True}, "--no-cpu-offload"),
+        ({"config": SageConfig(layers=(LayerRule("block.9", "exact"),))}, "'block.9' matches no attention layer"),
+    ],
+)
+def test_what_does_not_fit_the_pipeline_is_refused_before_anything_is_written(folder, tmp_path, settings, message):
+    with pytest.raises((ValueError, KernelUnavailableError), match=message):
+        generate(options(folder, tmp_path / "out", compare=True, **settings))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pipeline_that_makes_no_video_is_refused(tmp_path):
+    unet = UNet2DModel(8, block_out_channels=(8,), down_block_types=("AttnDownBlock2D",),
+                       up_block_types=("AttnUpBlock2D",), norm_num_groups=4, layers_per_block=1)  # fmt: skip
+    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "images")
+    with pytest.raises(ValueError, match="DDPMPipeline does not make a video from a prompt"):
+        generate(options(tmp_path / "images", tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors", lambda data: data[: len(data) // 2]),
+        ("vae/diffusion_pytorch_model.safetensors", lambda data: b"\xff" * 64 + data[64:]),
+        ("text_encoder/model.safetensors", lambda data: b""),
+        ("transformer/config.json", lambda data: data[:20]),
+        ("model_index.json", lambda data: b"<html>404</html>"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_naming_the_file(folder, tmp_path, name, damage):
+    own = tmp_path / "pipeline"
+    shutil.copytree(folder, own)
+    (own / name).write_bytes(damage((own / name).read_bytes()))
+    with pytest.raises(ValueError, match=f"cannot load the pipeline .*{own / name} is damaged"):
+        generate(options(own, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_weight_file_is_refused(folder, tmp_path):
+    own = tmp_path / "pipeline"
+    shutil.copytree(folder, own)
+    (own / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot load the pipeline .*vae"):
+        generate(options(own, tmp_path / "out"))
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        generate(options(tmp_path / "nowhere", tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "numerics", "caption"),
+    [("sage3", "native", "sage3"), ("sage3", "emulated", "sage3 (emulated)"), ("sage2", "native", "sage3 (ran sage2)")],
+)
+def test_captions_claim_no_more_than_ran(recipe, numerics, caption):
+    explanation = Explanation((LayerRow("layer", "sage3", recipe, "kernel", numerics, 1),))
+    assert module._captions(["exact", "sage3"], explanation) == {"exact": "exact", "sage3": caption}
+
+
+@pytest.mark.skipif(not (TINY_VIDEO / "model_index.json").is_file(), reason="the trained tiny model is not here")
+def test_the_trained_tiny_model_keeps_its_picture_in_four_bits(tmp_path):
+    report = generate(GenerateOptions(SageConfig("sage3"), "sage3", tmp_path, compare=True, steps=6))
+    assert len(report.videos) == 2
+    for video in report.videos:
+        assert video.ssim > 0.5
+    for layer in report.layer_errors:
+        assert layer.errors.cosine > 0.9

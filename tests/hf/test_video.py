@@ -1,0 +1,45 @@
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+
+from sage_hf import video
+
+RED, BLUE = (200, 30, 30), (30, 30, 200)
+
+
+def clip(color, frames: int = 5, height: int = 64, width: int = 48) -> np.ndarray:
+    return np.broadcast_to(np.array(color, np.uint8), (frames, height, width, 3)).copy()
+
+
+def test_mp4_keeps_frames_and_size(tmp_path):
+    path = video.write_video(clip(RED), tmp_path / "clip", fps=8)
+    frames = imageio.imread(path)
+    assert path.name == "clip.mp4" and frames.shape == (5, 64, 48, 3)
+    assert np.abs(frames.mean((0, 1, 2)) - RED).max() < 8  # chroma of 8-bit limited-range YUV
+
+
+def test_without_encoder_a_gif_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "can_write_mp4", lambda: False)
+    path = video.write_video(clip(RED), tmp_path / "clip", fps=8)
+    assert path.name == "clip.gif" and imageio.imread(path).shape[1:] == (64, 48, 3)
+
+
+@pytest.mark.parametrize("size", [(64, 48), (61, 47), (300, 500)])
+def test_side_by_side_shows_both_and_can_be_encoded(tmp_path, size):
+    both = video.side_by_side({"exact": clip(RED, 3, *size), "sage3 (emulated)": clip(BLUE, 3, *size)}, "a title " * 30)
+    assert both.shape[0] == 3 and both.shape[1] % 2 == both.shape[2] % 2 == 0
+    middle = both[1, both.shape[1] // 2]
+    assert (middle[both.shape[2] // 4] == RED).all() and (middle[3 * both.shape[2] // 4] == BLUE).all()
+    assert imageio.imread(video.write_video(both, tmp_path / "both", fps=8)).shape == both.shape
+
+
+def test_contact_sheet_shows_first_and_last_frame_of_every_video():
+    moving = clip(RED, 9)
+    moving[-1] = BLUE
+    sheet = np.asarray(video.contact_sheet([("one", {"exact": moving, "sage3": moving}), ("two", {"exact": moving})]))
+    colors = [tuple(color) for color in np.unique(sheet.reshape(-1, 3), axis=0)]
+    assert RED in colors and BLUE in colors
+    reds = (sheet == RED).all(-1)
+    blues = (sheet == BLUE).all(-1)
+    assert reds.sum() == 4 * blues.sum()
+    assert np.argwhere(blues)[:, 1].min() > np.argwhere(reds)[:, 1].max()
