@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch import nn
 
@@ -146,7 +147,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
 
 def _transformers_change(target: Target, config: SageConfig) -> Change:
     """The implementation of the model by transformers' own switch, and the recipe of each layer on its module."""
-    model = getattr(target.model, "_orig_mod", target.model)
+    model: Any = getattr(target.model, "_orig_mod", target.model)
     if config.steps:
         timestep_argument(model)
     implementation = "sage_exact" if config.recipe == "exact" else config.recipe
@@ -169,10 +170,10 @@ def _recipe(config: SageConfig, layer: str) -> str:
     return config.recipe if rule is None else rule.recipe
 
 
-def _configs(model: nn.Module) -> list[object]:
+def _configs(model: nn.Module) -> list[Any]:
     """The configs of a transformers model, of the models in it, and the configs inside those."""
-    found: dict[int, object] = {}
-    pending = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    found: dict[int, Any] = {}
+    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
     while pending:
         config = pending.pop()
         if config is not None and id(config) not in found:

@@ -120,7 +120,18 @@ def _explain(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    names = ("pretrained", "compare", "steps", "height", "width", "frames", "guidance_scale", "seed", "dtype", "device")
+    names: tuple[str, ...] = (
+        "pretrained",
+        "compare",
+        "steps",
+        "height",
+        "width",
+        "frames",
+        "guidance_scale",
+        "seed",
+        "dtype",
+        "device",
+    )
     names += ("cpu_offload", "vae_tiling", "fps", "output")
     options = GenerateOptions(
         config=_config(args),

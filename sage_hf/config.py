@@ -86,14 +86,14 @@ class SageConfig:
             if not isinstance(rule.pattern, str) or not rule.pattern:
                 raise ValueError(f"layers[{i}].pattern: expected a layer name or pattern, got {rule.pattern!r}")
             _check_recipe(rule.recipe, f"layers[{i}].recipe")
-        for i, rule in enumerate(self.steps):
-            for key, bound in (("start", rule.start), ("stop", rule.stop)):
+        for i, step_rule in enumerate(self.steps):
+            for key, bound in (("start", step_rule.start), ("stop", step_rule.stop)):
                 if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
                     raise ValueError(f"steps[{i}].{key}: expected an integer or null, got {bound!r}")
-            start, stop = rule.start or 0, rule.stop
+            start, stop = step_rule.start or 0, step_rule.stop
             if stop == 0 or (stop is not None and start >= stop and (start < 0) == (stop < 0)):
-                raise ValueError(f"steps[{i}]: the range {rule.start}:{rule.stop} holds no step")
-            _check_recipe(rule.recipe, f"steps[{i}].recipe")
+                raise ValueError(f"steps[{i}]: the range {step_rule.start}:{stop} holds no step")
+            _check_recipe(step_rule.recipe, f"steps[{i}].recipe")
 
     def layer_rule(self, layer: str) -> LayerRule | None:
         """The rule that decides for `layer`, if one does."""
@@ -105,10 +105,9 @@ class SageConfig:
         Raises:
             ValueError: a step rule counts from the end and `num_steps` is None.
         """
-        rule = self.layer_rule(layer)
-        if rule is None:
-            rule = next((rule for rule in self.steps if rule.covers(step, num_steps)), None)
-        return self.recipe if rule is None else rule.recipe
+        if (layer_rule := self.layer_rule(layer)) is not None:
+            return layer_rule.recipe
+        return next((rule.recipe for rule in self.steps if rule.covers(step, num_steps)), self.recipe)
 
     def unmatched_patterns(self, layers: Iterable[str]) -> list[str]:
         """Patterns of the layer rules that match none of `layers`."""

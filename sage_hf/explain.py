@@ -54,8 +54,16 @@ class Explanation:
 
     def __str__(self) -> str:
         notes: dict[str, int] = {}
-        header = ("layer", "asked", "runs" if self.planned else "ran", "kernel", "numerics", "calls", "why")
-        lines = [header]
+        header: tuple[str, ...] = (
+            "layer",
+            "asked",
+            "runs" if self.planned else "ran",
+            "kernel",
+            "numerics",
+            "calls",
+            "why",
+        )
+        lines: list[tuple[str, ...]] = [header]
         for row in [*_joined(self.rows), *_compiled_rows(self.compiled)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
             calls = (
@@ -150,12 +158,12 @@ def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
     joined = []
     for template, members in by_template.items():
         runs: list[list[tuple[int, tuple[LayerRow, ...]]]] = []
-        for number, group in members:
-            last = runs[-1][-1] if runs else None
-            if last is not None and number == last[0] + 1 and _facts(group) == _facts(last[1]):
-                runs[-1].append((number, group))
+        for index, group in members:
+            before = runs[-1][-1] if runs else None
+            if before is not None and index == before[0] + 1 and _facts(group) == _facts(before[1]):
+                runs[-1].append((index, group))
             else:
-                runs.append([(number, group)])
+                runs.append([(index, group)])
         for run in runs:
             first, last = run[0][0], run[-1][0]
             name = template.replace("*", str(first) if first == last else f"{first}-{last}", 1)

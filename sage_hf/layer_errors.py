@@ -39,11 +39,19 @@ class LayerErrorRecorder:
             return
         name = self._names[call.layer]
         self._calls[name] += 1
-        for query, key, value, mask, output in _by_sample(call):
+        for i in range(call.query.shape[0]):
+            sample = slice(i, i + 1)
+            mask = call.attn_mask
+            if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
+                mask = mask[sample]
             judge, _ = exact.attention(
-                query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale, dtype=torch.float32
+                *(tensor[sample] for tensor in (call.query, call.key, call.value)),
+                mask=mask,
+                is_causal=call.is_causal,
+                scale=call.scale,
+                dtype=torch.float32,
             )
-            self._sums[name].add(judge, output)
+            self._sums[name].add(judge, call.output[sample])
 
     def layers(self) -> list[LayerErrors]:
         """The layers that were called, in the model's order."""
@@ -67,12 +75,3 @@ def record_layer_errors(pipe_or_model: object) -> Iterator[LayerErrorRecorder]:
     recorder = LayerErrorRecorder(pipe_or_model)
     with record.observe(recorder), torch.no_grad():
         yield recorder
-
-
-def _by_sample(call: record.AttentionCall) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    for i in range(call.query.shape[0]):
-        sample = slice(i, i + 1)
-        mask = call.attn_mask
-        if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
-            mask = mask[sample]
-        yield call.query[sample], call.key[sample], call.value[sample], mask, call.output[sample]

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from sage_hf.apply import apply
-from sage_hf.config import SageConfig
+from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.registry import KernelUnavailableError, Request, select
 
 NOMINAL_TOKENS = 4096
+NOMINAL_HEADS = 32
 NOMINAL_HEAD_DIM = 64
 
 
@@ -45,7 +46,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
     """A long call without mask, as `recipe` would get it on `device`; `facts` replace its own."""
     cuda = device.type == "cuda"
-    heads = facts.pop("heads", 32)
+    heads = facts.pop("heads", NOMINAL_HEADS)
     head_dim = facts.pop("head_dim", NOMINAL_HEAD_DIM)
     values = {
         "recipe": recipe,
@@ -67,15 +68,15 @@ def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
 
 
 def _layer_rows(
-    label: str, layer: nn.Module, config: SageConfig, rule: object, device: torch.device
+    label: str, layer: nn.Module, config: SageConfig, rule: LayerRule | None, device: torch.device
 ) -> Iterator[LayerRow]:
     recipes = [rule.recipe] if rule else [config.recipe, *(step.recipe for step in config.steps)]
     heads, head_dim = _heads(layer)
+    causal = bool(getattr(layer, "is_causal", False))
     for recipe in dict.fromkeys(recipes):
-        facts = {"is_causal": bool(getattr(layer, "is_causal", False))}
-        facts |= {"heads": heads or 32, "head_dim": head_dim or NOMINAL_HEAD_DIM}
+        facts = {"heads": heads or NOMINAL_HEADS, "head_dim": head_dim or NOMINAL_HEAD_DIM}
         try:
-            chosen = select(nominal_request(recipe, device, **facts), config.fallback or "native")
+            chosen = select(nominal_request(recipe, device, is_causal=causal, **facts), config.fallback or "native")
         except KernelUnavailableError as error:
             yield LayerRow(label, recipe, "none", reason=str(error))
             continue

@@ -33,7 +33,7 @@ class StepSchedule:
     A processor's recipe is assigned only where it changes, so a compiled layer guards on a string that rarely changes.
     """
 
-    def __init__(self, config: SageConfig, processors: Mapping[str, Switchable], pipe: object | None = None) -> None:
+    def __init__(self, config: SageConfig, processors: Mapping[str, Switchable], pipe: Any = None) -> None:
         """Args: config; processors by layer name; pipe, whose `scheduler` is read at every generation.
 
         Raises:
@@ -79,7 +79,7 @@ class StepSchedule:
         """
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
         if self._pipe is not None:
-            self._read_scheduler(value)
+            self._read_scheduler(self._pipe(), value)
         if self._unit is not None:
             scale, offset = self._unit
             place = scale * value + offset
@@ -91,8 +91,7 @@ class StepSchedule:
             if processor.recipe != recipe:
                 processor.recipe = recipe
 
-    def _read_scheduler(self, value: float) -> None:
-        pipe = self._pipe()
+    def _read_scheduler(self, pipe: Any, value: float) -> None:
         if pipe is None:
             raise RuntimeError(
                 "the pipeline given to sage_hf.apply is gone: keep it, or apply again to what is used now"

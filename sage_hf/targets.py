@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+
+from sage_hf import diffusers, transformers
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -24,7 +27,7 @@ class Target:
     name: str
     model: nn.Module
     library: str
-    layers: dict[str, nn.Module]
+    layers: dict[str, Any]
 
     def label(self, layer: str) -> str:
         """The layer's name, with that of the model where the pipeline has several denoisers."""
@@ -40,8 +43,8 @@ def find_targets(pipe_or_model: object) -> list[Target]:
     """
     if isinstance(pipe_or_model, nn.Module):
         return [_target("", pipe_or_model)]
-    models = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
-    models = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
+    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
     if not models:
         raise TypeError(
             f"expected a diffusers pipeline with a {', '.join(DENOISERS[:-1])} or {DENOISERS[-1]}, or a diffusers or "
@@ -54,13 +57,11 @@ def _target(name: str, model: nn.Module) -> Target:
     plain = getattr(model, "_orig_mod", model)
     library = "transformers" if _is_transformers(plain) else "diffusers"
     if library == "transformers":
-        from sage_hf.transformers import attention_layers, unsupported
-
-        if reason := unsupported(plain):
+        if reason := transformers.unsupported(plain):
             raise ValueError(f"{type(plain).__name__} cannot be switched: {reason}")
+        layers = transformers.attention_layers(plain)
     else:
-        from sage_hf.diffusers import attention_layers
-    layers = attention_layers(plain)
+        layers = diffusers.attention_layers(plain)
     if not layers:
         raise ValueError(f"{type(plain).__name__} has no attention layer that sage_hf can switch")
     return Target(name, model, library, layers)

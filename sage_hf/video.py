@@ -17,7 +17,7 @@ def can_write_mp4() -> bool:
     """Whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
     try:
         import imageio  # noqa: F401
-        import imageio_ffmpeg
+        import imageio_ffmpeg  # type: ignore[import-untyped]
 
         imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError):
