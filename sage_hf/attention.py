@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import get_args
+from collections.abc import Iterable
+from typing import Literal, overload
 
 import torch
 
@@ -17,7 +18,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 _default_fallback: Fallback = "native"
 
 
-def set_default_fallback(fallback: Fallback) -> None:
+def set_default_fallback(fallback: str) -> None:
     """What `fallback=None` means from now on, in this process. The environment's SAGE_HF_FALLBACK sets it at import.
 
     Raises:
@@ -29,9 +30,44 @@ def set_default_fallback(fallback: Fallback) -> None:
 
 def check_fallback(fallback: str) -> Fallback:
     """`fallback` itself; ValueError, listing the choices, when it is none of them."""
-    if fallback not in FALLBACKS:
-        raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(get_args(Fallback))}")
-    return fallback
+    for known in FALLBACKS:
+        if fallback == known:
+            return known
+    raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+
+
+@overload
+def sage_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recipe: str = "sage3",
+    fallback: str | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def sage_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recipe: str = "sage3",
+    fallback: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def sage_attention(
@@ -45,7 +81,7 @@ def sage_attention(
     enable_gqa: bool = False,
     *,
     recipe: str = "sage3",
-    fallback: Fallback | None = None,
+    fallback: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
@@ -78,7 +114,7 @@ def sage_attention(
 
     Source: SageAttention3 (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv 2410.02367).
     """
-    fallback = _default_fallback if fallback is None else check_fallback(fallback)
+    checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
     get_recipe(recipe)
     query, key, value = _autocast(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -97,7 +133,7 @@ def sage_attention(
         elif not torch.compiler.is_compiling():
             record.file_plan(exact_plan(Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)))
         output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        lse = _exact_lse(query, key, attn_mask, is_causal, scale) if return_lse else None
+        lse = _exact_lse(query, key, attn_mask, is_causal, scale) if return_lse else query.new_empty(0)
     else:
         output, lse = ops.attention(
             query,
@@ -107,7 +143,7 @@ def sage_attention(
             is_causal=is_causal,
             scale=scale,
             recipe=recipe,
-            fallback=fallback,
+            fallback=checked_fallback,
             return_lse=return_lse,
         )
     if not torch.compiler.is_compiling():
@@ -130,7 +166,7 @@ def _requires_grad(*tensors: torch.Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _autocast(*tensors: torch.Tensor) -> Iterable[torch.Tensor]:
     """Under autocast, floating inputs in the autocast dtype, as PyTorch's attention has them."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

@@ -84,7 +84,7 @@ def _attention(
         return_lse=return_lse,
     )
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if return_lse else query.new_empty(0, dtype=torch.float32)
+    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
 
 def _fake_attention(

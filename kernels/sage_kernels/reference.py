@@ -183,7 +183,7 @@ def _attend(
         scores = (query @ operands.key[:, :, tile].unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
         key_scale = operands.key_scale[:, :, tile].transpose(-1, -2)
         scores = scores * (query_scale * key_scale.repeat_interleave(query.shape[2], 1))
-        if operands.query_mean is not None:
+        if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
             smooth_key = operands.smooth_key[:, :, tile].unsqueeze(2).transpose(-1, -2)
             delta = (_per_group(mean, kv_heads) @ smooth_key).flatten(1, 2)

@@ -185,7 +185,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         return exact_plan(request, ("", limit))
     emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
     recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for recipe in recipes:
         candidate = replace(request, recipe=recipe)
         for kernel in sorted(_kernels.values(), key=lambda kernel: not kernel.native):
