@@ -110,7 +110,7 @@ def _attend(
     fallback: str | None,
 ) -> torch.Tensor:
     """The attention proper, shapes as in `sage_attention`."""
-    enable_gqa = query.shape[1] != key.shape[1]
+    enable_gqa = bool(query.shape[1] != key.shape[1])  # no SymBool
     wants_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
     )

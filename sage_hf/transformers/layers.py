@@ -20,39 +20,67 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that call transformers' attention interface, by dotted name, in the model's order.
 
     Each reads `sage_recipe` (a recipe's name) and `sage_fallback` from its own attributes in preference to what
-    `attn_implementation` says, so that one layer can be set apart.
+    `attn_implementation` says, so that one layer can be set apart. Layers of a model that `refusal` is about are left
+    out.
     """
-    return {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
+    refused: dict[str, bool] = {}
+    layers = {}
+    for name, module in model.named_modules():
+        if _is_pretrained_model(module):
+            refused[name] = refusal(type(module)) is not None
+        if _calls_interface(type(module)) and not _of_nearest_parent(name, refused):
+            layers[name] = module
+    return layers
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """Why setting `attn_implementation` would not change `model`, or None if it would."""
+    """Why setting `attn_implementation` to one of our names would not change `model`, or None if it would."""
     if attention_layers(model):
         return None
-    if not hasattr(model, "set_attn_implementation"):
+    if not _is_pretrained_model(model):
         return f"{type(model).__name__} is not a transformers model"
-    return (
-        f"no layer of {type(model).__name__} calls transformers' attention interface: "
-        "its attention, if it has any, is computed in its own code"
-    )
+    return refusal(type(model)) or f"{type(model).__name__} has no layer that calls transformers' attention interface"
 
 
 @functools.cache
-def ignores_interface(model_class: type) -> bool:
-    """Whether the module that defines `model_class` has attention layers of its own, none calling the interface.
+def refusal(model_class: type) -> str | None:
+    """Why models of a class must not be given one of our names, or None if they may; judged before there are layers.
 
-    A class is judged before it has layers to look at. One that only combines other models passes: they are judged
-    in their turn.
+    Transformers lets any registered name through. A model that does not look it up then computes attention by its own
+    code with masks meant for ours, which loses causality and padding (Bloom), or fails on a name it has no class for
+    (GPT-J). One that only combines other models passes: they are judged in their turn.
     """
     module = sys.modules.get(model_class.__module__)
-    if module is None:
-        return False
-    own = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
-    ]
-    return any("Attention" in value.__name__ for value in own) and not any(map(_calls_interface, own))
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", module.__name__) == module.__name__
+    }
+    attention = [value for name, value in own.items() if "Attention" in name and _is_module_class(value)]
+    if any(isinstance(value, dict) and name.endswith("ATTENTION_CLASSES") for name, value in own.items()):
+        return f"{module.__name__} chooses among attention classes of its own"
+    if attention and not any(_calls_interface(value) for value in own.values() if _is_module_class(value)):
+        return f"{module.__name__} does not use transformers' attention interface"
+    if not (
+        getattr(model_class, "_supports_sdpa", False) or getattr(model_class, "_supports_attention_backend", False)
+    ):
+        return f"{model_class.__name__} supports no attention implementation but its own"
+    return None
+
+
+def _is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _is_pretrained_model(module: nn.Module) -> bool:
+    return hasattr(module, "get_correct_attn_implementation")
+
+
+def _of_nearest_parent(name: str, of_parents: dict[str, bool]) -> bool:
+    """What `of_parents` says of the module of that name or else of the closest one around it; False if of none."""
+    while name and name not in of_parents:
+        name = name.rpartition(".")[0]
+    return of_parents.get(name, False)
 
 
 @functools.cache

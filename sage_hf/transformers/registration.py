@@ -10,7 +10,7 @@ from huggingface_hub.utils import logging
 
 from sage_hf._import_hook import when_imported
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.layers import ignores_interface
+from sage_hf.transformers.layers import refusal
 from sage_kernels.recipe import RECIPES
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def implementations() -> dict[str, tuple[str, str | None]]:
 def register() -> None:
     """Register attention and mask functions with transformers: now if it is imported, else when it will be.
 
-    A model whose code does not use transformers' attention interface accepts any registered name and ignores it:
-    given one of ours it logs a warning that names its class.
+    A model that cannot run ours (`layers.refusal`), which transformers would let have the name, gets the implementation
+    it has by default instead, and a warning that names its class.
     """
     when_imported("transformers.modeling_utils", _register_attention)
     when_imported("transformers.masking_utils", _register_masks)
@@ -51,7 +51,7 @@ def _register_attention(modeling_utils: ModuleType) -> None:
     for name, (recipe, fallback) in implementations().items():
         function = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
         modeling_utils.AttentionInterface.register(name, function)
-    _warn_where_ignored(modeling_utils.PreTrainedModel)
+    _keep_from_models_that_cannot(modeling_utils.PreTrainedModel)
 
 
 def _register_masks(masking_utils: ModuleType) -> None:
@@ -61,8 +61,8 @@ def _register_masks(masking_utils: ModuleType) -> None:
         masking_utils.AttentionMaskInterface.register(name, sage_mask)
 
 
-def _warn_where_ignored(pretrained_model: type[PreTrainedModel]) -> None:
-    """Add the warning to the check that a model's `__init__` and `set_attn_implementation` make of the name."""
+def _keep_from_models_that_cannot(pretrained_model: type[PreTrainedModel]) -> None:
+    """Extend the check of the name that a model's `__init__` and `set_attn_implementation` make."""
     check = pretrained_model.get_correct_attn_implementation
 
     @functools.wraps(check)
@@ -70,17 +70,15 @@ def _warn_where_ignored(pretrained_model: type[PreTrainedModel]) -> None:
         self: PreTrainedModel, requested_attention: str | None, *args: object, **kwargs: object
     ) -> str:
         implementation = check(self, requested_attention, *args, **kwargs)
-        if implementation in implementations() and ignores_interface(type(self)):
-            _warn_once(type(self).__name__, type(self).__module__, implementation)
-        return implementation
+        if implementation not in implementations() or refusal(type(self)) is None:
+            return implementation
+        default = check(self, None, *args, **kwargs)
+        if (type(self).__module__, implementation) not in _warned:
+            _warned.add((type(self).__module__, implementation))
+            logger.warning(
+                f'{type(self).__name__} cannot run attn_implementation="{implementation}" and runs "{default}" instead'
+                f": {refusal(type(self))}"
+            )
+        return default
 
     pretrained_model.get_correct_attn_implementation = get_correct_attn_implementation
-
-
-def _warn_once(model_class: str, modelling_file: str, implementation: str) -> None:
-    if (modelling_file, implementation) not in _warned:
-        _warned.add((modelling_file, implementation))
-        logger.warning(
-            f'{model_class} ignores attn_implementation="{implementation}" and stays exact: {modelling_file} computes '
-            "attention in its own code, not through transformers' attention interface"
-        )

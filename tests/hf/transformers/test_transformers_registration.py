@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_transformers import MODELS, run
+from tiny_transformers import MODELS, SERVED, run
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sage_hf import record
 from sage_hf.transformers import attention_layers, implementations, register, unsupported
-from sage_hf.transformers.layers import ignores_interface
 
 LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
 
@@ -117,49 +116,86 @@ def test_fallback_error_refuses_on_this_device_and_emulate_runs() -> None:
     assert {record.last_plans(layer)[0].numerics for layer in attention_layers(model).values()} == {"emulated"}
 
 
-def bloom(**kwargs) -> nn.Module:
-    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
-    return transformers.BloomForCausalLM._from_config(config, **kwargs)
+def build(name: str, implementation: str | None) -> nn.Module:
+    """Tiny models that do not look up attention functions, or not for all of their attention."""
+    sizes = {
+        "Bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
+        "GPTJ": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 128},
+        "Falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "LongT5": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15},
+    }[name]
+    model_class = "LongT5ForConditionalGeneration" if name == "LongT5" else f"{name}ForCausalLM"
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, **sizes)
+    torch.manual_seed(0)
+    return getattr(transformers, model_class)._from_config(config, attn_implementation=implementation).eval()
 
 
-def test_a_model_that_ignores_the_interface_is_warned_of_once_when_built(hf_log: pytest.LogCaptureFixture) -> None:
-    bloom(attn_implementation="sage3")
-    messages = [record.message for record in hf_log.records if "ignores" in record.message]
+@pytest.mark.parametrize("name", ["Bloom", "GPTJ", "Falcon", "LongT5"])
+def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_default(
+    name: str, hf_log: pytest.LogCaptureFixture
+) -> None:
+    inputs = MODELS["t5" if name == "LongT5" else "llama"].inputs("right" if name == "LongT5" else "left")
+    expected = run(build(name, None), **inputs)
+    assert "cannot run" not in hf_log.text
+    model = build(name, "sage3")
+    messages = [record.message for record in hf_log.records if "cannot run" in record.message]
     assert len(messages) == 1
-    assert messages[0].startswith('BloomForCausalLM ignores attn_implementation="sage3" and stays exact')
+    assert messages[0].startswith(f'{type(model).__name__} cannot run attn_implementation="sage3" and runs "')
+    assert torch.equal(run(model, **inputs), expected)
+    assert attention_layers(model) == {}
+    assert messages[0].endswith(unsupported(model))
 
 
-def test_a_model_that_ignores_the_interface_is_warned_of_when_loaded(
+def test_a_model_that_cannot_run_ours_is_warned_of_when_loaded(
     tmp_path: Path, hf_log: pytest.LogCaptureFixture
 ) -> None:
-    bloom().save_pretrained(tmp_path)
-    assert "ignores" not in hf_log.text
-    transformers.BloomForCausalLM.from_pretrained(tmp_path, attn_implementation="sage3")
-    assert "BloomForCausalLM ignores" in hf_log.text
+    build("Bloom", "eager").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sage3")
+    assert "BloomForCausalLM cannot run" in hf_log.text
+    assert model.config._attn_implementation == "eager"
 
 
-def test_a_model_that_ignores_the_interface_is_warned_of_when_switched(hf_log: pytest.LogCaptureFixture) -> None:
-    bloom().set_attn_implementation("sage3")
-    assert any(record.levelname == "WARNING" and "Bloom" in record.message for record in hf_log.records)
+@pytest.mark.parametrize("name", ["Bloom", "LongT5"])
+def test_a_model_that_cannot_run_ours_is_warned_of_when_switched(name: str, hf_log: pytest.LogCaptureFixture) -> None:
+    model = build(name, "eager")
+    model.set_attn_implementation("sage3")
+    assert any(record.levelname == "WARNING" and name in record.message for record in hf_log.records)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_other_implementations_and_served_models_are_not_warned_of(hf_log: pytest.LogCaptureFixture) -> None:
-    bloom(attn_implementation="eager")
-    LLAMA.build("sage3")
-    CLIP.build("sage3")
-    assert "ignores" not in hf_log.text
+    build("Bloom", "eager")
+    for tiny in SERVED:
+        tiny.build("sage3")
+    assert "cannot run" not in hf_log.text
 
 
 def test_unsupported_says_why() -> None:
     assert unsupported(LLAMA.build("eager")) is None
-    assert "BloomForCausalLM calls transformers' attention interface" in unsupported(bloom())
+    assert unsupported(build("Bloom", "eager")) == (
+        "transformers.models.bloom.modeling_bloom does not use transformers' attention interface"
+    )
+    assert unsupported(build("GPTJ", "eager")).endswith("chooses among attention classes of its own")
+    assert unsupported(build("LongT5", "eager")).endswith("supports no attention implementation but its own")
     assert unsupported(nn.Linear(2, 2)) == "Linear is not a transformers model"
-    assert ignores_interface(transformers.BloomModel)
-    assert not ignores_interface(transformers.LlamaForCausalLM)
 
 
-@pytest.mark.parametrize("implementation", ["sage_exact", "sage3"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_a_part_that_cannot_run_ours_does_not_keep_the_other_from_it() -> None:
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.ViTConfig(**MODELS["vit"].config),
+        transformers.TrOCRConfig(vocab_size=97, d_model=64, decoder_layers=1, decoder_attention_heads=4),
+    )
+    model = transformers.VisionEncoderDecoderModel._from_config(config, attn_implementation="sage3")
+    assert len(attention_layers(model)) == 2
+    assert all(name.startswith("encoder.") for name in attention_layers(model))
+    assert unsupported(model) is None
+    assert (model.encoder.config._attn_implementation, model.decoder.config._attn_implementation) == ("sage3", "eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("llama", "sage_exact"), ("llama", "sage3"), ("mistral", "sage3"), ("gemma2", "sage3")],
+)
 def test_a_forward_compiles_into_one_graph(name: str, implementation: str) -> None:
     tiny = MODELS[name]
     model, inputs = tiny.build(implementation), tiny.inputs()
