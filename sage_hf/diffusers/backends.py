@@ -93,18 +93,20 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
                 backward_op=backward_op,
                 _parallel_config=_parallel_config,
             )
-        out = sage_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            recipe=recipe,
-            fallback=fallback,
-            return_lse=return_lse,
-        )
-        return (out[0].transpose(1, 2), out[1]) if return_lse else out.transpose(1, 2)
+        arguments: dict[str, Any] = {
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+            "recipe": recipe,
+            "fallback": fallback,
+        }
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if not return_lse:
+            return sage_attention(query, key, value, **arguments).transpose(1, 2)
+        out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
+        return out.transpose(1, 2), lse
 
     return backend
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
 
 
 def cogvideox_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
@@ -45,7 +45,7 @@ def cogvideox_attention(
 
 def cogview4_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, merge_heads, project_out, split_heads
+from .layout import Attend, AttentionModule, merge_heads, project_out, split_heads
 
 
 def cosmos_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,

@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from .layout import Attend, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
 
 
 def generic_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -62,7 +62,7 @@ def generic_attention(
 
 def lumina2_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,

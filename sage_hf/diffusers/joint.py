@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, merge_heads, normalize_query_key, project_out, split_heads
+from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, split_heads
 
 
 def _project_streams(
-    attn: torch.nn.Module, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
+    attn: AttentionModule, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Query, key and value, (batch, heads, tokens, head_dim) each: the sample's, and the context's ([] without one)."""
     query, key, value = (
@@ -26,7 +26,7 @@ def _project_streams(
 
 def joint_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -54,7 +54,7 @@ def joint_attention(
 
 def easyanimate_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
@@ -77,17 +77,17 @@ def easyanimate_attention(
             key[:, :, text_length:] = apply_rotary_emb(key[:, :, text_length:], image_rotary_emb)
 
     states = merge_heads(attend(query, key, value, attn_mask=attention_mask)).to(query.dtype)
-    text, video = states[:, :text_length], states[:, text_length:]
-    if getattr(attn, "to_out", None) is not None:
-        video = project_out(attn, video)
-    if getattr(attn, "to_add_out", None) is not None:
-        text = attn.to_add_out(text)
-    return video, text
+    encoder_hidden_states, hidden_states = states[:, :text_length], states[:, text_length:]
+    if attn.to_out is not None:
+        hidden_states = project_out(attn, hidden_states)
+    if attn.to_add_out is not None:
+        encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+    return hidden_states, encoder_hidden_states
 
 
 def hunyuan_video_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +43,46 @@ EXPLICIT: dict[str, Callable[..., Any]] = {
 }
 
 
-class ExplicitLayer:
+# diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. What arrives
+# depends on the family, so SageAttnProcessor shows the parameters of every family met so far.
+_shown = dict.fromkeys(("self", "attn"))
+
+
+class Layer:
+    """What an attention module computes: layer(sage, attn, ...) runs it with the recipe of the processor `sage`.
+
+    Attributes:
+        original: the processor of diffusers that computes it.
+        parameters: names of the arguments.
+    """
+
+    def __init__(self, original: Any, parameters: Iterable[str]) -> None:
+        self.original = original
+        self.parameters = tuple(parameters)
+        self._show_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._show_parameters()
+
+    def _show_parameters(self) -> None:
+        from .processor import SageAttnProcessor
+
+        if not _shown.keys() >= set(self.parameters):
+            _shown.update(dict.fromkeys(self.parameters))
+            parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _shown]
+            vars(SageAttnProcessor.__call__)["__signature__"] = inspect.Signature(parameters)
+
+    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class ExplicitLayer(Layer):
     """Attention by one of our own functions."""
 
-    def __init__(self, function: Callable[..., Any], original: Any) -> None:
+    def __init__(self, original: Any, function: Callable[..., Any]) -> None:
+        super().__init__(original, tuple(inspect.signature(function).parameters)[1:])
         self.function = function
-        self.original = original
-        self.parameters = tuple(inspect.signature(function).parameters)[1:]
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if sage._parallel_config is not None:
@@ -60,13 +93,12 @@ class ExplicitLayer:
         return self.function(sage.attend, attn, *args, **kwargs)
 
 
-class DispatchLayer:
+class DispatchLayer(Layer):
     """Attention by the family's own processor, which asks diffusers' dispatch for one of our backends."""
 
     def __init__(self, original: Any) -> None:
-        self.original = original
+        super().__init__(original, inspect.signature(original.__call__).parameters)
         self.processor = copy.copy(original)
-        self.parameters = tuple(inspect.signature(original.__call__).parameters)
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         processor = self.processor
@@ -76,9 +108,6 @@ class DispatchLayer:
         if sage._parallel_config is not getattr(processor, "_parallel_config", None):
             processor._parallel_config = sage._parallel_config
         return processor(attn, *args, **kwargs)
-
-
-Layer = ExplicitLayer | DispatchLayer
 
 
 def calls_dispatch(processor: Any) -> bool:
@@ -102,12 +131,17 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
         UnsupportedAttentionError: it is none that can be done in low bits; names module and processor.
     """
     family = type(original).__name__
+    if original is None:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} has no processor yet to take over from: construct it with its own, "
+            "then set this one"
+        )
     if isinstance(original, torch.nn.Module):
         reason = "it holds weights of its own (an IP-Adapter or custom diffusion), which replacing it would drop"
     elif _takes_backend(original):
         return DispatchLayer(original)
     elif family in EXPLICIT and type(original).__module__.startswith("diffusers."):
-        return ExplicitLayer(EXPLICIT[family], original)
+        return ExplicitLayer(original, EXPLICIT[family])
     else:
         reason = (
             f"known are {', '.join(EXPLICIT)}, and every processor that lets its attention backend be chosen "

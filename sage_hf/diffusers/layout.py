@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 # attend(query, key, value, attn_mask=None, scale=None): (B, H, N, D) tensors to (B, H, Nq, Dv), as SDPA
-Attend = Callable[..., torch.Tensor]
+Attend: TypeAlias = Callable[..., torch.Tensor]
+# an attention module of diffusers; which submodules it has depends on its family
+AttentionModule: TypeAlias = Any
 
 
 def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
@@ -27,12 +30,12 @@ def normalize_query_key(
     return (query if norm_q is None else norm_q(query)), (key if norm_k is None else norm_k(key))
 
 
-def project_out(attn: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+def project_out(attn: AttentionModule, hidden_states: torch.Tensor) -> torch.Tensor:
     """Output projection and its dropout."""
     return attn.to_out[1](attn.to_out[0](hidden_states))
 
 
-def sdpa_mask(attn: torch.nn.Module, mask: torch.Tensor | None, key_length: int, batch: int) -> torch.Tensor | None:
+def sdpa_mask(attn: AttentionModule, mask: torch.Tensor | None, key_length: int, batch: int) -> torch.Tensor | None:
     """The additive mask of a generic `Attention`, (batch, heads, 1 or query tokens, key tokens)."""
     if mask is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, project_out
+from .layout import Attend, AttentionModule, project_out
 
 
 def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -15,7 +15,7 @@ def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
 
 def mochi_attention(
     attend: Attend,
-    attn: torch.nn.Module,
+    attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor,

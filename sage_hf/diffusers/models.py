@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 _NO_ATTENTION = "{} has no attention layer whose processor can be switched: there is nothing to run in low bits"
 
 
-def _bind_all(model: torch.nn.Module, recipe: str, fallback: str | None) -> dict[str, SageAttnProcessor]:
+def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAttnProcessor]:
     """A processor for every attention layer of `model`, which is not changed.
 
     Raises:
@@ -35,7 +35,7 @@ def _bind_all(model: torch.nn.Module, recipe: str, fallback: str | None) -> dict
     return bound
 
 
-def _check_supported(model: torch.nn.Module, processor: Any) -> None:
+def _check_supported(model: Any, processor: Any) -> None:
     """Raise UnsupportedAttentionError if a shared SageAttnProcessor cannot serve a layer that it is meant for."""
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
@@ -49,10 +49,11 @@ def _check_supported(model: torch.nn.Module, processor: Any) -> None:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
 
 
-def _remove_backend(model: torch.nn.Module) -> None:
+def _remove_backend(model: Any) -> None:
     """Put back the processors that `set_attention_backend` with one of our names replaced."""
-    for module in attention_layers(model).values():
-        before = module.__dict__.pop("_sage_before_backend", None)
+    modules: list[Any] = list(attention_layers(model).values())
+    for module in modules:
+        before = vars(module).pop("_sage_before_backend", None)
         if before is not None:
             module.set_processor(before)
 
@@ -72,7 +73,8 @@ def _check_first(model_class: Any) -> None:
 
 
 def _subclasses(model_class: type) -> set[type]:
-    return {cls for child in model_class.__subclasses__() for cls in (child, *_subclasses(child))}
+    children: list[type] = model_class.__subclasses__()
+    return {*children, *(cls for child in children for cls in _subclasses(child))}
 
 
 def complete_model_class(model_class: Any) -> None:
@@ -84,7 +86,7 @@ def complete_model_class(model_class: Any) -> None:
         try:
             return super(model_class, self).attn_processors
         except AttributeError:
-            return {f"{name}.processor": module.get_processor() for name, module in attention_layers(self).items()}
+            return {f"{name}.processor": module.processor for name, module in attention_layers(self).items()}
 
     def set_attn_processor(self: torch.nn.Module, processor: Any) -> None:
         """Set one processor in every attention layer, or those of a dictionary shaped as `attn_processors`.
@@ -111,8 +113,8 @@ def complete_model_class(model_class: Any) -> None:
                 )
             return
         for name, processor in _bind_all(self, *BACKENDS[backend.lower()]).items():
-            module = self.get_submodule(name)
-            before = module.__dict__.get("_sage_before_backend", module.processor)
+            module: Any = self.get_submodule(name)
+            before = vars(module).get("_sage_before_backend", module.processor)
             module.set_processor(processor)
             module._sage_before_backend = before
 

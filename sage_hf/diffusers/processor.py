@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -99,20 +98,6 @@ class SageAttn1Processor(SageAttnProcessor):
         super().__init__(recipe, fallback)
 
 
-# diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. What arrives
-# depends on the family, so the signature shown names the parameters of every family met so far.
-_SHOWN = dict.fromkeys(("self", "attn"))
-
-
-def _show_parameters(layer: Layer) -> Layer:
-    if not _SHOWN.keys() >= set(layer.parameters):
-        _SHOWN.update(dict.fromkeys(layer.parameters))
-        SageAttnProcessor.__call__.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _SHOWN]
-        )
-    return layer
-
-
 def layer_of(module: torch.nn.Module) -> Layer:
     """What `module` computes, from its present processor; `module` is not changed.
 
@@ -124,7 +109,7 @@ def layer_of(module: torch.nn.Module) -> Layer:
         layer = present._layer if present._layer is not None else getattr(module, "_sage_layer", None)
         if layer is not None:
             return layer
-    return _show_parameters(recognize(module, present))
+    return recognize(module, present)
 
 
 def bind(module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None) -> SageAttnProcessor:
@@ -147,18 +132,19 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     what diffusers' `fuse_qkv_projections()` sets, does not displace ours, which computes with the separate projections.
     """
     present = getattr(module, "processor", None)
-    module.__dict__.pop("_sage_before_backend", None)
+    vars(module).pop("_sage_before_backend", None)
     if isinstance(processor, SageAttnProcessor):
         if processor._layer is None:
-            module._sage_layer = layer_of(module)
-            if getattr(present, "_parallel_config", None) is not None:
-                processor._parallel_config = present._parallel_config
+            vars(module)["_sage_layer"] = layer_of(module)
+            parallel_config = getattr(present, "_parallel_config", None)
+            if parallel_config is not None:
+                processor._parallel_config = parallel_config
         return processor
     family = type(processor).__name__
     fused = family.startswith("Fused") and family in EXPLICIT
     if fused and isinstance(present, SageAttnProcessor) and processor is not layer_of(module).original:
         return present
-    module.__dict__.pop("_sage_layer", None)
+    vars(module).pop("_sage_layer", None)
     return processor
 
 

@@ -585,7 +585,7 @@ FAMILIES: tuple[Family, ...] = (
             "axes_lens": [64, 32, 32],
         },
         lambda: {
-            "x": [_normal(4, 1, 16, 16), _normal(4, 1, 16, 12)],
+            "x": [_normal(4, 1, 16, 16), _normal(4, 1, 8, 8)],
             "t": torch.full((BATCH,), 0.5),
             "cap_feats": [_normal(13, 16), _normal(5, 16)],
         },

@@ -114,6 +114,17 @@ def test_switched_models_can_be_copied_and_pickled(name, clone):
     assert next(iter(model.attn_processors.values())).recipe == "sage3"
 
 
+def test_a_process_that_only_loads_switched_models_passes_every_argument_on(monkeypatch):
+    case = family("cogvideox-1.5")
+    model, inputs = case.build(), case.make_inputs()
+    expected = run(model, inputs)
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    saved = pickle.dumps(model)
+    monkeypatch.delattr(SageAttnProcessor.__call__, "__signature__")
+    monkeypatch.setattr("sage_hf.diffusers.layers._shown", dict.fromkeys(("self", "attn")))
+    assert torch.equal(run(pickle.loads(saved), inputs), expected)
+
+
 def test_linear_attention_is_refused_by_name_and_nothing_is_changed():
     model = diffusers.SanaTransformer2DModel(**SANA)
     before = dict(model.attn_processors)
@@ -207,6 +218,34 @@ def test_non_contiguous_inputs_are_taken_as_they_are():
     expected = attention(states, context)
     attention.set_processor(SageAttnProcessor("exact"))
     assert torch.equal(attention(states, context), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "context"),
+    [
+        ({"norm_num_groups": 4, "residual_connection": True, "rescale_output_factor": 2.0}, (2, 32, 9, 8), None),
+        ({"spatial_norm_dim": 3, "_from_deprecated_attn_block": True, "upcast_softmax": True}, (2, 32, 9, 8), None),
+        ({"cross_attention_dim": 12, "cross_attention_norm": "layer_norm"}, (2, 70, 32), (2, 13, 12)),
+        ({"qk_norm": "rms_norm", "bias": True}, (2, 70, 32), None),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_generic_attention_honours_every_option_to_the_bit(options, shape, context):
+    torch.manual_seed(0)
+    attention = Attention(query_dim=32, heads=2, dim_head=16, **options)
+    inputs = {"hidden_states": torch.randn(shape)}
+    if context is not None:
+        inputs["encoder_hidden_states"] = torch.randn(context)
+    if "spatial_norm_dim" in options:
+        inputs["temb"] = torch.randn(2, 3, 4, 4)
+    expected = attention(**inputs)
+    attention.set_processor(SageAttnProcessor("exact"))
+    assert torch.equal(attention(**inputs), expected)
+
+
+def test_a_module_without_a_processor_cannot_start_with_a_shared_one():
+    with pytest.raises(UnsupportedAttentionError, match="no processor yet"):
+        Attention(query_dim=32, heads=2, dim_head=16, processor=SageAttn3Processor())
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
