@@ -45,7 +45,7 @@ $(OLDEST)/ready: pyproject.toml tests/oldest.txt
 	touch $@
 
 wheel: setup
-	$(BIN)/python -m build --wheel
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist demo_output *.egg-info
