@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging
 
 from sage_hf.attention import sage_attention
 from sage_hf.record import run_in_layer
@@ -13,6 +14,8 @@ from sage_kernels.registry import FALLBACKS
 
 from .errors import UnsupportedAttentionError
 from .layers import EXPLICIT, Layer, recognize
+
+logger = logging.get_logger(__name__)
 
 
 class SageAttnProcessor:
@@ -53,6 +56,9 @@ class SageAttnProcessor:
 
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Attention of `attn`. All arguments go to what its family computes, which rejects those it does not know."""
+        return run_in_layer(attn, self._layer_in(attn), self, attn, *args, **kwargs)
+
+    def _layer_in(self, attn: torch.nn.Module) -> Layer:
         layer = self._layer if self._layer is not None else getattr(attn, "_sage_layer", None)
         if layer is None:
             raise UnsupportedAttentionError(
@@ -60,7 +66,7 @@ class SageAttnProcessor:
                 "use model.set_attn_processor(...), module.set_processor(...) or sage_hf.apply(...), "
                 "not an assignment to module.processor"
             )
-        return run_in_layer(attn, layer, self, attn, *args, **kwargs)
+        return layer
 
     @property
     def _attention_backend(self) -> None:
@@ -105,11 +111,7 @@ def layer_of(module: torch.nn.Module) -> Layer:
         UnsupportedAttentionError: that is nothing we know.
     """
     present = getattr(module, "processor", None)
-    if isinstance(present, SageAttnProcessor):
-        layer = present._layer if present._layer is not None else getattr(module, "_sage_layer", None)
-        if layer is not None:
-            return layer
-    return recognize(module, present)
+    return present._layer_in(module) if isinstance(present, SageAttnProcessor) else recognize(module, present)
 
 
 def bind(module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None) -> SageAttnProcessor:
@@ -125,11 +127,20 @@ def bind(module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = 
     return processor
 
 
+_displacing: set[str] = set()  # processors whose taking over from ours was logged
+
+
+def _is_original(processor: Any, module: torch.nn.Module, present: SageAttnProcessor) -> bool:
+    layer = present._layer or getattr(module, "_sage_layer", None)
+    return layer is not None and processor is layer.original
+
+
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     """Prepare `module` for `module.set_processor(processor)`; returns the processor to set.
 
     A shared SageAttnProcessor leaves in the module what the module computed so far. A new Fused… processor, which is
     what diffusers' `fuse_qkv_projections()` sets, does not displace ours, which computes with the separate projections.
+    Another one, as attention slicing or xFormers set, does, and that is logged; putting back the original is not.
     """
     present = getattr(module, "processor", None)
     vars(module).pop("_sage_before_backend", None)
@@ -140,10 +151,15 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
             if parallel_config is not None:
                 processor._parallel_config = parallel_config
         return processor
-    family = type(processor).__name__
-    fused = family.startswith("Fused") and family in EXPLICIT
-    if fused and isinstance(present, SageAttnProcessor) and processor is not layer_of(module).original:
-        return present
+    if isinstance(present, SageAttnProcessor) and not _is_original(processor, module, present):
+        family = type(processor).__name__
+        if family.startswith("Fused") and family in EXPLICIT:
+            return present
+        if family not in _displacing:
+            _displacing.add(family)
+            logger.warning(
+                f"{family} replaces {present}: those layers no longer attend in low bits; set it again if needed"
+            )
     vars(module).pop("_sage_layer", None)
     return processor
 

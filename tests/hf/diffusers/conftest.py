@@ -14,6 +14,7 @@ def fresh_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and once-only messages of other tests forgotten."""
     record.clear()
     monkeypatch.setattr("sage_hf.diffusers.install._warned", set())
+    monkeypatch.setattr("sage_hf.diffusers.processor._displacing", set())
 
 
 @pytest.fixture

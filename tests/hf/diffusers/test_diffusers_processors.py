@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from diffusers.models.attention_processor import Attention, IPAdapterAttnProcessor2_0
 from families import each_family, family, run
 
 import sage_hf
@@ -163,9 +163,19 @@ def test_models_without_attention_are_refused():
 
 def test_assigning_a_shared_processor_behind_set_processor_says_what_to_do():
     attention = Attention(query_dim=32, heads=2, dim_head=16)
+    original, states = attention.processor, torch.randn(1, 8, 32)
+    expected = attention(states)
     attention.processor = SageAttn3Processor()
-    with pytest.raises(UnsupportedAttentionError, match="set_processor"):
-        attention(torch.randn(1, 8, 32))
+    for use in (
+        lambda: attention(states),
+        lambda: bind(attention),
+        lambda: attention.set_processor(SageAttnProcessor()),
+    ):
+        with pytest.raises(UnsupportedAttentionError, match=r"module\.set_processor"):
+            use()
+    attention.set_processor(original)
+    attention.set_processor(SageAttnProcessor("exact"))
+    assert torch.equal(attention(states), expected)
 
 
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3.5", "unet", "wan-t2v", "flux"])
@@ -293,10 +303,15 @@ def test_apply_and_restore_go_through_the_same_processors():
     assert torch.equal(run(model, inputs), expected)
 
 
-def test_other_processors_may_follow_ours():
+def test_other_processors_that_take_over_are_logged(sage_log):
     model = family("unet").build()
+    originals = dict(model.attn_processors)
     model.set_attn_processor(SageAttn3Processor())
-    model.set_attn_processor(AttnProcessor2_0())
+    model.set_attn_processor(originals)
+    model.set_attn_processor(SageAttn3Processor())
+    assert not sage_log
+    model.set_attention_slice("max")
+    assert len(sage_log) == 1 and "SlicedAttnProcessor replaces SageAttn3Processor" in sage_log[0]
     assert not any("sage" in attribute for module in model.modules() for attribute in vars(module))
 
 
