@@ -91,7 +91,8 @@ class GenerateOptions:
             raise ValueError(f"--output must be a folder, and {self.output} is a file")
         if self.pretrained is None and not (TINY_VIDEO / "model_index.json").is_file():
             raise ValueError(
-                f"--pretrained is needed: the tiny model is part of a checkout ({TINY_VIDEO}), and there is none here"
+                "--pretrained is needed: give a pipeline's folder or its name on the Hub (a checkout of sage-hf has a "
+                "tiny one in examples/tiny_video, which is the default there)"
             )
         pick_device(self.device)
 
