@@ -218,6 +218,6 @@ def test_a_module_that_dispatches_takes_our_backend_by_itself():
 
 
 @pytest.mark.parametrize("backend", ["sage3_emulate", "sage_exact"])
-def test_backends_compile_without_graph_breaks(qkv, backend):
+def test_backends_compile_without_graph_breaks(qkv, backend, compilable_dispatch):
     function = torch.compile(lambda *tensors: dispatch(list(tensors), backend), fullgraph=True, backend="aot_eager")
     assert torch.equal(function(*qkv), dispatch(qkv, backend))
