@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_transformers import MODELS, SERVED, TOKENS, TinyModel, run
+from tiny_transformers import IN_FLOAT64, MODELS, TOKENS, TinyModel, run
 from torch import nn
 
 from sage_hf import record
@@ -209,7 +209,7 @@ def test_a_layers_own_recipe_and_fallback_win() -> None:
     assert (record.last_plans(second)[0].recipe, record.last_plans(second)[0].numerics) == ("sage1", "emulated")
 
 
-@pytest.mark.parametrize("tiny", SERVED, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", IN_FLOAT64, ids=lambda tiny: tiny.name)
 def test_gradients_are_those_of_exact_attention(tiny: TinyModel, float64_softmax: None) -> None:
     def gradient(implementation: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         model = tiny.build(implementation, dtype)

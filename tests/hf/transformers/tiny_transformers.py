@@ -228,7 +228,7 @@ MODELS = {
 
 
 def calls_interface(model: TinyModel) -> bool:
-    """Whether its attention calls the interface in the installed version of transformers (T5 does since version 5)."""
+    """Whether its attention calls the interface in the installed version of transformers (BERT and T5: since 5)."""
     modelling_file = sys.modules[getattr(transformers, model.model_class).__module__]
     return "ALL_ATTENTION_FUNCTIONS" in vars(modelling_file)
 
@@ -236,6 +236,12 @@ def calls_interface(model: TinyModel) -> bool:
 SERVED = [model for model in MODELS.values() if calls_interface(model)]
 IGNORING = [model for model in MODELS.values() if not calls_interface(model)]
 DECODERS = [model for model in SERVED if model.kind == "decoder"]
+
+_BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
+IN_FLOAT64 = [model for model in SERVED if not (_BEFORE_5 and model.name in ("clip", "deepseek_v3"))]
+"""Those that transformers computes in float64 at all: before version 5 their code stumbles over it."""
+WITH_STATIC_CACHE = [model for model in SERVED if not (_BEFORE_5 and model.name == "deepseek_v3")]
+"""Those that transformers has a static cache for: before version 5 keys and values had to be equally wide."""
 
 
 def run(model: nn.Module, **inputs: object) -> torch.Tensor:
