@@ -33,6 +33,7 @@ class LayerErrorRecorder:
         self._sums = {name: ErrorSums() for name in self._names.values()}
         self._calls: Counter[str] = Counter()
 
+    @torch.no_grad()
     def __call__(self, call: record.AttentionCall) -> None:
         """Add one call; calls of other layers are passed by."""
         if call.layer not in self._names or not call.output.numel():
@@ -73,5 +74,5 @@ def record_layer_errors(pipe_or_model: object) -> Iterator[LayerErrorRecorder]:
         TypeError, ValueError: as `sage_hf.apply`.
     """
     recorder = LayerErrorRecorder(pipe_or_model)
-    with record.observe(recorder), torch.no_grad():
+    with record.observe(recorder):
         yield recorder

@@ -108,7 +108,7 @@ def _panel_size(video: np.ndarray, height: int = PANEL_HEIGHT) -> tuple[int, int
 
 def _resize(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
     image = Image.fromarray(picture)
-    return image.resize(size, Image.Resampling.NEAREST if size[0] > image.width else Image.Resampling.LANCZOS)
+    return image.resize(size, Image.Resampling.BICUBIC if size[0] > image.width else Image.Resampling.LANCZOS)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
