@@ -15,6 +15,8 @@ from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Plan
 
+UNATTRIBUTED = "(compiled, or no layer)"
+
 
 @dataclass(frozen=True)
 class LayerRow:
@@ -81,9 +83,6 @@ class Explanation:
         ]
         text += [f"[{number}] {reason}" for reason, number in notes.items()]
         return "\n".join(text)
-
-
-UNATTRIBUTED = "(compiled, or no layer)"
 
 
 def explain(pipe_or_model: object) -> Explanation:

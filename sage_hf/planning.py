@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sage_hf import attention
 from sage_hf.apply import apply
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
@@ -32,14 +34,14 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
     Raises:
         ValueError: nothing there that can be loaded, or what `sage_hf.apply` raises.
     """
-    rows: list[LayerRow] = []
-    models = _models_on_meta(pretrained)
-    for name, model in models.items():
-        apply(model, SageConfig(config.recipe, config.fallback, config.layers)).restore()
-        for target in find_targets(model):
-            for layer_name, layer in target.layers.items():
-                label = f"{name}.{layer_name}" if len(models) > 1 else layer_name
-                rows += _layer_rows(label, layer, config, config.layer_rule(layer_name), device)
+    model = _model_on_meta(pretrained)
+    apply(model, SageConfig(config.recipe, config.fallback, config.layers)).restore()
+    rows = [
+        row
+        for target in find_targets(model)
+        for name, layer in target.layers.items()
+        for row in _layer_rows(target.label(name), layer, config, config.layer_rule(name), device)
+    ]
     return Explanation(tuple(rows), planned=True)
 
 
@@ -76,7 +78,10 @@ def _layer_rows(
     for recipe in dict.fromkeys(recipes):
         facts = {"heads": heads or NOMINAL_HEADS, "head_dim": head_dim or NOMINAL_HEAD_DIM}
         try:
-            chosen = select(nominal_request(recipe, device, is_causal=causal, **facts), config.fallback or "native")
+            chosen = select(
+                nominal_request(recipe, device, is_causal=causal, **facts),
+                config.fallback or attention._default_fallback,
+            )
         except KernelUnavailableError as error:
             yield LayerRow(label, recipe, "none", reason=str(error))
             continue
@@ -98,18 +103,18 @@ def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
     return heads, head_dim
 
 
-def _models_on_meta(pretrained: str | Path) -> dict[str, nn.Module]:
-    """The denoisers of a pipeline, or the one model, without weights."""
+def _model_on_meta(pretrained: str | Path) -> nn.Module | SimpleNamespace:
+    """The model, or what stands for a pipeline with its denoisers, without weights."""
     folder = Path(pretrained)
     try:
         with torch.device("meta"):
             if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
                 index = json.loads((folder / "config.json").read_text(encoding="utf-8"))
                 if "_class_name" in index:
-                    return {"": _diffusers_model(index["_class_name"], folder, None)}
-                return {"": _transformers_model(pretrained)}
-            models = _denoisers(pretrained)
-            return models or {"": _transformers_model(pretrained)}
+                    return _diffusers_model(index["_class_name"], folder, None)
+                return _transformers_model(pretrained)
+            denoisers = _denoisers(pretrained)
+            return SimpleNamespace(**denoisers) if denoisers else _transformers_model(pretrained)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"cannot read a diffusers pipeline or a transformers model from {pretrained}: {error}"

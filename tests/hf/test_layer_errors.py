@@ -51,11 +51,12 @@ def test_errors_are_those_of_low_bit_against_exact_attention_on_the_layers_own_i
 
 def test_calls_add_up_and_other_models_are_passed_by():
     model, other = tiny.transformer(), tiny.transformer()
-    with sage_hf.apply(model, "sage2"), sage_hf.apply(other, "sage2"), record_layer_errors(model) as recorder:
-        with torch.no_grad():
-            for timestep in (900.0, 500.0):
-                model(**tiny.transformer_inputs(timestep))
-            other(**tiny.transformer_inputs())
+    sage_hf.apply(model, "sage2")
+    sage_hf.apply(other, "sage2")
+    with record_layer_errors(model) as recorder, torch.no_grad():
+        for timestep in (900.0, 500.0):
+            model(**tiny.transformer_inputs(timestep))
+        other(**tiny.transformer_inputs())
     assert [layer.calls for layer in recorder.layers()] == [2] * tiny.LAYERS
 
 
