@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
             spec = find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
+                    spec.loader = _Loader(spec, spec.loader)
                 return spec
         return None
 
@@ -39,17 +39,17 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """Stands in for a module's loader until the module is executed, which is when the real one takes its place back."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, spec: ModuleSpec, loader: Loader) -> None:
+        self._spec = spec
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__spec__.name
-        module.__spec__.loader = module.__loader__ = self._loader
+        self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _run_pending(name, sys.modules.get(name, module))
+        _run_pending(self._spec.name, sys.modules.get(self._spec.name, module))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from types import CodeType
 
 from torch import nn
 
-from sage_hf.transformers.layers import methods
+from sage_hf.transformers.layers import methods, once_per_class
 
 HARMLESS = frozenset(
     {
@@ -82,14 +81,14 @@ def _eager_attention(module_class: type[nn.Module]) -> Callable[..., tuple] | No
     return getattr(inspect.unwrap(module_class.forward), "__globals__", {}).get("eager_attention_forward")
 
 
-@functools.cache
-def _eager_names(module_class: type[nn.Module]) -> frozenset[str]:
+@once_per_class
+def _eager_names(module_class: type) -> frozenset[str]:
     eager = _eager_attention(module_class)
     return frozenset() if eager is None else frozenset(_names(inspect.unwrap(eager).__code__))
 
 
-@functools.cache
-def _own_names(module_class: type[nn.Module]) -> frozenset[str]:
+@once_per_class
+def _own_names(module_class: type) -> frozenset[str]:
     return frozenset(name for code in methods(module_class) for name in _names(code))
 
 

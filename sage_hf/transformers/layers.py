@@ -5,15 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
+from typing import TypeVar, cast
 
 from torch import nn
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The global through which every modelling file of transformers looks up the attention function."""
 
+Result = TypeVar("Result")
+
 _EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils"})
+
+
+def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
+    """`function`, its results kept (functools.cache, whose types know no class that is hashable)."""
+    return cast(Callable[[type], Result], functools.cache(function))
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -42,7 +50,7 @@ def unsupported(model: nn.Module) -> str | None:
     return refusal(type(model)) or f"{type(model).__name__} has no layer that calls transformers' attention interface"
 
 
-@functools.cache
+@once_per_class
 def refusal(model_class: type) -> str | None:
     """Why models of a class must not be given one of our names, or None if they may; judged before there are layers.
 
@@ -50,17 +58,14 @@ def refusal(model_class: type) -> str | None:
     code with masks meant for ours, which loses causality and padding (Bloom), or fails on a name it has no class for
     (GPT-J). One that only combines other models passes: they are judged in their turn.
     """
-    module = sys.modules.get(model_class.__module__)
-    own = {
-        name: value
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", module.__name__) == module.__name__
-    }
+    file = model_class.__module__
+    namespace = vars(sys.modules[file]) if file in sys.modules else {}
+    own = {name: value for name, value in namespace.items() if getattr(value, "__module__", file) == file}
     attention = [value for name, value in own.items() if "Attention" in name and _is_module_class(value)]
     if any(isinstance(value, dict) and name.endswith("ATTENTION_CLASSES") for name, value in own.items()):
-        return f"{module.__name__} chooses among attention classes of its own"
+        return f"{file} chooses among attention classes of its own"
     if attention and not any(_calls_interface(value) for value in own.values() if _is_module_class(value)):
-        return f"{module.__name__} does not use transformers' attention interface"
+        return f"{file} does not use transformers' attention interface"
     if not (
         getattr(model_class, "_supports_sdpa", False) or getattr(model_class, "_supports_attention_backend", False)
     ):
@@ -83,12 +88,12 @@ def _of_nearest_parent(name: str, of_parents: dict[str, bool]) -> bool:
     return of_parents.get(name, False)
 
 
-@functools.cache
-def _calls_interface(module_class: type[nn.Module]) -> bool:
+@once_per_class
+def _calls_interface(module_class: type) -> bool:
     return any(_INTERFACE in code.co_names for code in methods(module_class))
 
 
-def methods(module_class: type[nn.Module]) -> Iterator[CodeType]:
+def methods(module_class: type) -> Iterator[CodeType]:
     """Code of the class's methods, inherited ones included, without those every module or model has."""
     for name in dir(module_class):
         function = inspect.unwrap(inspect.getattr_static(module_class, name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.masking_utils import sdpa_mask
 
@@ -10,7 +12,7 @@ _SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
 it themselves for "sdpa", and for no other name."""
 
 
-def sage_mask(**kwargs) -> torch.Tensor | None:
+def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     """The mask `sage_attention_forward` expects: what transformers makes for `sdpa`, every argument handed on.
 
     Returns:
