@@ -20,7 +20,9 @@ from .recipe import Recipe
 
 BLOCK_M = 128
 BLOCK_N = 128
-P_SCALE = fp8.E4M3_MAX * nvfp4.E2M1_MAX
+# P is multiplied by this before it is quantised, so that it fills the format's range. For NVFP4 that is the first of
+# two levels (arXiv 2505.11594, section 3.2): the e4m3 scales of the groups, the second, then use all of their range.
+P_SCALE = {"nvfp4": fp8.E4M3_MAX * nvfp4.E2M1_MAX, "fp8": fp8.E4M3_MAX, "fp16": 1.0}
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _attend(
     kv_heads = operands.key.shape[1]
     query = _per_group(operands.query[:, :, chunk], kv_heads)
     query_scale = operands.query_scale[:, :, chunk] * scale
-    rows = query.shape[-2]
+    p_scale = P_SCALE[recipe.pv]
     maximum = query_scale.new_full((*query_scale.shape[:3], 1), -torch.inf)
     total = torch.zeros_like(maximum)
     denominator = torch.zeros_like(maximum)
@@ -181,21 +183,21 @@ def _attend(
     for column in range(0, last_column, block_n):
         tile = slice(column, column + block_n)
         scores = (query @ operands.key[:, :, tile].unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
-        key_scale = operands.key_scale[:, :, tile].transpose(-1, -2)
-        scores = scores * (query_scale * key_scale.repeat_interleave(query.shape[2], 1))
+        key_scale = operands.key_scale[:, :, tile].transpose(-1, -2).repeat_interleave(query.shape[2], 1)
+        scores.mul_(query_scale).mul_(key_scale)
         if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
             smooth_key = operands.smooth_key[:, :, tile].unsqueeze(2).transpose(-1, -2)
             delta = (_per_group(mean, kv_heads) @ smooth_key).flatten(1, 2)
-            scores = scores + scale * delta.repeat_interleave(BLOCK_M, 2)[:, :, :rows]
-        if column + block_n > kv_len:
-            scores[..., kv_len - column :] = -torch.inf
+            for block, block_scores in enumerate(scores.split(BLOCK_M, 2)):
+                block_scores.add_(delta[:, :, block : block + 1], alpha=scale)
+        scores[..., kv_len - column :] = -torch.inf
         inside = scores[..., : kv_len - column]
         inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column))
 
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
-        p = torch.exp(scores - offset)
+        p = scores.sub_(offset).exp_().mul_(p_scale)
         decay = torch.exp(maximum - offset)
         quantized_p = _quantize_p(p, recipe)
         value = operands.value[:, :, tile].unsqueeze(2)
@@ -209,7 +211,7 @@ def _attend(
     if operands.value_mean is not None:
         mean = operands.value_mean.repeat_interleave(query.shape[2], 1)
         output = torch.where(denominator == 0, 0.0, output + mean)
-    return output, (maximum + torch.log(total)).squeeze(-1)
+    return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
 
 
 def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -249,13 +251,10 @@ def _tensor_scale(x: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
 
 
 def _quantize_p(p: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """P (float32, in [0, 1]) after quantising and dequantising.
-
-    NVFP4 scales P by 448·6 first, so that the group scales use all of e4m3's range: the first level of the two-level
-    quantisation of arXiv 2505.11594, section 3.2.
-    """
+    """P (float32, in [0, P_SCALE]) after quantising and dequantising."""
     if recipe.pv == "fp8":
-        return fp8.round_to_e4m3(p * fp8.E4M3_MAX).float() / fp8.E4M3_MAX
+        return fp8.round_to_e4m3(p).float()
     if recipe.pv == "fp16":
         return p.half().float()
-    return nvfp4.quantize_dequantize(p * P_SCALE, tensor_scale=p.new_ones(1, 1)) / P_SCALE
+    elements, scale = nvfp4.round_groups(p)
+    return elements.mul_(scale).flatten(-2)

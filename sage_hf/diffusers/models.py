@@ -49,13 +49,20 @@ def _check_supported(model: Any, processor: Any) -> None:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
 
 
-def _remove_backend(model: Any) -> None:
-    """Put back the processors that `set_attention_backend` with one of our names replaced."""
-    modules: list[Any] = list(attention_layers(model).values())
+def _install_backend(module: Any, processor: SageAttnProcessor) -> None:
+    """Set a processor on behalf of `set_attention_backend`, which remembers the one to put back."""
+    before = vars(module).get("_sage_before_backend", module.processor)
+    module.set_processor(processor)
+    module._sage_before_backend = before
+
+
+def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
+    """Put back the processors that `set_attention_backend` with one of our names replaced; returns what was removed."""
+    modules: list[Any] = [m for m in attention_layers(model).values() if "_sage_before_backend" in vars(m)]
+    removed = [(module, module.processor) for module in modules]
     for module in modules:
-        before = vars(module).pop("_sage_before_backend", None)
-        if before is not None:
-            module.set_processor(before)
+        module.set_processor(module._sage_before_backend)
+    return removed
 
 
 def _check_first(model_class: Any) -> None:
@@ -103,8 +110,13 @@ def complete_model_class(model_class: Any) -> None:
     @functools.wraps(set_backend)
     def set_attention_backend(self: torch.nn.Module, backend: str) -> None:
         if backend.lower() not in BACKENDS:
-            _remove_backend(self)
-            set_backend(self, backend)
+            removed = _remove_backend(self)
+            try:
+                set_backend(self, backend)
+            except Exception:
+                for module, processor in removed:
+                    _install_backend(module, processor)
+                raise
             kept = sum(isinstance(module.processor, SageAttnProcessor) for module in attention_layers(self).values())
             if kept:
                 logger.warning(
@@ -113,10 +125,7 @@ def complete_model_class(model_class: Any) -> None:
                 )
             return
         for name, processor in _bind_all(self, *BACKENDS[backend.lower()]).items():
-            module: Any = self.get_submodule(name)
-            before = vars(module).get("_sage_before_backend", module.processor)
-            module.set_processor(processor)
-            module._sage_before_backend = before
+            _install_backend(self.get_submodule(name), processor)
 
     @functools.wraps(reset_backend)
     def reset_attention_backend(self: torch.nn.Module) -> None:

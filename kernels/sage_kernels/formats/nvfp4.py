@@ -17,6 +17,7 @@ from .power_of_two import least_power_of_two
 GROUP = 16
 E2M1_MAX = 6.0
 LARGEST_E4M3_CODE = 0x7E
+FLOAT32_EXPONENT = 0x7F800000
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -46,9 +47,11 @@ class NVFP4Tensor:
 
 def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest e2m1 value, ties to the even code, saturating at ±6; float32 in and out. NaN stays NaN."""
-    magnitude = x.abs()
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
+    x = x.clamp(-E2M1_MAX, E2M1_MAX)
+    # The spacing of values at x: half the power of two below |x|, but no finer than 0.5.
+    power = (x.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)
+    step = power.clamp_(min=1.0).mul_(0.5)
+    return x.div_(step).round_().mul_(step)
 
 
 def power_of_two_scale(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +104,8 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tupl
 
 
 def _divide_and_round(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return round_to_e2m1(torch.where(scale == 0, 0.0, groups / scale))
+    # A scale rounds to 0 only where the group is below a quarter, which rounds to 0 undivided.
+    return round_to_e2m1(groups / torch.where(scale == 0, 1.0, scale))
 
 
 def quantize(

@@ -160,8 +160,14 @@ def test_processors_set_by_the_user_outlive_a_backend_and_say_so(sage_log):
 
 def test_an_unknown_backend_is_refused_with_those_that_exist():
     model = family("cogvideox").build()
+    originals = dict(model.attn_processors)
+    model.set_attention_backend("sage3")
+    ours = dict(model.attn_processors)
     with pytest.raises(ValueError, match=r"sage3_emulate|sage_exact"):
         model.set_attention_backend("sage4")
+    assert model.attn_processors == ours
+    model.reset_attention_backend()
+    assert model.attn_processors == originals
 
 
 COSMOS_DISPATCHES = hasattr(importlib.import_module("diffusers.models.transformers.transformer_cosmos"), DISPATCH)
