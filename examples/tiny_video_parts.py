@@ -1,0 +1,123 @@
+"""The parts of the tiny CogVideoX pipeline: real diffusers and transformers classes, small sizes, random weights."""
+
+import itertools
+from dataclasses import dataclass
+
+from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from shapes import CAPTION_TEMPLATES, COLOURS, DIRECTIONS, SHAPES, Scene
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+PROMPT_LENGTH = 16
+# CogVideoXPipeline pads prompts to this many tokens unless told otherwise.
+PIPELINE_PROMPT_LENGTH = 226
+
+
+@dataclass(frozen=True)
+class TinySize:
+    """Widths and extents of every part. The defaults are the committed model; tests train a smaller one."""
+
+    num_frames: int = 17
+    clip_size: int = 128
+    latent_channels: int = 8
+    vae_channels: tuple[int, int, int, int] = (16, 32, 64, 72)
+    num_heads: int = 3
+    num_layers: int = 6
+    time_embed_dim: int = 96
+    text_dim: int = 64
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(latent frames, channels, height, width), as the transformer takes them."""
+        return (self.num_frames - 1) // 4 + 1, self.latent_channels, self.clip_size // 8, self.clip_size // 8
+
+
+def build_vae(size: TinySize) -> AutoencoderKLCogVideoX:
+    return AutoencoderKLCogVideoX(
+        block_out_channels=size.vae_channels,
+        latent_channels=size.latent_channels,
+        layers_per_block=1,
+        norm_num_groups=8,
+        sample_height=size.clip_size,
+        sample_width=size.clip_size,
+        scaling_factor=1.0,
+    )
+
+
+def build_transformer(size: TinySize) -> CogVideoXTransformer3DModel:
+    return CogVideoXTransformer3DModel(
+        num_attention_heads=size.num_heads,
+        attention_head_dim=64,
+        in_channels=size.latent_channels,
+        out_channels=size.latent_channels,
+        time_embed_dim=size.time_embed_dim,
+        text_embed_dim=size.text_dim,
+        num_layers=size.num_layers,
+        sample_width=size.clip_size // 8,
+        sample_height=size.clip_size // 8,
+        sample_frames=size.num_frames,
+        max_text_seq_length=PROMPT_LENGTH,
+        use_rotary_positional_embeddings=True,
+    )
+
+
+def rotary_embedding(size: TinySize) -> tuple[Tensor, Tensor]:
+    """The (cos, sin) that CogVideoXPipeline passes at this size, each (video tokens, 64)."""
+    grid = size.clip_size // 16
+    return get_3d_rotary_pos_embed(
+        embed_dim=64,
+        crops_coords=((0, 0), (grid, grid)),
+        grid_size=(grid, grid),
+        temporal_size=size.latent_shape[0],
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over the words of the captions; other words become <unk>."""
+    scenes = itertools.product(CAPTION_TEMPLATES, COLOURS, SHAPES, DIRECTIONS)
+    words = sorted({word for template, *scene in scenes for word in Scene(*scene).caption(template).split()})
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=PIPELINE_PROMPT_LENGTH,
+    )
+
+
+def build_text_encoder(size: TinySize, vocab_size: int) -> T5EncoderModel:
+    config = T5Config(
+        vocab_size=vocab_size,
+        d_model=size.text_dim,
+        d_kv=16,
+        d_ff=2 * size.text_dim,
+        num_layers=2,
+        num_heads=size.text_dim // 16,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    return T5EncoderModel(config)
+
+
+def build_scheduler() -> CogVideoXDDIMScheduler:
+    """CogVideoX's schedule: v-prediction, zero terminal SNR, trailing timesteps."""
+    return CogVideoXDDIMScheduler(
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+        snr_shift_scale=1.0,
+        clip_sample=False,
+        set_alpha_to_one=True,
+    )
