@@ -237,7 +237,7 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, i
         )
     full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     broadcasts = mask.dim() <= 4 and all(
-        size in (1, target) for size, target in zip(reversed(mask.shape), reversed(full), strict=False)
+        size == 1 or size == target for size, target in zip(reversed(mask.shape), reversed(full), strict=False)
     )
     if not broadcasts:
         raise ValueError(

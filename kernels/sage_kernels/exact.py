@@ -124,6 +124,11 @@ def sdpa(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """PyTorch's scaled_dot_product_attention with this package's argument names; shapes as in `attention`."""
+    if enable_gqa and mask is not None and query.is_cuda:
+        # PyTorch's linear-memory CUDA kernels take grouped queries or a mask, not both.
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        enable_gqa = False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )

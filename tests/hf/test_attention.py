@@ -110,6 +110,16 @@ def test_fullgraph_compilation_equals_eager(grad):
     assert torch.allclose(compiled(*longer), sage_attention(*longer) * 2, atol=1e-6)
 
 
+def test_a_compiled_mask_may_have_dynamic_sizes_in_every_dimension():
+    compiled = torch.compile(
+        lambda *x: sage_attention(*x[:3], attn_mask=x[3]), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for batch in (2, 1):
+        query, key, value = (x[:batch] for x in draw())
+        mask = torch.rand(batch, 4, 70, 90, generator=torch.Generator().manual_seed(3)) < 0.5
+        assert torch.equal(compiled(query, key, value, mask), sage_attention(query, key, value, attn_mask=mask))
+
+
 def test_autocast_applies_as_it_does_to_pytorchs_attention():
     inputs = draw()
     with torch.autocast("cpu", torch.bfloat16):
