@@ -16,7 +16,7 @@ from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation
 from sage_hf.layer_errors import LayerErrors
 
-PACKAGES = ("sage-hf", "torch", "triton", "diffusers", "transformers", "accelerate")
+PACKAGES = ("sage-hf", "triton", "diffusers", "transformers", "accelerate")
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Report:
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter here, as far as they are installed."""
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
         try:
             versions[name] = version(name)
