@@ -49,6 +49,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_q=True,
             smooth_k=True,
             smooth_v=True,
+            rotate=True,
             scale_steps=(-2, 6),
             denominator="quantized_p",
         ),

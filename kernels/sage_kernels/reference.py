@@ -86,7 +86,7 @@ def quantize_operands(
     if recipe.smooth_q:
         query, query_mean = transforms.smooth_blocks(query, BLOCK_M)
         smooth_key = key
-    pad = _padded_head_dim(query.shape[-1], recipe) - query.shape[-1]
+    pad = -query.shape[-1] % nvfp4.GROUP
     query, key = F.pad(query, (0, pad)), F.pad(key, (0, pad))
     if recipe.rotate:
         query, key = transforms.rotate(query), transforms.rotate(key)
@@ -217,13 +217,6 @@ def _attend(
 def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(batch, q_heads, ...) -> (batch, kv_heads, q_heads / kv_heads, ...)."""
     return x.unflatten(1, (kv_heads, -1))
-
-
-def _padded_head_dim(head_dim: int, recipe: Recipe) -> int:
-    """head_dim padded with zeros to what the transforms and formats of Q and K need."""
-    if recipe.rotate:
-        return max(nvfp4.GROUP, 1 << (head_dim - 1).bit_length())
-    return -(-head_dim // nvfp4.GROUP) * nvfp4.GROUP
 
 
 def _quantize_tokens(x: torch.Tensor, recipe: Recipe, tokens_per_scale: int) -> tuple[torch.Tensor, torch.Tensor]:

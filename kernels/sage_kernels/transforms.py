@@ -76,5 +76,13 @@ def rotation(size: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x @ rotation(head_dim); float32 (..., head_dim), head_dim a power of two."""
-    return x @ rotation(x.shape[-1]).to(x.device)
+    """Rotate the head dimension, in blocks of the largest power of two that divides it (64 and 128: one block).
+
+    Args:
+        x: float32 (..., head_dim).
+
+    Returns:
+        float32 (..., head_dim); dot products of two rotated vectors are those of the vectors.
+    """
+    block = x.shape[-1] & -x.shape[-1]
+    return (x.unflatten(-1, (-1, block)) @ rotation(block).to(x.device)).flatten(-2)

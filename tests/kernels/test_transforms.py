@@ -22,11 +22,12 @@ def test_rotation_refuses_what_is_no_power_of_two():
         transforms.rotation(96)
 
 
-def test_rotating_query_and_key_leaves_scores_unchanged():
-    query, key = random(2, 3, 50, 64), random(2, 3, 70, 64, seed=1)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
+def test_rotating_query_and_key_leaves_scores_unchanged(head_dim):
+    query, key = random(2, 3, 50, head_dim), random(2, 3, 70, head_dim, seed=1)
     before = query.double() @ key.double().mT
     after = transforms.rotate(query).double() @ transforms.rotate(key).double().mT
-    bound = 64 * 2**-22 * query.double().norm(dim=-1, keepdim=True) * key.double().norm(dim=-1).unsqueeze(-2)
+    bound = head_dim * 2**-22 * query.double().norm(dim=-1, keepdim=True) * key.double().norm(dim=-1).unsqueeze(-2)
     assert ((after - before).abs() <= bound).all()
 
 
