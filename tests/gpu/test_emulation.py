@@ -1,0 +1,84 @@
+"""On a GPU the recipes have the numerics they have on a CPU, and what runs instead of them is said."""
+
+import pytest
+import torch
+
+from sage_hf import record, sage_attention
+from sage_kernels import exact, reference
+from sage_kernels.formats import fp8, fp16, int8, nvfp4
+from sage_kernels.recipe import RECIPES
+
+LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
+
+
+def draw(q_heads=4, kv_heads=2, q_len=300, kv_len=500, head_dim=64, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, heads, length, head_dim, generator=generator).to(dtype)
+        for heads, length in ((q_heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    ]
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_formats_are_bit_identical_to_the_cpus(magnitude):
+    x = torch.randn(2, 3, 512, 64, generator=torch.Generator().manual_seed(1)) * magnitude
+    x[0, 0, :16] = 0.0
+    x[1, 1, 5, 5] = float("nan")
+
+    def quantized(x):
+        packed = nvfp4.quantize(x, (-2, 6))
+        return [
+            packed.codes,
+            packed.scale.view(torch.uint8),
+            packed.tensor_scale,
+            *int8.quantize(x, 16),
+            *(part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in fp8.quantize(x, -2)),
+            *fp16.quantize(x),
+        ]
+
+    for cpu, gpu in zip(quantized(x), quantized(x.cuda()), strict=True):
+        assert torch.equal(cpu.nan_to_num(), gpu.cpu().nan_to_num())
+
+
+@pytest.mark.parametrize("recipe", LOW_BIT)
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"attn_mask": torch.rand(2, 1, 300, 500) < 0.5}])
+def test_emulation_has_the_error_of_the_cpus(recipe, arguments):
+    """Sums in another order move a rounding of P now and then, not the error as a whole."""
+    inputs = draw()
+    options = {"mask": arguments.get("attn_mask"), "is_causal": arguments.get("is_causal", False)}
+    truth, _ = exact.attention(*inputs, **options)
+    expected, _ = reference.attention(*inputs, RECIPES[recipe], **options)
+    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    output = sage_attention(*(x.cuda() for x in inputs), **on_gpu, enable_gqa=True, recipe=recipe, fallback="emulate")
+    assert (output.cpu() - truth).abs().sum() <= 1.01 * (expected - truth).abs().sum()
+
+
+def test_a_recipe_without_a_native_kernel_runs_exactly_and_the_plan_says_why():
+    layer = torch.nn.Identity()
+    inputs = [x.cuda() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
+    output = record.run_in_layer(layer, sage_attention, *inputs)
+    (plan,) = record.last_plans(layer)
+    assert (plan.kernel, plan.numerics) == ("sdpa", "exact")
+    assert 'fallback="emulate"' in plan.reason
+    truth, _ = exact.attention(*inputs)
+    assert (output - truth).abs().sum() <= 2**-7 * truth.abs().sum()
+
+
+def test_exact_attention_with_grouped_queries_and_a_mask_needs_linear_memory():
+    query, key, value = (x.cuda() for x in draw(8, 2, 8192, 8192, dtype=torch.bfloat16))
+    mask = torch.ones(2, 1, 1, 8192, dtype=torch.bool, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    sage_attention(query, key, value, attn_mask=mask, enable_gqa=True, recipe="exact")
+    scores = 2 * 8 * 8192 * 8192 * 2
+    assert torch.cuda.max_memory_allocated() - before < scores / 4
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage3"])
+def test_rows_that_may_attend_to_nothing_are_zero(recipe):
+    inputs = [x.cuda() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
+    mask = torch.ones(2, 1, 300, 500, dtype=torch.bool, device="cuda")
+    mask[:, :, 100:140] = False
+    output = sage_attention(*inputs, attn_mask=mask, recipe=recipe)
+    assert output.isfinite().all()
+    assert not output[:, :, 100:140].any()
