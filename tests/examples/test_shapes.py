@@ -35,9 +35,10 @@ def test_drawn_clips_are_read_right_in_at_least_95_percent_for_every_attribute(d
 
 
 def test_reading_survives_noise_and_blur(drawn):
-    noisy = drawn + 0.05 * torch.randn(drawn.shape, generator=torch.Generator().manual_seed(0))
+    clips = drawn[::3]
+    noisy = clips + 0.05 * torch.randn(clips.shape, generator=torch.Generator().manual_seed(0))
     blurred = torch.nn.functional.avg_pool3d(noisy.flatten(0, 1), (1, 5, 5), stride=1, padding=(0, 2, 2))
-    for name, share in share_right(blurred.view_as(drawn).clamp(0, 1), all_scenes()).items():
+    for name, share in share_right(blurred.view_as(clips).clamp(0, 1), all_scenes()[::3]).items():
         assert share >= 0.95, name
 
 
