@@ -21,6 +21,8 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 demo: export OMP_NUM_THREADS = $(shell nproc)
+# Threads that wait give the core away: where others use it too, spinning takes minutes.
+demo: export OMP_WAIT_POLICY = PASSIVE
 demo: setup
 	$(BIN)/python examples/generate_video.py --compare --output demo_output
 
