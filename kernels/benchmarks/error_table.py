@@ -53,6 +53,15 @@ def relative_l1(triples: list[Triple], truths: list[torch.Tensor], recipe: Recip
     return error / size
 
 
+def markdown(rows: list[dict]) -> str:
+    """The table, as the README shows it; `rows` as in the JSON."""
+    names = list(rows[0]["rel_l1"])
+    lines = ["| variant | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for row in rows:
+        lines.append(f"| {row['variant']} | " + " | ".join(f"{row['rel_l1'][name]:.4f}" for name in names) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--video", help="CogVideoX pipeline folder whose activations to measure on")
@@ -76,11 +85,10 @@ def main() -> None:
     truths = {name: [exact.attention(*triple)[0] for triple in triples] for name, triples in tensors.items()}
 
     rows = []
-    print("| variant | " + " | ".join(tensors) + " |", "|---" * (len(tensors) + 1) + "|", sep="\n")
     for variant, recipe in VARIANTS.items():
         errors = {name: relative_l1(triples, truths[name], recipe) for name, triples in tensors.items()}
         rows.append({"variant": variant, "rel_l1": errors})
-        print(f"| {variant} | " + " | ".join(f"{error:.4f}" for error in errors.values()) + " |", flush=True)
+    print(markdown(rows))
     by_recipe = {VARIANTS[row["variant"]]: row["rel_l1"] for row in rows}
     ratios = {name: by_recipe[SAGE3][name] / by_recipe[PAPER][name] for name in trained}
     if ratios:
