@@ -104,7 +104,8 @@ def sage_attention(
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
-        float32. A row that may attend to nothing gives output 0 and lse -inf. When gradients are wanted the output
+        float32. A row that may attend to nothing gives output 0 and lse -inf (with recipe="exact" the output is
+        PyTorch's, which on a GPU need not be 0). When gradients are wanted the output
         comes from exact attention and carries them; lse carries none.
 
     Raises:
@@ -133,6 +134,8 @@ def sage_attention(
         elif not torch.compiler.is_compiling():
             record.file_plan(exact_plan(Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)))
         output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        if wants_gradient and attn_mask is not None:
+            output = torch.where(exact.attended_rows(attn_mask), output, 0.0)
         lse = _exact_lse(query, key, attn_mask, is_causal, scale) if return_lse else query.new_empty(0)
     else:
         output, lse = ops.attention(

@@ -113,6 +113,12 @@ def _score_chunks(
         yield chunk, apply_mask(scores, mask, is_causal, start, 0)
 
 
+def attended_rows(mask: torch.Tensor) -> torch.Tensor:
+    """Rows that may attend to some key: bool, the mask's shape with its last dimension 1."""
+    allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
+    return allowed.any(-1, keepdim=True)
+
+
 def sdpa(
     query: torch.Tensor,
     key: torch.Tensor,

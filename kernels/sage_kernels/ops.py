@@ -129,6 +129,8 @@ def _run_sdpa(
     output = exact.sdpa(
         query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
+    if mask is not None:
+        output = torch.where(exact.attended_rows(mask), output, 0.0)
     lse = exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale) if return_lse else None
     return output, lse
 

@@ -114,7 +114,7 @@ class Plan:
         kernel: the kernel's name; "sdpa" is PyTorch's exact attention.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".
-        passed_over: (kernel, reason) of each kernel that did not serve, in the order tried.
+        passed_over: (recipe or "recipe by kernel", reason) of each that did not serve, in the order tried.
     """
 
     request: Request
@@ -133,7 +133,10 @@ class Plan:
         """Why the recipe asked for does not run, in one line; "" when it does."""
         if not self.is_fallback:
             return ""
-        return "; ".join(f"{name}: {reason}" if name else reason for name, reason in self.passed_over)
+        names: dict[str, list[str]] = {}
+        for name, reason in self.passed_over:
+            names.setdefault(reason, []).append(name)
+        return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
 
 
 _kernels: dict[str, Kernel] = {}
@@ -192,11 +195,12 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
             if recipe not in kernel.recipes:
                 continue
             reason = kernel.unsupported(candidate)
-            if not reason and not kernel.native and not emulation:
-                reason = 'emulates the recipe, which fallback="emulate" asks for'
-            if not reason:
+            if not reason and (kernel.native or emulation):
                 return Plan(request, kernel.name, recipe, "native" if kernel.native else "emulated", tuple(passed_over))
-            passed_over.append((f"{recipe} by {kernel.name}", reason))
+            if kernel.native or reason:
+                passed_over.append((f"{recipe} by {kernel.name}", reason))
+            else:
+                passed_over.append((recipe, 'not native here; fallback="emulate" gives its numerics'))
     plan = exact_plan(request, *passed_over)
     if fallback == "error":
         raise KernelUnavailableError(

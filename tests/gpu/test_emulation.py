@@ -27,17 +27,17 @@ def test_formats_are_bit_identical_to_the_cpus(magnitude):
 
     def quantized(x):
         packed = nvfp4.quantize(x, (-2, 6))
-        return [
-            packed.codes,
-            packed.scale.view(torch.uint8),
-            packed.tensor_scale,
-            *int8.quantize(x, 16),
-            *(part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in fp8.quantize(x, -2)),
-            *fp16.quantize(x),
-        ]
+        parts = {"nvfp4 codes": packed.codes, "nvfp4 scale": packed.scale, "nvfp4 tensor scale": packed.tensor_scale}
+        for name, (codes, scale) in {
+            "int8": int8.quantize(x, 16),
+            "fp8": fp8.quantize(x, -2),
+            "fp16": fp16.quantize(x),
+        }.items():
+            parts |= {f"{name} codes": codes, f"{name} scale": scale}
+        return {name: part.double().nan_to_num(1e300).cpu() for name, part in parts.items()}
 
-    for cpu, gpu in zip(quantized(x), quantized(x.cuda()), strict=True):
-        assert torch.equal(cpu.nan_to_num(), gpu.cpu().nan_to_num())
+    cpu, gpu = quantized(x), quantized(x.cuda())
+    assert {name: (cpu[name] != gpu[name]).sum().item() for name in cpu} == dict.fromkeys(cpu, 0)
 
 
 @pytest.mark.parametrize("recipe", LOW_BIT)
@@ -74,11 +74,13 @@ def test_exact_attention_with_grouped_queries_and_a_mask_needs_linear_memory():
     assert torch.cuda.max_memory_allocated() - before < scores / 4
 
 
-@pytest.mark.parametrize("recipe", ["exact", "sage3"])
-def test_rows_that_may_attend_to_nothing_are_zero(recipe):
-    inputs = [x.cuda() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("fallback", ["native", "emulate"])
+def test_rows_that_may_attend_to_nothing_are_zero(grad, fallback):
+    """PyTorch's own CUDA kernels give such rows other values."""
+    inputs = [x.cuda().requires_grad_(grad) for x in draw(kv_heads=4, dtype=torch.bfloat16)]
     mask = torch.ones(2, 1, 300, 500, dtype=torch.bool, device="cuda")
     mask[:, :, 100:140] = False
-    output = sage_attention(*inputs, attn_mask=mask, recipe=recipe)
+    output = sage_attention(*inputs, attn_mask=mask, fallback=fallback)
     assert output.isfinite().all()
     assert not output[:, :, 100:140].any()

@@ -11,7 +11,7 @@ def test_codes_are_the_nearest_integers_of_x_over_its_groups_scale(tokens_per_sc
     x = torch.randn(2, 3, 128, 40, generator=torch.Generator().manual_seed(0)).double()
     codes, scale = int8.quantize(x.float(), tokens_per_scale)
     amax = x.view(2, 3, -1, tokens_per_scale * 40).abs().amax(-1).repeat_interleave(tokens_per_scale, -1)
-    assert torch.equal(scale.squeeze(-1), (amax.float() / 127))
+    assert torch.equal(scale.squeeze(-1), (amax.float() * (1 / 127)))
     assert codes.dtype == torch.int8
     assert codes.abs().amax() == 127
     # Nearest: no other integer is nearer, up to the rounding of the float32 quotient.

@@ -62,7 +62,7 @@ def test_elements_are_divided_by_the_rounded_scale():
     x = torch.randn(1, 64 * 16, generator=torch.Generator().manual_seed(1))
     elements, scale = nvfp4.round_groups(x)
     groups = x.view(1, 64, 16)
-    assert torch.equal(scale, (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float())
+    assert torch.equal(scale, (groups.abs().amax(-1, keepdim=True) * (1 / 6)).to(torch.float8_e4m3fn).float())
     signs = torch.where(groups < 0, -1.0, 1.0)
     expected = [E2M1_TABLE[nearest_e2m1(y)] for y in (groups / scale).flatten().tolist()]
     assert torch.equal(elements, torch.tensor(expected).view(1, 64, 16) * signs)
@@ -108,7 +108,7 @@ def test_the_tensor_scale_is_the_least_power_of_two_within_e4m3_range():
 def test_scale_search_tries_the_neighbouring_codes_and_keeps_the_best():
     x = torch.randn(1, 200 * 16, generator=torch.Generator().manual_seed(4))
     groups = x.view(200, 16)
-    base = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn)
+    base = (groups.abs().amax(-1, keepdim=True) * (1 / 6)).to(torch.float8_e4m3fn)
     errors = []
     for step in range(-2, 7):
         scale = (base.view(torch.uint8) + step).view(torch.float8_e4m3fn).float()

@@ -30,7 +30,7 @@ def quantize(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         (codes, scale): float8_e4m3fn of x's shape; float32 with size 1 at `dim`, amax/448, 0 where a slice is all zero,
         NaN where it holds a non-finite value.
     """
-    scale = x.abs().amax(dim, keepdim=True) / E4M3_MAX
+    scale = x.abs().amax(dim, keepdim=True) * (1 / E4M3_MAX)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     return round_to_e4m3(torch.where(scale == 0, 0.0, x / scale)), scale
 

@@ -19,7 +19,7 @@ def quantize(x: torch.Tensor, tokens_per_scale: int) -> tuple[torch.Tensor, torc
         0 where a group is all zero, NaN where it holds a non-finite value.
     """
     groups = x.unflatten(-2, (-1, tokens_per_scale))
-    scale = groups.abs().amax((-2, -1), keepdim=True) / INT8_MAX
+    scale = groups.abs().amax((-2, -1), keepdim=True) * (1 / INT8_MAX)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return codes.flatten(-3, -2), scale.expand(*groups.shape[:-1], 1).flatten(-3, -2)

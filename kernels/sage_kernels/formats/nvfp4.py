@@ -83,7 +83,7 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tupl
     groups = x.unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax, torch.nan)
-    scale = round_to_e4m3(amax / E2M1_MAX)
+    scale = round_to_e4m3(amax * (1 / E2M1_MAX))
     elements = _divide_and_round(groups, scale.float())
     if scale_steps == (0, 0):
         return elements, scale.float()

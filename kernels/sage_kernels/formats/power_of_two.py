@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -16,6 +18,7 @@ def least_power_of_two(x: torch.Tensor, limit: float) -> torch.Tensor:
         float32 (..., 1, 1). Its exponent is kept within ±126, so that s and 1/s are both normal numbers.
     """
     amax = torch.where(x.isfinite(), x.abs(), 0.0).amax((-2, -1), keepdim=True)
-    mantissa, exponent = torch.frexp(amax / limit)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 126)
+    mantissa, exponent = torch.frexp(amax)
+    limit_mantissa, limit_exponent = math.frexp(limit)
+    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(-126, 126)
     return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
