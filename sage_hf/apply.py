@@ -87,7 +87,8 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
     Raises:
         TypeError: neither a pipeline nor a model.
         ValueError: unknown or unreadable configuration, a pattern that matches no layer, a model without attention, an
-            attention module that is not recognised, step rules for a model without steps.
+            attention module that is not recognised (a layer rule with "exact" leaves it as it is), step rules for a
+            model without steps.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -126,9 +127,15 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """A processor per layer, made from the one it has, and a hook that follows the denoising steps."""
-    from sage_hf.diffusers import bind
+    from sage_hf.diffusers import UnsupportedAttentionError, bind
 
-    processors = {name: bind(layer, _recipe(config, name), config.fallback) for name, layer in target.layers.items()}
+    processors = {}
+    for name, layer in target.layers.items():
+        try:
+            processors[name] = bind(layer, _recipe(config, name), config.fallback)
+        except UnsupportedAttentionError:
+            if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
+                raise
     schedule = None
     if config.steps:
         timestep_argument(getattr(target.model, "_orig_mod", target.model))
@@ -136,9 +143,10 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         schedule = StepSchedule(config, follow, pipe)
 
     def change(undo: list[Callable[[], None]]) -> None:
-        for name, layer in target.layers.items():
+        for name, processor in processors.items():
+            layer = target.layers[name]
             undo.append(partial(layer.set_processor, layer.processor))
-            layer.set_processor(processors[name])
+            layer.set_processor(processor)
         if schedule is not None:
             undo.append(schedule.attach(target.model).remove)
 

@@ -43,3 +43,11 @@ def test_every_name_and_file_it_mentions_exists():
         assert (ROOT / path).exists(), path
     for target in re.findall(r"make ([a-z-]+) ", README):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
+
+
+def test_the_tiny_models_scores_are_those_on_file():
+    scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text())
+    for recipe in ("exact", "sage3"):
+        assert scores[recipe]["of"] == 48
+        assert scores[recipe]["all"] == 48
+    assert "in all 48 clips with exact attention, and in all 48 with `sage3`" in " ".join(README.split())

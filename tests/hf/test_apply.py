@@ -190,6 +190,19 @@ def test_an_unrecognised_layer_is_refused_before_anything_is_changed():
     assert attributes(model) == names
 
 
+def test_an_unrecognised_layer_with_an_exact_rule_keeps_its_own_processor():
+    model = foreign(tiny.transformer())
+    before = processors(model)
+    (odd,) = (
+        name for name, processor in model.attn_processors.items() if type(processor).__name__ == "ForeignProcessor"
+    )
+    pattern = odd.removesuffix(".processor")
+    with sage_hf.apply(model, SageConfig("sage3", layers=(LayerRule(pattern, "exact"),))):
+        switched = [name for name, now in model.attn_processors.items() if isinstance(now, sage_hf.SageAttnProcessor)]
+        assert switched == [name for name in model.attn_processors if name != odd]
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+
+
 def test_a_second_denoiser_that_cannot_be_switched_leaves_the_first_alone():
     pipe = types.SimpleNamespace(transformer=tiny.transformer(), transformer_2=foreign(tiny.transformer()))
     before = processors(pipe.transformer)
