@@ -129,9 +129,12 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """PyTorch's scaled_dot_product_attention with this package's argument names; shapes as in `attention`."""
-    if enable_gqa and mask is not None and query.is_cuda:
-        # PyTorch's linear-memory CUDA kernels take grouped queries or a mask, not both.
+    """PyTorch's scaled_dot_product_attention with this package's argument names; shapes as in `attention`.
+
+    Grouped queries with a mask have their keys and values repeated first, as transformers does: PyTorch's kernels of
+    linear memory take the one or the other, on most devices.
+    """
+    if enable_gqa and mask is not None:
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         enable_gqa = False
