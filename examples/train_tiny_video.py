@@ -401,6 +401,8 @@ def main(argv: Sequence[str] | None = None, size: TinySize | None = None) -> Non
     if args.command == "score":
         score(args.folder, args.recipe, guidance_scale=args.guidance_scale, save=args.save)
         return
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
     args.folder.mkdir(parents=True, exist_ok=True)
     {"vae": train_vae, "transformer": train_transformer}[args.command](args, size or TinySize())
 

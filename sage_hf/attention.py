@@ -28,6 +28,11 @@ def set_default_fallback(fallback: str) -> None:
     _default_fallback = check_fallback(fallback)
 
 
+def default_fallback() -> Fallback:
+    """What `fallback=None` means in this process."""
+    return _default_fallback
+
+
 def check_fallback(fallback: str) -> Fallback:
     """`fallback` itself; ValueError, listing the choices, when it is none of them."""
     for known in FALLBACKS:
@@ -115,7 +120,7 @@ def sage_attention(
 
     Source: SageAttention3 (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv 2410.02367).
     """
-    checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
+    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
     get_recipe(recipe)
     query, key, value = _autocast(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

@@ -11,9 +11,10 @@ from itertools import groupby
 from torch import nn
 
 from sage_hf import record
+from sage_hf.names import NAMES
 from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import Plan
+from sage_kernels.registry import Outcome
 
 UNATTRIBUTED = "(compiled, or no layer)"
 
@@ -45,13 +46,13 @@ class Explanation:
 
     Attributes:
         rows: a row for every layer and everything that it ran, in the model's order.
-        compiled: plans of calls that belong to no layer: inside compiled graphs, through diffusers' attention backends,
-            or by hand; of this whole process.
+        compiled: what ran, and how often, in calls that belong to no layer: inside compiled graphs, through diffusers'
+            attention backends, or by hand; of this whole process.
         planned: the rows say what will run, not what ran.
     """
 
     rows: tuple[LayerRow, ...]
-    compiled: tuple[tuple[Plan, int], ...] = ()
+    compiled: tuple[tuple[Outcome, int], ...] = ()
     planned: bool = False
 
     def __str__(self) -> str:
@@ -66,7 +67,7 @@ class Explanation:
             "why",
         )
         lines: list[tuple[str, ...]] = [header]
-        for row in [*_joined(self.rows), *_compiled_rows(self.compiled)]:
+        for row in [*_joined(self.rows), *(_ran(UNATTRIBUTED, *ran) for ran in self.compiled)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
             calls = (
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
@@ -97,7 +98,7 @@ def explain(pipe_or_model: object) -> Explanation:
         TypeError, ValueError: as `sage_hf.apply`.
     """
     rows = [row for target in find_targets(pipe_or_model) for row in _target_rows(target)]
-    return Explanation(tuple(rows), tuple(record.compiled_plans().items()))
+    return Explanation(tuple(rows), tuple(record.compiled_outcomes().items()))
 
 
 def _target_rows(target: Target) -> Iterator[LayerRow]:
@@ -105,16 +106,11 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
     for name, layer in target.layers.items():
         asked, reason = asked_of(layer)
         row = LayerRow(target.label(name), asked, reason=reason)
-        plans = Counter(record.last_plans(layer)) if asked else Counter()
-        ran: Counter[tuple[str, str, str, str, str]] = Counter()
-        for plan, calls in plans.items():
-            ran[plan.request.recipe, plan.recipe, plan.kernel, plan.numerics, plan.reason] += calls
-        for (recipe_asked, recipe, kernel, numerics, why), calls in ran.items():
-            yield replace(
-                row, asked=recipe_asked, recipe=recipe, kernel=kernel, numerics=numerics, calls=calls, reason=why
-            )
+        ran = Counter(plan.outcome for plan in record.last_plans(layer)) if asked else Counter()
         if not ran:
             yield row
+        for outcome, calls in ran.items():
+            yield _ran(row.layer, outcome, calls)
 
 
 def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
@@ -124,8 +120,8 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
         return recipe, ""
     backend = getattr(processor, "_attention_backend", None)
     backend = getattr(backend, "value", backend)
-    recipe = _recipe_of_name(backend)
-    if recipe:
+    if backend in NAMES:
+        recipe, _ = NAMES[backend]
         return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
     return "", f"{type(processor).__name__} of the model was not replaced: sage_hf.apply does that"
 
@@ -133,17 +129,9 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
 def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
     recipe = getattr(layer, "sage_recipe", None)
     implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    if recipe is None:
-        recipe = _recipe_of_name(implementation)
+    if recipe is None and implementation in NAMES:
+        recipe, _ = NAMES[implementation]
     return (recipe, "") if recipe else ("", f"attn_implementation is {implementation!r}: sage_hf.apply changes that")
-
-
-def _recipe_of_name(name: str | None) -> str:
-    """The recipe of a backend's or implementation's name ("sage3_emulate" → "sage3"), "" where it is none of ours."""
-    if name == "sage_exact":
-        return "exact"
-    recipe = re.sub(r"_(emulate|error)$", "", name or "")
-    return recipe if recipe in RECIPES and recipe != "exact" else ""
 
 
 def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
@@ -174,9 +162,5 @@ def _facts(group: tuple[LayerRow, ...]) -> tuple[LayerRow, ...]:
     return tuple(replace(row, layer="") for row in group)
 
 
-def _compiled_rows(compiled: tuple[tuple[Plan, int], ...]) -> list[LayerRow]:
-    ran: Counter[LayerRow] = Counter()
-    for plan, calls in compiled:
-        row = LayerRow(UNATTRIBUTED, plan.request.recipe, plan.recipe, plan.kernel, plan.numerics, 0, plan.reason)
-        ran[row] += calls
-    return [replace(row, calls=calls) for row, calls in ran.items()]
+def _ran(layer: str, outcome: Outcome, calls: int) -> LayerRow:
+    return LayerRow(layer, outcome.asked, outcome.recipe, outcome.kernel, outcome.numerics, calls, outcome.reason)

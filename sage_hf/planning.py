@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_hf import attention
 from sage_hf.apply import apply
+from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.targets import DENOISERS, find_targets
@@ -80,7 +80,7 @@ def _layer_rows(
         try:
             chosen = select(
                 nominal_request(recipe, device, is_causal=causal, **facts),
-                config.fallback or attention._default_fallback,
+                config.fallback or default_fallback(),
             )
         except KernelUnavailableError as error:
             yield LayerRow(label, recipe, "none", reason=str(error))

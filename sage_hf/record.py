@@ -2,7 +2,7 @@
 
 The operators of sage_kernels announce each call's plan; this file files it under the layer on whose behalf the call was
 made, logs each reason for a fallback once, and lets others watch the calls (metrics do). Calls inside a compiled graph
-have no layer: their plans are counted together.
+have no layer: what ran in them is counted together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_kernels import ops
-from sage_kernels.registry import Plan, Request, exact_plan
+from sage_kernels.registry import Outcome, Plan, Request, exact_plan
 
 logger = logging.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
-_compiled: Counter[Plan] = Counter()
+_compiled: Counter[Outcome] = Counter()
 _observers: list[Callable[[AttentionCall], None]] = []
 _logged: set[tuple[str, str]] = set()
 
@@ -95,8 +95,8 @@ def forget(module: nn.Module) -> None:
     _plans.pop(module, None)
 
 
-def compiled_plans() -> Counter[Plan]:
-    """How often each plan ran outside any layer: inside compiled graphs, or called by hand."""
+def compiled_outcomes() -> Counter[Outcome]:
+    """What ran, and how often, outside any layer: inside compiled graphs, or called by hand."""
     return _compiled.copy()
 
 
@@ -123,7 +123,7 @@ def file_plan(plan: Plan) -> None:
     if _thread.layers:
         _plans.setdefault(_thread.layers[-1], deque(maxlen=PLANS_PER_LAYER)).append(plan)
     else:
-        _compiled[plan] += 1
+        _compiled[plan.outcome] += 1
     if plan.is_fallback:
         _log_once(plan.request.recipe, plan.recipe, plan.reason)
 

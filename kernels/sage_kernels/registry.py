@@ -106,6 +106,17 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """A plan without its call's sizes: few differ, so they can be counted without end. Fields as in `Plan`."""
+
+    asked: str
+    recipe: str
+    kernel: str
+    numerics: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """The kernel chosen for a request, and why the others were not.
 
@@ -137,6 +148,11 @@ class Plan:
         for name, reason in self.passed_over:
             names.setdefault(reason, []).append(name)
         return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
+
+    @property
+    def outcome(self) -> Outcome:
+        """What ran in place of what, without the call's sizes."""
+        return Outcome(self.request.recipe, self.recipe, self.kernel, self.numerics, self.reason)
 
 
 _kernels: dict[str, Kernel] = {}

@@ -1,7 +1,6 @@
 """Our recipes as attention backends of diffusers: `attention_backend("sage3")`, `set_attention_backend("sage3")`.
 
-Names: `sage3`, `sage3_paper`, `sage2`, `sage1`, each also with `_native`, `_emulate` or `_error` (the fallback; without
-one, the default of the process), and `sage_exact`.
+The names are those of `sage_hf.names`.
 """
 
 from __future__ import annotations
@@ -14,22 +13,8 @@ from typing import Any
 import torch
 
 from sage_hf.attention import sage_attention
-from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import FALLBACKS
+from sage_hf.names import NAMES, name_of
 
-
-def _backend_name(recipe: str, fallback: str | None) -> str:
-    if recipe == "exact":
-        return "sage_exact"
-    return recipe if fallback is None else f"{recipe}_{fallback}"
-
-
-# name -> (recipe, fallback), as sage_attention takes them
-BACKENDS: dict[str, tuple[str, str | None]] = {
-    _backend_name(recipe, fallback): (recipe, None if recipe == "exact" else fallback)
-    for recipe in RECIPES
-    for fallback in (None, *FALLBACKS)
-}
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
@@ -59,7 +44,7 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
 
     def backward_op(ctx: object, grad_out: torch.Tensor, *args: object) -> None:
         raise NotImplementedError(
-            f"{_backend_name(recipe, fallback)} has no backward pass under context parallelism: "
+            f"{name_of(recipe, fallback)} has no backward pass under context parallelism: "
             'use the "native" attention backend to train'
         )
 
@@ -124,11 +109,11 @@ def _add_member(enum: Any, value: str) -> Any:
 
 
 def register_backends(dispatch: ModuleType) -> None:
-    """Register every name of BACKENDS; `dispatch` is diffusers.models.attention_dispatch."""
+    """Register every name of NAMES; `dispatch` is diffusers.models.attention_dispatch."""
     registry = dispatch._AttentionBackendRegistry
     parallel = "supports_context_parallel" in inspect.signature(registry.register).parameters
     options = {"supports_context_parallel": True} if parallel else {}
-    for name, choice in BACKENDS.items():
+    for name, choice in NAMES.items():
         member = _add_member(dispatch.AttentionBackendName, name)
         registry.register(member, **options)(_make_backend(dispatch, *choice))
         _MEMBERS[choice] = member

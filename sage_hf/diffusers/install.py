@@ -67,7 +67,8 @@ def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]
     """`with attention_backend("sage3")` reaches only processors that dispatch: the others say that it did not."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
-    from .backends import BACKENDS
+    from sage_hf.names import NAMES
+
     from .layers import calls_dispatch
     from .processor import SageAttnProcessor
 
@@ -77,7 +78,7 @@ def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]
             name = _AttentionBackendRegistry._active_backend.value
             family = type(self.processor)
             if (
-                name in BACKENDS
+                name in NAMES
                 and family not in _warned
                 and not issubclass(family, SageAttnProcessor)
                 and not calls_dispatch(self.processor)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from .backends import BACKENDS
+from sage_hf.names import NAMES
+
 from .errors import UnsupportedAttentionError
 from .processor import SageAttnProcessor, attention_layers, bind, layer_of
 
@@ -109,7 +110,7 @@ def complete_model_class(model_class: Any) -> None:
 
     @functools.wraps(set_backend)
     def set_attention_backend(self: torch.nn.Module, backend: str) -> None:
-        if backend.lower() not in BACKENDS:
+        if backend.lower() not in NAMES:
             removed = _remove_backend(self)
             try:
                 set_backend(self, backend)
@@ -124,7 +125,7 @@ def complete_model_class(model_class: Any) -> None:
                     "set another processor there first"
                 )
             return
-        for name, processor in _bind_all(self, *BACKENDS[backend.lower()]).items():
+        for name, processor in _bind_all(self, *NAMES[backend.lower()]).items():
             _install_backend(self.get_submodule(name), processor)
 
     @functools.wraps(reset_backend)

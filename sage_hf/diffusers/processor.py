@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.attention import sage_attention
+from sage_hf.attention import check_fallback, sage_attention
 from sage_hf.record import run_in_layer
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS
 
 from .errors import UnsupportedAttentionError
 from .layers import EXPLICIT, Layer, recognize
@@ -36,9 +35,7 @@ class SageAttnProcessor:
 
     def __init__(self, recipe: str = "sage3", fallback: str | None = None) -> None:
         self.recipe = get_recipe(recipe).name
-        if fallback is not None and fallback not in FALLBACKS:
-            raise ValueError(f"unknown fallback {fallback!r}; it is one of {', '.join(FALLBACKS)}, or None")
-        self.fallback = fallback
+        self.fallback = None if fallback is None else check_fallback(fallback)
         self._layer: Layer | None = None
 
     def attend(

@@ -4,6 +4,6 @@ Importing this package does not import transformers; `register` waits for it.
 """
 
 from sage_hf.transformers.layers import attention_layers, unsupported
-from sage_hf.transformers.registration import implementations, register
+from sage_hf.transformers.registration import register
 
-__all__ = ["attention_layers", "implementations", "register", "unsupported"]
+__all__ = ["attention_layers", "register", "unsupported"]

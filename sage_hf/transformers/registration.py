@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from huggingface_hub.utils import logging
 
 from sage_hf._import_hook import when_imported
+from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.layers import refusal
-from sage_kernels.recipe import RECIPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,20 +20,6 @@ logger = logging.get_logger(__name__)
 
 _warned: set[tuple[str, str]] = set()
 """Modelling files and implementations warned of: a model's classes are checked one by one, the outermost first."""
-
-
-def implementations() -> dict[str, tuple[str, str | None]]:
-    """The names `attn_implementation` takes, each with its recipe and fallback (None: the process's default).
-
-    "sage3", "sage3_emulate", "sage3_error" and so on for every low-bit recipe, and "sage_exact".
-    """
-    names: dict[str, tuple[str, str | None]] = {"sage_exact": ("exact", None)}
-    for recipe in RECIPES:
-        if recipe != "exact":
-            names[recipe] = (recipe, None)
-            names[f"{recipe}_emulate"] = (recipe, "emulate")
-            names[f"{recipe}_error"] = (recipe, "error")
-    return names
 
 
 @functools.cache
@@ -48,7 +34,7 @@ def register() -> None:
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
-    for name, (recipe, fallback) in implementations().items():
+    for name, (recipe, fallback) in NAMES.items():
         function = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
         modeling_utils.AttentionInterface.register(name, function)
     _keep_from_models_that_cannot(modeling_utils.PreTrainedModel)
@@ -57,7 +43,7 @@ def _register_attention(modeling_utils: ModuleType) -> None:
 def _register_masks(masking_utils: ModuleType) -> None:
     from sage_hf.transformers.masks import sage_mask
 
-    for name in implementations():
+    for name in NAMES:
         masking_utils.AttentionMaskInterface.register(name, sage_mask)
 
 
@@ -70,7 +56,7 @@ def _keep_from_models_that_cannot(pretrained_model: type[PreTrainedModel]) -> No
         self: PreTrainedModel, requested_attention: str | None, *args: object, **kwargs: object
     ) -> str:
         implementation = check(self, requested_attention, *args, **kwargs)
-        if implementation not in implementations() or refusal(type(self)) is None:
+        if implementation not in NAMES or refusal(type(self)) is None:
             return implementation
         default = check(self, None, *args, **kwargs)
         if (type(self).__module__, implementation) not in _warned:

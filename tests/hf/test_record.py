@@ -27,7 +27,7 @@ def test_plans_are_filed_under_the_innermost_layer():
         record.run_in_layer(inner, sage_attention, *draw(1))
     assert [plan.kernel for plan in record.last_plans(outer)] == ["reference"]
     assert [plan.kernel for plan in record.last_plans(inner)] == ["sdpa"]
-    assert not record.compiled_plans()
+    assert not record.compiled_outcomes()
 
 
 def test_threads_do_not_see_each_others_layers():
@@ -51,7 +51,13 @@ def test_compiled_calls_are_counted_without_a_layer():
     compiled(*inputs)
     compiled(*inputs)
     assert not record.last_plans(layer)
-    assert [(plan.kernel, count) for plan, count in record.compiled_plans().items()] == [("reference", 2)]
+    assert [(plan.kernel, count) for plan, count in record.compiled_outcomes().items()] == [("reference", 2)]
+
+
+def test_counting_compiled_calls_of_ever_new_lengths_takes_no_memory():
+    for length in range(64, 84):
+        sage_attention(*draw(length))
+    assert list(record.compiled_outcomes().values()) == [20]
 
 
 def test_observers_see_arguments_output_and_plan():

@@ -18,7 +18,7 @@ from families import family, run
 
 from sage_hf import SageAttn3Processor, SageAttnProcessor, record, sage_attention
 from sage_hf.diffusers import attention_layers
-from sage_hf.diffusers.backends import BACKENDS
+from sage_hf.names import NAMES
 from sage_kernels.registry import KernelUnavailableError
 
 RECIPES = ("sage3", "sage3_paper", "sage2", "sage1")
@@ -45,7 +45,7 @@ def native_and_ours(qkv: list[torch.Tensor], **kwargs: object) -> tuple[torch.Te
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_and_fallback_has_a_name(recipe):
     expected = {recipe, f"{recipe}_native", f"{recipe}_emulate", f"{recipe}_error", "sage_exact"}
-    assert expected <= set(BACKENDS)
+    assert expected <= set(NAMES)
     for name in expected:
         member = AttentionBackendName(name)
         assert member == name and member.value == name and member is AttentionBackendName[name.upper()]
@@ -91,7 +91,7 @@ def test_grouped_heads_are_honoured(qkv):
 
 @pytest.mark.parametrize("name", ["sage3_emulate", "sage_exact"])
 def test_backend_returns_the_log_sum_exp_that_the_front_door_returns(qkv, name):
-    recipe, fallback = BACKENDS[name]
+    recipe, fallback = NAMES[name]
     out, lse = dispatch(qkv, name, attention_kwargs={"return_lse": True})
     heads_first = [x.transpose(1, 2) for x in qkv]
     expected, expected_lse = sage_attention(*heads_first, recipe=recipe, fallback=fallback, return_lse=True)
@@ -185,7 +185,7 @@ def test_the_context_manager_switches_models_that_dispatch(name, sage_log):
         assert torch.equal(run(model, inputs), expected)
     with attention_backend("sage3_emulate"):
         assert not torch.equal(run(model, inputs), expected)
-    assert {plan.recipe for plan in record.compiled_plans()} == {"exact", "sage3"}
+    assert {plan.recipe for plan in record.compiled_outcomes()} == {"exact", "sage3"}
     assert torch.equal(run(model, inputs), expected)
     assert not any("no effect" in message for message in sage_log)
 

@@ -16,7 +16,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sage_hf import record
-from sage_hf.transformers import attention_layers, implementations, register, unsupported
+from sage_hf.names import NAMES
+from sage_hf.transformers import attention_layers, register, unsupported
 
 LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
 
@@ -32,15 +33,15 @@ def recipes(model: nn.Module) -> dict[str, str]:
 
 
 def test_every_recipe_and_fallback_has_a_name_with_attention_and_mask() -> None:
-    assert set(implementations()) == {
+    assert set(NAMES) == {
         "sage_exact",
         *(
             f"{recipe}{end}"
             for recipe in ("sage1", "sage2", "sage3", "sage3_paper")
-            for end in ("", "_emulate", "_error")
+            for end in ("", "_native", "_emulate", "_error")
         ),
     }
-    for name in implementations():
+    for name in NAMES:
         assert name in ALL_ATTENTION_FUNCTIONS.valid_keys()
         assert name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
         assert "flash" not in name
