@@ -80,7 +80,8 @@ def untiled(query, key, value, recipe, mask=None, is_causal=False, scale=None):
 def assert_close_to_untiled(query, key, value, recipe, **arguments):
     """|reference - untiled| ≤ rounding of P to 16 bit + float32 arithmetic + rounding of the output."""
     output, lse = reference.attention(query, key, value, recipe, **arguments)
-    expected, p, magnitudes, expected_lse, score_size = untiled(query, key, value, recipe, **arguments)
+    contiguous = (x.contiguous() for x in (query, key, value))  # so that both sum, and then round, alike
+    expected, p, magnitudes, expected_lse, score_size = untiled(*contiguous, recipe, **arguments)
     head_dim, kv_len = query.shape[-1], key.shape[2]
     # Relative error of exp(s): that of s, whose head_dim products round in float32 (and P's own 11 bits); the floor
     # 2**-25 is half a float16 subnormal step of P relative to the row's maximum.
@@ -94,6 +95,17 @@ def assert_close_to_untiled(query, key, value, recipe, **arguments):
     finite = expected_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, finite)
     assert ((lse.double() - expected_lse)[finite].abs() <= (8 * float32 * score_size)[finite]).all()
+
+
+def with_layout(x, layout):
+    """The same values in other strides; "expanded" repeats the first head by a stride of 0."""
+    if layout == "tokens first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "every other channel":
+        return torch.stack((x, torch.full_like(x, torch.nan)), -1).flatten(-2)[..., ::2]
+    if layout == "expanded":
+        return x[:, :1].expand_as(x)
+    return x
 
 
 lengths = st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 255, 256, 257, 300]))
@@ -126,10 +138,14 @@ def make_mask(kind, shape, batch, kv_len, seed):
 
 @pytest.mark.parametrize("recipe", TIGHT, ids=lambda recipe: recipe.name)
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(request=requests(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_every_request_equals_untiled_softmax_of_the_same_operands(recipe, request, dtype):
+@given(
+    request=requests(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    layouts=st.tuples(*[st.sampled_from(["contiguous", "tokens first", "every other channel", "expanded"])] * 3),
+)
+def test_every_request_equals_untiled_softmax_of_the_same_operands(recipe, request, dtype, layouts):
     shape, kind, mask_shape = request
-    query, key, value = draw(*shape, dtype=dtype)
+    query, key, value = (with_layout(x, layout) for x, layout in zip(draw(*shape, dtype=dtype), layouts, strict=True))
     mask = make_mask(kind, mask_shape, shape[0], shape[4], shape[7])
     assert_close_to_untiled(query, key, value, recipe, mask=mask, is_causal=kind == "causal")
 
