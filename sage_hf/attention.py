@@ -7,12 +7,21 @@ from collections.abc import Iterable
 from typing import Literal, overload
 
 import torch
+from torch.autograd import forward_ad
 
 from sage_hf import record
 from sage_kernels import exact, ops
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, Fallback, Request, exact_plan
+from sage_kernels.registry import (
+    FALLBACKS,
+    SUPPORTED_DTYPES,
+    Fallback,
+    KernelUnavailableError,
+    Request,
+    exact_plan,
+)
 
+DTYPES = (*SUPPORTED_DTYPES, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 _default_fallback: Fallback = "native"
@@ -111,7 +120,8 @@ def sage_attention(
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
         float32. A row that may attend to nothing gives output 0 and lse -inf (with recipe="exact" the output is
         PyTorch's, which on a GPU need not be 0). When gradients are wanted the output
-        comes from exact attention and carries them; lse carries none.
+        comes from exact attention and carries them; lse carries none. (Reentrant checkpointing runs its first
+        forward pass without gradients, so in low bits: use `use_reentrant=False`.)
 
     Raises:
         ValueError: arguments that do not fit together, dropout, an unknown recipe, fallback or head_dim.
@@ -126,23 +136,11 @@ def sage_attention(
     _validate(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if recipe != "exact":
         _validate_head_dim(query, value)
+    if attn_mask is not None:
+        attn_mask = _with_usable_dtype(attn_mask[(None,) * (2 - attn_mask.dim())], query.dtype)
+    is_causal = bool(is_causal)
 
-    wants_gradient = recipe != "exact" and torch.is_grad_enabled() and _requires_grad(query, key, value, attn_mask)
-    if recipe == "exact" or wants_gradient:
-        if wants_gradient:
-            request = (
-                None
-                if torch.compiler.is_compiling()
-                else Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)
-            )
-            record.report_exact(request, f"{recipe} is forward only and gradients are wanted", recipe)
-        elif not torch.compiler.is_compiling():
-            record.file_plan(exact_plan(Request.of(query, key, value, attn_mask, is_causal, recipe, return_lse)))
-        output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        if wants_gradient and attn_mask is not None:
-            output = torch.where(exact.attended_rows(attn_mask), output, 0.0)
-        lse = _exact_lse(query, key, attn_mask, is_causal, scale) if return_lse else query.new_empty(0)
-    else:
+    if recipe != "exact" and not _wants_gradient(query, key, value, attn_mask):
         output, lse = ops.attention(
             query,
             key,
@@ -154,6 +152,20 @@ def sage_attention(
             fallback=checked_fallback,
             return_lse=return_lse,
         )
+    else:
+        if recipe != "exact" and checked_fallback == "error":
+            raise KernelUnavailableError(
+                f"{recipe} is forward only and gradients are wanted: run under torch.no_grad(), or use "
+                'fallback="native" for exact attention with gradients'
+            )
+        _record_exact(query, key, value, attn_mask, is_causal, recipe, return_lse)
+        output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        if recipe != "exact" and attn_mask is not None:
+            output = torch.where(exact.attended_rows(attn_mask), output, 0.0)
+        lse = query.new_empty(0)
+        if return_lse:
+            with torch.no_grad():
+                lse = ops.log_sum_exp(query, key, mask=attn_mask, is_causal=is_causal, scale=scale)
     if not torch.compiler.is_compiling():
         record.notify_observers(
             lambda layer, plan: record.AttentionCall(
@@ -163,15 +175,40 @@ def sage_attention(
     return (output, lse) if return_lse else output
 
 
-def _exact_lse(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
-) -> torch.Tensor:
-    with torch.no_grad():
-        return exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
+def _record_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    recipe: str,
+    return_lse: bool,
+) -> None:
+    """Record that exact attention runs: because it was asked for, or because gradients are wanted."""
+    compiling = torch.compiler.is_compiling()
+    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse)
+    if recipe != "exact":
+        record.report_exact(request, f"{recipe} is forward only and gradients are wanted", recipe)
+    elif request is not None:
+        record.file_plan(exact_plan(request))
 
 
-def _requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether reverse or forward differentiation would go through one of the tensors."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
+        return True
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in present)
+
+
+def _with_usable_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask in a dtype that PyTorch's attention takes beside `dtype`; finite values stay finite."""
+    if mask.dtype in (torch.bool, dtype) or (mask.dtype == torch.float32 and dtype != torch.float64):
+        return mask
+    lowest = max(torch.finfo(dtype).min, torch.finfo(mask.dtype).min)
+    return torch.where(mask < lowest, torch.where(mask == -torch.inf, mask, lowest), mask).to(dtype)
 
 
 def _autocast(*tensors: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -182,7 +219,8 @@ def _autocast(*tensors: torch.Tensor) -> Iterable[torch.Tensor]:
     device_type = tensors[0].device.type
     if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+        eligible = (torch.float16, torch.bfloat16, torch.float32)
+        return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
     return tensors
 
 
@@ -201,10 +239,10 @@ def _validate(
                 f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim): add or merge "
                 "leading dimensions with unflatten or flatten"
             )
-        if not tensor.is_floating_point():
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             raise TypeError(
-                f"{name} is {tensor.dtype}; expected float16, bfloat16 or float32: pass the unquantised tensor, "
-                "quantising is done inside"
+                f"{name} is a {tensor.layout} tensor of {tensor.dtype}; expected a dense one of float16, bfloat16 or "
+                "float32: pass the unquantised tensor, quantising is done inside"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
@@ -237,8 +275,11 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, i
         raise TypeError(f"attn_mask must be a tensor or None; got {type(mask).__name__}")
     if is_causal:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask is {mask.dtype}; expected bool (True: may attend) or floating: use mask.bool()")
+    if mask.dtype not in (torch.bool, *DTYPES) or mask.layout != torch.strided:
+        raise TypeError(
+            f"attn_mask is a {mask.layout} tensor of {mask.dtype}; expected a dense one, bool (True: may attend) or "
+            "floating: use mask.bool()"
+        )
     if mask.device != query.device:
         raise ValueError(
             f"attn_mask is on {mask.device} but query is on {query.device}: move it with .to(query.device)"
@@ -263,4 +304,7 @@ def _validate_head_dim(query: torch.Tensor, value: torch.Tensor) -> None:
 
 
 if "SAGE_HF_FALLBACK" in os.environ:
-    set_default_fallback(os.environ["SAGE_HF_FALLBACK"])
+    try:
+        set_default_fallback(os.environ["SAGE_HF_FALLBACK"])
+    except ValueError as error:
+        raise ValueError(f"the environment variable SAGE_HF_FALLBACK: {error}") from None

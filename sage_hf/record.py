@@ -64,7 +64,8 @@ _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 _compiled: Counter[Outcome] = Counter()
 _observers: list[Callable[[AttentionCall], None]] = []
-_logged: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str, str]] = set()
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -96,7 +97,11 @@ def forget(module: nn.Module) -> None:
 
 
 def compiled_outcomes() -> Counter[Outcome]:
-    """What ran, and how often, outside any layer: inside compiled graphs, or called by hand."""
+    """What ran, and how often, outside any layer: inside compiled graphs, or called by hand.
+
+    Exact attention inside a compiled graph, asked for or because gradients are wanted, is PyTorch's own and not
+    counted.
+    """
     return _compiled.copy()
 
 
@@ -109,7 +114,7 @@ def clear() -> None:
 
 @contextmanager
 def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
-    """Call `callback` after every eager `sage_attention` call made inside the block."""
+    """Call `callback` after every eager `sage_attention` call of any thread while the block runs."""
     _observers.append(callback)
     try:
         yield
@@ -123,15 +128,17 @@ def file_plan(plan: Plan) -> None:
     if _thread.layers:
         _plans.setdefault(_thread.layers[-1], deque(maxlen=PLANS_PER_LAYER)).append(plan)
     else:
-        _compiled[plan.outcome] += 1
+        with _lock:
+            _compiled[plan.outcome] += 1
     if plan.is_fallback:
         _log_once(plan.request.recipe, plan.recipe, plan.reason)
 
 
 def notify_observers(call: Callable[[nn.Module | None, Plan], AttentionCall]) -> None:
     """Build the call's description by `call(layer, plan)` and give it to the observers, if there are any."""
-    if _observers and _thread.latest is not None:
-        description = call(_thread.layers[-1] if _thread.layers else None, _thread.latest)
+    plan, _thread.latest = _thread.latest, None
+    if _observers and plan is not None:
+        description = call(_thread.layers[-1] if _thread.layers else None, plan)
         for observer in tuple(_observers):
             observer(description)
 
@@ -159,8 +166,8 @@ def _log_while_compiling(recipe: str, reason: str) -> None:
 
 
 def _log_once(asked: str, ran: str, reason: str) -> None:
-    if (asked, reason) not in _logged:
-        _logged.add((asked, reason))
+    if (asked, ran, reason) not in _logged:
+        _logged.add((asked, ran, reason))
         logger.warning(f"{asked}: {ran} attention runs instead, because {reason}")
 
 

@@ -102,7 +102,7 @@ def _score_chunks(
     kv_heads, kv_len = key.shape[1:3]
     if 0 in (batch, q_heads, q_len, kv_len):
         return
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = max(1, head_dim) ** -0.5 if scale is None else scale
     if mask is not None:
         mask = mask.expand(batch, q_heads, q_len, kv_len)
     transposed_key = key.to(dtype).repeat_interleave(q_heads // kv_heads, 1).transpose(-1, -2)
@@ -113,8 +113,17 @@ def _score_chunks(
         yield chunk, apply_mask(scores, mask, is_causal, start, 0)
 
 
+def unexpanded(mask: torch.Tensor) -> torch.Tensor:
+    """The mask without its repetitions: dimensions of stride 0 have size 1, so that work on it costs what it stores."""
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
 def attended_rows(mask: torch.Tensor) -> torch.Tensor:
-    """Rows that may attend to some key: bool, the mask's shape with its last dimension 1."""
+    """Rows that may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
+    mask = unexpanded(mask)
     allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
     return allowed.any(-1, keepdim=True)
 
@@ -135,7 +144,7 @@ def sdpa(
     linear memory take the one or the other, on most devices.
     """
     if enable_gqa and mask is not None:
-        group = query.shape[1] // key.shape[1]
+        group = query.shape[1] // max(1, key.shape[1])
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         enable_gqa = False
     return F.scaled_dot_product_attention(

@@ -15,6 +15,10 @@ plan_listeners: list[Callable[[Plan], None]] = []
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
+    "log_sum_exp(Tensor query, Tensor key, Tensor? mask, bool is_causal, float? scale) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, str recipe, "
     "str fallback, bool return_lse) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
@@ -58,6 +62,18 @@ def attention(
     return torch.ops.sage_kernels.attention(query, key, value, mask, is_causal, scale, recipe, fallback, return_lse)
 
 
+def log_sum_exp(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The exact log-sum-exp of each row's scores, float32 (batch, q_heads, q_len); arguments as in `attention`."""
+    return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, scale)
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -73,18 +89,33 @@ def _attention(
     for listener in plan_listeners:
         listener(plan)
     run = _run_sdpa if plan.kernel == "sdpa" else get_kernel(plan.kernel).run
-    output, lse = run(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        recipe=get_recipe(plan.recipe),
-        return_lse=return_lse,
-    )
+    # Autocast would round the float32 products of scales and means.
+    with torch.autocast(query.device.type, enabled=False):
+        output, lse = run(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            recipe=get_recipe(plan.recipe),
+            return_lse=return_lse,
+        )
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
+def _log_sum_exp(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        return exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
+
+
+def _fake_log_sum_exp(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _fake_attention(
@@ -105,14 +136,18 @@ def _fake_attention(
 
 def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
     raise NotImplementedError(
-        "sage_kernels.attention is forward only: call sage_hf.sage_attention, which uses exact attention when "
+        "the operators of sage_kernels are forward only: call sage_hf.sage_attention, which uses exact attention when "
         "gradients are wanted, or run under torch.no_grad()"
     )
 
 
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-torch.library.register_fake("sage_kernels::attention", _fake_attention, lib=_library)
-torch.library.register_autograd("sage_kernels::attention", _no_backward, lib=_library)
+for _name, _run, _fake in (
+    ("attention", _attention, _fake_attention),
+    ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
 
 
 def _run_sdpa(

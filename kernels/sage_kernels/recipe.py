@@ -67,6 +67,6 @@ def get_recipe(name: str) -> Recipe:
     Raises:
         ValueError: there is none; the message lists those that exist.
     """
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; recipes are: {', '.join(sorted(RECIPES))}")
     return RECIPES[name]

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from . import transforms
-from .exact import apply_mask, rows_per_chunk
+from .exact import apply_mask, rows_per_chunk, unexpanded
 from .formats import fp8, fp16, int8, nvfp4
 from .recipe import Recipe
 
 BLOCK_M = 128
 BLOCK_N = 128
+PADDING_BIAS = -1e4
 # P is multiplied by this before it is quantised, so that it fills the format's range. For NVFP4 that is the first of
 # two levels (arXiv 2505.11594, section 3.2): the e4m3 scales of the groups, the second, then use all of their range.
 P_SCALE = {"nvfp4": fp8.E4M3_MAX * nvfp4.E2M1_MAX, "fp8": fp8.E4M3_MAX, "fp16": 1.0}
@@ -32,7 +33,8 @@ class Operands:
     Attributes:
         query, key: (batch, heads, tokens, d) element values; multiply a score by query_scale · key_scaleᵀ.
         query_scale, key_scale: (batch, heads, tokens, 1).
-        value: (batch, kv_heads, tokens, v_head_dim), dequantised.
+        value: (batch, kv_heads, tokens, v_head_dim) element values; multiply the output by value_scale.
+        value_scale: (batch, kv_heads, 1, v_head_dim or 1).
         query_mean, smooth_key: with smoothing of Q, (batch, q_heads, blocks, head_dim) and the unquantised
             (batch, kv_heads, tokens, head_dim), whose product is added to the scores.
         key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
@@ -43,6 +45,7 @@ class Operands:
     key: torch.Tensor
     key_scale: torch.Tensor
     value: torch.Tensor
+    value_scale: torch.Tensor
     query_mean: torch.Tensor | None
     smooth_key: torch.Tensor | None
     key_mean: torch.Tensor | None
@@ -50,15 +53,26 @@ class Operands:
 
 
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Keys that some query may attend to: bool (batch or 1, 1, kv_len or 1, 1), None when there is no mask.
+    """Keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None when there is no mask.
+
+    Those are the keys that some query may attend to. An additive mask of -10,000 and less, as padding often has,
+    forbids a key to all queries as -inf does, provided that each of them has another key left.
 
     Args:
         mask: bool or additive, 4-D, broadcastable to (batch, q_heads, q_len, kv_len).
     """
     if mask is None:
         return None
-    allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
-    return allowed.any(-2, keepdim=True).any(1, keepdim=True).transpose(-1, -2)
+    mask = unexpanded(mask)
+
+    def keys(allowed: torch.Tensor) -> torch.Tensor:
+        return allowed.any(-2, keepdim=True).any(1, keepdim=True)
+
+    if mask.dtype == torch.bool:
+        return keys(mask).transpose(-1, -2)
+    allowed = mask > PADDING_BIAS
+    every_query_has_one = allowed.any(-1, keepdim=True).all(-2, keepdim=True).all(1, keepdim=True)
+    return torch.where(every_query_has_one, keys(allowed), keys(mask != -torch.inf)).transpose(-1, -2)
 
 
 def quantize_operands(
@@ -97,7 +111,7 @@ def quantize_operands(
         query_scale,
         key,
         key_scale,
-        _quantize_value(value, recipe),
+        *_quantize_value(value, recipe),
         query_mean,
         smooth_key,
         key_mean,
@@ -126,12 +140,17 @@ def attention(
         mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
         is_causal: row i attends to keys 0…i.
         scale: default head_dim ** -0.5.
-        block_n: keys a tile of the online softmax, a divisor of 128 and a multiple of 16.
+        block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
         v_head_dim); (batch, q_heads, q_len) float32. A row that may attend to nothing gives output 0 and lse -inf.
+
+    Raises:
+        ValueError: block_n is none of 16, 32, 64, 128.
     """
+    if block_n not in (16, 32, 64, 128):
+        raise ValueError(f"block_n {block_n} is not supported: use 16, 32, 64 or 128")
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
@@ -150,9 +169,9 @@ def attention(
     rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
     for start in range(0, q_len, rows):
         chunk = slice(start, min(start + rows, q_len))
-        output[:, :, chunk], lse[:, :, chunk] = _attend(
-            operands, recipe, chunk, kv_len, mask, is_causal, scale, block_n
-        )
+        attended, lse[:, :, chunk] = _attend(operands, recipe, chunk, kv_len, mask, is_causal, scale, block_n)
+        # A rounded V can exceed the largest of the unrounded ones, and so its dtype.
+        output[:, :, chunk] = attended.clamp(torch.finfo(output.dtype).min, torch.finfo(output.dtype).max)
     if operands.key_mean is not None:
         lse += scale * _per_group(query.float(), kv_heads).matmul(
             operands.key_mean.unsqueeze(2).transpose(-1, -2)
@@ -207,10 +226,12 @@ def _attend(
         denominator = denominator * decay + summed.sum(-1, keepdim=True)
         maximum = new_maximum
 
-    output = output / torch.where(denominator == 0, 1.0, denominator)
+    value_scale = operands.value_scale.expand(*operands.value.shape[:2], 1, -1).repeat_interleave(query.shape[2], 1)
+    output = output / torch.where(denominator == 0, 1.0, denominator) * value_scale
     if operands.value_mean is not None:
         mean = operands.value_mean.repeat_interleave(query.shape[2], 1)
-        output = torch.where(denominator == 0, 0.0, output + mean)
+        output = output + mean
+    output = torch.where(denominator == 0, 0.0, output)
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
 
 
@@ -229,18 +250,22 @@ def _quantize_tokens(x: torch.Tensor, recipe: Recipe, tokens_per_scale: int) -> 
     return values, values.new_ones(*x.shape[:-1], 1)
 
 
-def _quantize_value(value: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """V after quantising and dequantising."""
+def _quantize_value(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Element values of V and the scale of each channel, which the output is multiplied by."""
     if recipe.pv == "fp8":
-        return fp8.dequantize(*fp8.quantize(value, dim=-2))
+        codes, scale = fp8.quantize(value, dim=-2)
+        return codes.float(), scale
     if recipe.pv == "fp16":
-        return fp16.dequantize(*fp16.quantize(value))
+        codes, scale = fp16.quantize(value)
+        return codes.float(), scale
     value = value.transpose(-1, -2)
-    return nvfp4.quantize_dequantize(value, recipe.scale_steps, _tensor_scale(value, recipe)).transpose(-1, -2)
+    tensor_scale = _tensor_scale(value, recipe)
+    elements, scale = nvfp4.round_groups(value / tensor_scale, recipe.scale_steps)
+    return (elements * scale).flatten(-2).transpose(-1, -2), tensor_scale
 
 
-def _tensor_scale(x: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
-    return None if recipe.tensor_scale else x.new_ones(1, 1)
+def _tensor_scale(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    return nvfp4.power_of_two_scale(x) if recipe.tensor_scale else x.new_ones(1, 1, 1, 1)
 
 
 def _quantize_p(p: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -29,6 +29,7 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
     x = torch.where(x.isfinite(), x, 0.0)
     if valid is None:
         return x.mean(-2, keepdim=True)
+    valid = valid.expand(*valid.shape[:-2], x.shape[-2], 1)
     return torch.where(valid, x, 0.0).sum(-2, keepdim=True) / valid.sum(-2, keepdim=True).clamp_min(1)
 
 
@@ -67,11 +68,11 @@ def rotation(size: int) -> torch.Tensor:
     """
     if size < 1 or size & (size - 1):
         raise ValueError(f"rotation needs a power of two; got {size}: pad the head dimension with zeros")
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    generator = torch.Generator().manual_seed(ROTATION_SEED)
-    signs = torch.randint(0, 2, (size, 1), generator=generator) * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(ROTATION_SEED)
+    signs = torch.randint(0, 2, (size, 1), generator=generator, device="cpu") * 2 - 1
     return signs * matrix / size**0.5
 
 

@@ -65,11 +65,31 @@ def test_every_argument_reaches_the_recipe(recipe, arguments):
     assert torch.equal(lse, expected_lse)
 
 
-def test_lse_is_the_same_quantity_from_exact_and_low_bit_attention():
-    inputs = draw()
-    _, truth = exact.attention(*inputs)
-    for recipe, tolerance in (("exact", 1e-5), ("sage1", 0.02), ("sage3", 0.2)):
-        assert (sage_attention(*inputs, recipe=recipe, return_lse=True)[1] - truth).abs().max() < tolerance
+@pytest.mark.parametrize("arguments", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("path", ["exact", "short", "gradient"])
+def test_exact_attention_returns_the_exact_lse_whatever_led_to_it(arguments, path):
+    inputs = draw(kv_heads=2, q_len=70)
+    if path == "short":
+        inputs = [x.double() for x in inputs]  # no low-bit kernel takes float64
+    inputs[0].requires_grad_(path == "gradient")
+    recipe = "exact" if path == "exact" else "sage3"
+    output, lse = sage_attention(*inputs, **arguments, scale=0.2, enable_gqa=True, recipe=recipe, return_lse=True)
+    options = {"mask": arguments.get("attn_mask"), "is_causal": arguments.get("is_causal", False), "scale": 0.2}
+    truth, true_lse = exact.attention(*inputs, **options)
+    assert torch.allclose(lse.double(), true_lse, atol=1e-5)
+    assert torch.allclose(output.double(), truth, atol=1e-5)
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_rows_that_may_attend_to_nothing_are_zero_whatever_pytorch_makes_of_them(grad, monkeypatch):
+    monkeypatch.setattr(exact, "sdpa", lambda query, key, value, **options: query + 7.0)  # as CUDA kernels may
+    inputs = [x.requires_grad_(grad) for x in draw(q_len=8 if not grad else 70)]
+    mask = torch.ones(1, 1, inputs[0].shape[2], 90, dtype=torch.bool)
+    mask[:, :, 3] = False
+    output = sage_attention(*inputs, attn_mask=mask)
+    assert not output[:, :, 3].any()
+    assert output[:, :, 4].all()
 
 
 def test_nothing_is_mutated():
@@ -92,6 +112,74 @@ def test_a_gradient_is_never_cut(recipe, position, caplog):
     assert "gradients are wanted" in caplog.text
     output.sum().backward()
     assert inputs[position].grad.abs().sum() > 0
+
+
+def test_a_forward_mode_gradient_is_never_cut():
+    query, key, value = draw()
+    tangent = torch.randn(query.shape, generator=torch.Generator().manual_seed(5))
+    try:
+        _, actual = torch.func.jvp(lambda x: sage_attention(x, key, value), (query,), (tangent,))
+    except NotImplementedError as refusal:  # PyTorch's exact attention has no forward mode on every device
+        assert "forward AD" in str(refusal)
+        return
+    expected = [sage_attention(query + step * tangent, key, value, recipe="exact") for step in (1e-3, -1e-3)]
+    assert torch.allclose(actual, (expected[0] - expected[1]) / 2e-3, atol=1e-2)
+
+
+def test_error_refuses_exact_attention_for_gradients_too():
+    query, key, value = draw()
+    with pytest.raises(KernelUnavailableError, match="forward only"):
+        sage_attention(query.requires_grad_(), key, value, fallback="error")
+
+
+@pytest.mark.parametrize("q_len", [8, 70])
+@pytest.mark.parametrize("mask_dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", ["exact", "sage1"])
+def test_a_floating_mask_may_have_another_dtype_and_keeps_finite_values_finite(q_len, mask_dtype, recipe):
+    inputs = draw(q_len=q_len)
+    mask = torch.zeros(q_len, 90, dtype=mask_dtype)
+    mask[3] = torch.finfo(mask_dtype).min  # a row biased alike: it attends to all
+    mask[4, 5:] = -torch.inf
+    output = sage_attention(*inputs, attn_mask=mask, recipe=recipe)
+    truth, _ = exact.attention(*inputs, mask=mask.float().clamp(min=torch.finfo(torch.float32).min))
+    truth4, _ = exact.attention(*(x[:, :, :5] if i else x for i, x in enumerate(inputs)))
+    assert output.isfinite().all()
+    assert output[:, :, 3].abs().sum() > 0
+    others = torch.arange(q_len) != 3
+    others[4] = False
+    tolerance = 1e-5 if recipe == "exact" or q_len == 8 else 0.05
+    assert (output - truth)[:, :, others].abs().max() < tolerance
+    assert (output - truth4)[:, :, 4].abs().max() < tolerance
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage3"])
+@pytest.mark.parametrize("shape", [(), (90,), (70, 1), (2, 1, 70, 1)])
+def test_masks_of_every_rank_broadcast(recipe, shape):
+    inputs = draw()
+    output = sage_attention(*inputs, attn_mask=torch.ones(shape, dtype=torch.bool), recipe=recipe)
+    assert torch.allclose(output, sage_attention(*inputs, recipe=recipe), atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1"])
+def test_autocast_does_not_reach_into_the_kernels(recipe):
+    inputs = draw(dtype=torch.bfloat16)
+    expected = sage_attention(*inputs, recipe=recipe, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = sage_attention(*inputs, recipe=recipe, return_lse=True)
+        assert sage_attention(*(x.double() for x in inputs), recipe=recipe).dtype == torch.float64
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage3"])
+def test_lse_compiles_once_for_all_lengths(recipe):
+    compiled = torch.compile(
+        lambda *x: sage_attention(*x, recipe=recipe, return_lse=True), fullgraph=True, dynamic=True, backend="eager"
+    )
+    for length in range(64, 84):
+        inputs = draw(q_len=length, kv_len=length)
+        assert torch.allclose(
+            compiled(*inputs)[1], sage_attention(*inputs, recipe=recipe, return_lse=True)[1], atol=1e-5
+        )
 
 
 def test_a_learned_bias_keeps_its_gradient():
@@ -197,6 +285,19 @@ BAD_CALLS = {
     "small head_dim": (lambda q, k, v: ((q[..., :8], k[..., :8], v), {}), ValueError, "head_dim 8 is not supported"),
     "recipe": (lambda q, k, v: ((q, k, v), {"recipe": "sage9"}), ValueError, "recipes are: exact, sage1"),
     "fallback": (lambda q, k, v: ((q, k, v), {"fallback": "no"}), ValueError, "choose from: native"),
+    "float8": (
+        lambda q, k, v: (tuple(x.to(torch.float8_e4m3fn) for x in (q, k, v)), {}),
+        TypeError,
+        "float8_e4m3fn; expected a dense one",
+    ),
+    "sparse": (lambda q, k, v: ((q.to_sparse(), k, v), {}), TypeError, "sparse_coo"),
+    "value head_dim": (lambda q, k, v: ((q, k, v[..., :8]), {}), ValueError, "head_dim of value 8"),
+    "mask device": (
+        lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(70, 90, device="meta").bool()}),
+        ValueError,
+        "attn_mask is on meta",
+    ),
+    "mask type": (lambda q, k, v: ((q, k, v), {"attn_mask": [1.0]}), TypeError, "got list"),
     "no tensor": (lambda q, k, v: ((None, k, v), {}), TypeError, "must be tensors; got NoneType"),
 }
 

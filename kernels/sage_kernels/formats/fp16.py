@@ -1,4 +1,4 @@
-"""FP16 values with one power-of-two scale, so that bfloat16 and float32 inputs beyond 65504 do not overflow."""
+"""FP16 values with one power-of-two scale, so that large bfloat16 values do not overflow, nor small ones vanish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FP16_HEADROOM = 2.0**15
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to float16 after dividing by a power of two that is 1 unless |x| exceeds 2¹⁵.
+    """Round to float16 after dividing by the least power of two that brings |x| within 2¹⁵.
 
     Args:
         x: float32 (..., tokens, channels).
@@ -19,7 +19,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (values, scale): float16 of x's shape; float32 (..., 1, 1). A non-finite element stays non-finite and does not
         change the scale of the others.
     """
-    scale = least_power_of_two(x, FP16_HEADROOM).clamp_min(1.0)
+    scale = least_power_of_two(x, FP16_HEADROOM)
     return (x / scale).to(torch.float16), scale
 
 

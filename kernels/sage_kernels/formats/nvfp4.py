@@ -38,7 +38,7 @@ class NVFP4Tensor:
 
     def dequantize(self) -> torch.Tensor:
         """The values, float32 (..., n): e2m1 · e4m3 scale · tensor scale."""
-        magnitudes = torch.tensor(E2M1_VALUES, device=self.codes.device)
+        magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=self.codes.device)
         table = torch.cat((magnitudes, -magnitudes))
         elements = table[torch.stack((self.codes & 0xF, self.codes >> 4), -1).long().flatten(-2)]
         values = elements.unflatten(-1, (-1, GROUP)) * self.scale.float().unsqueeze(-1)
@@ -128,7 +128,7 @@ def quantize(
         tensor_scale = power_of_two_scale(x)
     elements, scale = round_groups(x / tensor_scale, scale_steps)
     elements = elements.flatten(-2)
-    magnitudes = torch.tensor(E2M1_VALUES, device=x.device)
+    magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
     codes = (
         torch.bucketize(elements.abs().nan_to_num(), magnitudes).to(torch.uint8) | (elements < 0).to(torch.uint8) << 3
     )
