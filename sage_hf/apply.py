@@ -13,6 +13,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.config import SageConfig
+from sage_hf.names import name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.targets import Target, find_targets
 
@@ -127,7 +128,7 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """A processor per layer, made from the one it has, and a hook that follows the denoising steps."""
-    from sage_hf.diffusers import UnsupportedAttentionError, bind
+    from sage_hf.diffusers import UnsupportedAttentionError, bind, exchange_processor
 
     processors = {}
     for name, layer in target.layers.items():
@@ -144,9 +145,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
 
     def change(undo: list[Callable[[], None]]) -> None:
         for name, processor in processors.items():
-            layer = target.layers[name]
-            undo.append(partial(layer.set_processor, layer.processor))
-            layer.set_processor(processor)
+            undo.append(exchange_processor(target.layers[name], processor))
         if schedule is not None:
             undo.append(schedule.attach(target.model).remove)
 
@@ -158,7 +157,7 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
     model: Any = getattr(target.model, "_orig_mod", target.model)
     if config.steps:
         timestep_argument(model)
-    implementation = "sage_exact" if config.recipe == "exact" else config.recipe
+    implementation = name_of(config.recipe, None)
 
     def change(undo: list[Callable[[], None]]) -> None:
         for model_config in _configs(model):
@@ -168,6 +167,7 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
         for name, layer in target.layers.items():
             _set_attribute(layer, "sage_recipe", _recipe(config, name), undo)
             _set_attribute(layer, "sage_fallback", config.fallback, undo)
+            _set_attribute(layer, "sage_implementation", implementation, undo)
 
     return change
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from sage_hf.attention import default_fallback
 from sage_hf.config import SageConfig
 from sage_hf.generate import DTYPES, GenerateOptions, format_outcome, generate
 from sage_hf.pipelines import pick_device
@@ -88,7 +89,10 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
     group.add_argument(
         "--config", metavar="NAME_OR_JSON", help=f"recipe with exceptions: {', '.join(SageConfig.names())}, or a file"
     )
-    parser.add_argument("--fallback", help=f"where the recipe is not native: {', '.join(FALLBACKS)} (default: native)")
+    parser.add_argument(
+        "--fallback",
+        help=f"where the recipe is not native: {', '.join(FALLBACKS)} (default: $SAGE_HF_FALLBACK, else native)",
+    )
 
 
 def _guarded(args: argparse.Namespace) -> int:
@@ -107,7 +111,11 @@ def _env(args: argparse.Namespace) -> None:
     for device in [*devices, torch.device("cpu")]:
         rows = []
         for recipe in RECIPES:
-            chosen = select(nominal_request(recipe, device), "native")
+            try:
+                chosen = select(nominal_request(recipe, device), default_fallback())
+            except KernelUnavailableError as error:
+                rows.append([recipe, "none", "–", "–", str(error)])
+                continue
             rows.append([recipe, chosen.recipe, chosen.kernel, chosen.numerics, chosen.reason])
         print(f"\n{device}: {device_name(device)}")
         print(text_table(["recipe", "runs", "kernel", "numerics", "why"], rows))
@@ -135,17 +143,22 @@ def _generate(args: argparse.Namespace) -> None:
     names += ("cpu_offload", "vae_tiling", "fps", "output")
     options = GenerateOptions(
         config=_config(args),
-        label=Path(args.recipe or args.config or args.default_config).stem,
+        label=Path(_name(args)).stem,
         prompts=tuple(args.prompt),
         **{name: getattr(args, name) for name in names},
     )
     print(format_outcome(generate(options)))
 
 
+def _name(args: argparse.Namespace) -> str:
+    """What the user asked for: a recipe, a configuration, or neither and so the command's default."""
+    return next(name for name in (args.recipe, args.config, args.default_config) if name is not None)
+
+
 def _config(args: argparse.Namespace) -> SageConfig:
     if args.recipe is not None and args.recipe not in RECIPES:
         raise ValueError(f"--recipe: unknown recipe {args.recipe!r}; recipes are: {', '.join(sorted(RECIPES))}")
-    config = SageConfig.from_name(args.recipe or args.config or args.default_config)
+    config = SageConfig.from_name(_name(args))
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 

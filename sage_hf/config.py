@@ -146,7 +146,7 @@ class SageConfig:
         """Raises ValueError: not JSON, or not a configuration (the message names the key)."""
         try:
             data = json.loads(text, object_pairs_hook=_no_duplicates)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from error
         return cls.from_dict(data)
 
@@ -173,8 +173,13 @@ class SageConfig:
         """The configuration of a recipe ("sage3"), of a model family ("cogvideox-2b", see `names`) or of a JSON file.
 
         Raises:
+            TypeError: it is neither a string nor a path.
             ValueError: it is none of these; the message lists what exists.
         """
+        if not isinstance(name, str | Path):
+            raise TypeError(
+                f"expected a SageConfig, a name or a path, got {type(name).__name__}: see SageConfig.from_dict"
+            )
         if name in RECIPES:
             return cls(recipe=str(name))
         if isinstance(name, str) and name in cls.names():

@@ -73,7 +73,8 @@ class Explanation:
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
             )
             idle = "not run, or compiled" if self.compiled else "not run yet"
-            ran = row.recipe or (idle if row.asked else "its own")
+            own = "its own, or a backend's" if self.compiled else "its own"
+            ran = row.recipe or (idle if row.asked else own)
             lines.append((row.layer, row.asked or "–", ran, row.kernel or "–", row.numerics or "–", calls, note))
         if self.planned:
             lines = [(*line[:5], line[6]) for line in lines]
@@ -127,11 +128,13 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
 
 
 def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
-    recipe = getattr(layer, "sage_recipe", None)
     implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    if recipe is None and implementation in NAMES:
-        recipe, _ = NAMES[implementation]
-    return (recipe, "") if recipe else ("", f"attn_implementation is {implementation!r}: sage_hf.apply changes that")
+    if implementation not in NAMES:
+        return "", f"attn_implementation is {implementation!r}: sage_hf.apply changes that"
+    recipe, _ = NAMES[implementation]
+    if getattr(layer, "sage_implementation", implementation) == implementation:
+        recipe = getattr(layer, "sage_recipe", None) or recipe
+    return recipe, ""
 
 
 def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from sage_hf.apply import apply
-from sage_hf.attention import default_fallback
+from sage_hf.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
+from sage_hf.schedule import timestep_argument
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.registry import KernelUnavailableError, Request, select
 
@@ -35,6 +36,9 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         ValueError: nothing there that can be loaded, or what `sage_hf.apply` raises.
     """
     model = _model_on_meta(pretrained)
+    if config.steps:
+        for target in find_targets(model):
+            timestep_argument(target.model)
     apply(model, SageConfig(config.recipe, config.fallback, config.layers)).restore()
     rows = [
         row
@@ -75,7 +79,15 @@ def _layer_rows(
     recipes = [rule.recipe] if rule else [config.recipe, *(step.recipe for step in config.steps)]
     heads, head_dim = _heads(layer)
     causal = bool(getattr(layer, "is_causal", False))
+    refused = head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
+    softcap = getattr(getattr(layer, "config", None), "attn_logit_softcapping", None)
     for recipe in dict.fromkeys(recipes):
+        if refused and recipe != "exact":
+            yield LayerRow(label, recipe, "none", reason=f"head_dim {head_dim} is not in {MIN_HEAD_DIM}…{MAX_HEAD_DIM}")
+            continue
+        if softcap is not None and recipe != "exact":
+            yield LayerRow(label, recipe, "exact", "sdpa", "exact", reason="a softcap bends the logits")
+            continue
         facts = {"heads": heads or NOMINAL_HEADS, "head_dim": head_dim or NOMINAL_HEAD_DIM}
         try:
             chosen = select(

@@ -63,7 +63,9 @@ def _target(name: str, model: nn.Module) -> Target:
     else:
         layers = diffusers.attention_layers(plain)
     if not layers:
-        raise ValueError(f"{type(plain).__name__} has no attention layer that sage_hf can switch")
+        raise ValueError(
+            f"{type(plain).__name__} has no attention layer that sage_hf can switch; of a wrapper pass the model inside"
+        )
     return Target(name, model, library, layers)
 
 

@@ -16,6 +16,7 @@ _HOME = {
     "UnsupportedAttentionError": "errors",
     "attention_layers": "processor",
     "bind": "processor",
+    "exchange_processor": "processor",
 }
 
 __all__ = sorted(_HOME)

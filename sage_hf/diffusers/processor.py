@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,6 +160,19 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
             )
     vars(module).pop("_sage_layer", None)
     return processor
+
+
+def exchange_processor(module: Any, processor: Any) -> Callable[[], None]:
+    """Set a processor; the returned function puts back all that was there, also what an attention backend remembers."""
+    present, before_backend = module.processor, vars(module).get("_sage_before_backend")
+
+    def undo() -> None:
+        module.set_processor(present)
+        if before_backend is not None:
+            module._sage_before_backend = before_backend
+
+    module.set_processor(processor)
+    return undo
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attention import sage_attention
+from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
 from sage_kernels.registry import Request
@@ -63,8 +64,10 @@ def sage_attention_forward(
         TypeError: a keyword that may change the result and that nothing here can honour.
         ValueError: a paged cache, or what `sage_hf.sage_attention` refuses.
     """
-    recipe = getattr(module, "sage_recipe", None) or recipe
-    fallback = getattr(module, "sage_fallback", None) or fallback
+    name = name_of(recipe, fallback)
+    if getattr(module, "sage_implementation", name) == name:
+        recipe = getattr(module, "sage_recipe", None) or recipe
+        fallback = getattr(module, "sage_fallback", None) or fallback
     for_eager = sort_keywords(module, kwargs)
 
     if query.shape[0] != key.shape[0]:

@@ -268,3 +268,34 @@ def test_a_copy_of_an_applied_model_follows_its_own_steps():
             twin(**tiny.transformer_inputs(timestep))
             assert {p.recipe for p in processors(twin)} == {"sage2" if timestep == 900.0 else "sage3"}
         assert {p.recipe for p in processors(model)} == {"sage3"}
+
+
+def test_restore_leaves_an_attention_backend_as_removable_as_it_was():
+    model = tiny.transformer()
+    before = processors(model)
+    model.set_attention_backend("sage2")
+    sage_hf.apply(model, "sage3").restore()
+    assert {processor.recipe for processor in processors(model)} == {"sage2"}
+    model.reset_attention_backend()
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("later", "asked"), [("sage2", "sage2"), ("sage3_emulate", "sage3"), ("sdpa", ""), ("eager", "")]
+)
+def test_the_later_switch_of_transformers_wins_and_explain_knows(later, asked):
+    model = tiny.llama()
+    sage_hf.apply(model, SageConfig("sage1", layers=(LayerRule("model.layers.0.*", "exact"),)))
+    model.set_attn_implementation(later)
+    run_llama(model)
+    row = sage_hf.explain(model).rows[0]
+    assert row.asked == asked
+    assert row.recipe == asked
+    if not asked:
+        assert later in row.reason
+
+
+@pytest.mark.parametrize("config", [{"recipe": "sage3"}, None, 3])
+def test_what_is_neither_config_nor_name_nor_path_is_refused(config):
+    with pytest.raises(TypeError, match="expected a SageConfig, a name or a path"):
+        sage_hf.apply(tiny.transformer(), config)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny_pipelines as tiny
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, Gemma2Config
 
 import sage_hf
 from sage_hf.cli import main
@@ -133,3 +133,38 @@ def test_every_example_explains_itself(monkeypatch, capsys):
 def test_version_of_the_package_is_told(capsys):
     assert main(["env"]) == 0
     assert f"sage-hf {sage_hf.__version__}" in capsys.readouterr().out
+
+
+def test_env_and_explain_follow_the_processs_default_fallback(capsys):
+    sage_hf.set_default_fallback("error")
+    try:
+        assert main(["env"]) == 0
+    finally:
+        sage_hf.set_default_fallback("native")
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(line for line in table if line[:1] == ["sage3"])[1] == "none"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "softcap", "ran", "reason"),
+    [(8, None, "none", "head_dim 8 is not in 16…256"), (64, 30.0, "exact", "softcap")],
+)
+def test_explain_plans_what_a_transformers_model_will_really_do(tmp_path, capsys, head_dim, softcap, ran, reason):
+    config = Gemma2Config(num_hidden_layers=1, head_dim=head_dim, attn_logit_softcapping=softcap)
+    config.architectures = ["Gemma2Model"]
+    config.save_pretrained(tmp_path)
+    assert main(["explain", "--pretrained", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    (line,) = (line.split() for line in printed.splitlines() if line.startswith("layers.0"))
+    assert line[2] == ran
+    assert reason in printed
+
+
+def test_explain_refuses_step_rules_for_a_model_without_steps(tmp_path, capsys):
+    (tmp_path / "steps.json").write_text('{"recipe": "sage3", "steps": [{"start": 0, "stop": 2, "recipe": "exact"}]}')
+    config = Gemma2Config(num_hidden_layers=1)
+    config.architectures = ["Gemma2Model"]
+    config.save_pretrained(tmp_path / "model")
+    code = main(["explain", "--pretrained", str(tmp_path / "model"), "--config", str(tmp_path / "steps.json")])
+    assert code == 2
+    assert "takes no timestep" in capsys.readouterr().err
