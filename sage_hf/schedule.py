@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,11 @@ class StepSchedule:
     so calls that share a step (classifier-free guidance), schedules entered in the middle (video to video) and two
     denoisers that share one schedule (Wan 2.2) are told apart. Where the denoiser is given something else than the
     scheduler's timesteps, or there is no pipeline, changes of the timestep are counted; one against the direction of
-    those before it starts a new generation.
+    those before it starts a new generation. A second-order scheduler may have timesteps between two steps (KDPM2):
+    these belong to the step before them. Every other distinct timestep is a step, also where a scheduler has more of
+    them than it was asked for (PNDM).
+
+    Pickled, the pipeline is gone: `advance` says so in what is loaded.
 
     A processor's recipe is assigned only where it changes, so a compiled layer guards on a string that rarely changes.
     """
@@ -46,10 +51,11 @@ class StepSchedule:
             )
         self._config = config
         self._processors = dict(processors)
-        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self._pipe = None if pipe is None else _PipelineReference(pipe)
         self._timesteps: Tensor | None = None
         self._places: list[float] = []
-        self._unit: tuple[float, float] | None = None
+        self._units: list[Unit] = []
+        self._place = 0
         self._last: float | None = None
         self._direction = 0
         self.step = 0
@@ -80,12 +86,14 @@ class StepSchedule:
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
         if self._pipe is not None:
             self._read_scheduler(self._pipe(), value)
-        if self._unit is not None:
-            scale, offset = self._unit
-            place = scale * value + offset
-            self.step = min(range(len(self._places)), key=lambda step: abs(self._places[step] - place))
-        else:
-            self._count(value)
+        self._count(value)
+        found = self._find(value)
+        self._units = list(found)
+        if found:
+            self._place = found[self._units[0]]
+        self.step = self._place
+        if self.num_steps is not None:
+            self.step = self._place * self.num_steps // len(self._places)
         for layer, processor in self._processors.items():
             recipe = self._config.resolve(layer, self.step, self.num_steps)
             if processor.recipe != recipe:
@@ -100,17 +108,26 @@ class StepSchedule:
         if scheduler.timesteps is not self._timesteps:  # set_timesteps was called: a new generation
             self._timesteps = scheduler.timesteps
             self._places = list(dict.fromkeys(self._timesteps.tolist()))  # second-order schedulers repeat timesteps
-            self._unit = _unit(value, self._places, scheduler.config.get("num_train_timesteps", 1000))
+            self._units = units(scheduler.config.get("num_train_timesteps", 1000))
+            found = self._find(value)  # 1.0 may be the first timestep in one unit and the last in another: the first
+            self._units = sorted(found, key=found.__getitem__)
             self._last, self._direction = None, 0
-            self.step, self.num_steps = 0, len(self._places)
+            self._place, self.num_steps = 0, len(self._places)
+            if scheduler.order > 1:
+                self.num_steps = min(self.num_steps, scheduler.num_inference_steps)
+
+    def _find(self, value: float) -> dict[Unit, int]:
+        """The place of `value` in each of the units in which it is one of the scheduler's timesteps."""
+        places = {unit: unit.place(value, self._places) for unit in self._units}
+        return {unit: place for unit, place in places.items() if place is not None}
 
     def _count(self, value: float) -> None:
         if self._last is not None and value != self._last:
             direction = 1 if value > self._last else -1
             if self._direction in (0, direction):
-                self.step, self._direction = self.step + 1, direction
+                self._place, self._direction = self._place + 1, direction
             else:
-                self.step, self._direction = 0, 0
+                self._place, self._direction = 0, 0
         self._last = value
 
 
@@ -130,14 +147,42 @@ def timestep_argument(denoiser: nn.Module) -> str:
     )
 
 
-def _unit(value: float, places: list[float], train_steps: int) -> tuple[float, float] | None:
-    """scale and offset from the denoiser's timestep to the scheduler's: pipelines pass t, t/N or 1 − t/N.
+@dataclass(frozen=True)
+class Unit:
+    """How a denoiser's timestep becomes the scheduler's: scale · timestep + offset.
 
-    A timestep may have been rounded to bfloat16 on its way. None: it is none of these.
+    Attributes:
+        relative, absolute: how far it may be off, as a part of the scheduler's timestep and of all.
     """
-    rounding = 2**-8
-    for scale, offset in ((1, 0), (train_steps, 0), (-train_steps, train_steps)):
-        given = scale * value + offset
-        if any(abs(given - place) <= rounding * (train_steps if offset else abs(place)) for place in places):
-            return scale, offset
-    return None
+
+    scale: float
+    offset: float
+    relative: float
+    absolute: float
+
+    def place(self, timestep: float, places: list[float]) -> int | None:
+        """Where in `places` the denoiser's timestep is; None if it is not among them."""
+        given = self.scale * timestep + self.offset
+        nearest = min(range(len(places)), key=lambda place: abs(places[place] - given))
+        near = abs(places[nearest] - given) <= self.relative * abs(places[nearest]) + self.absolute
+        return nearest if near else None
+
+
+def units(train_steps: int) -> list[Unit]:
+    """What pipelines pass: t, t/N or 1 − t/N, rounded to bfloat16 on its way once or twice."""
+    rounding = 2 * 2**-8
+    return [
+        Unit(1, 0, rounding, 0),
+        Unit(train_steps, 0, rounding, 0),
+        Unit(-train_steps, train_steps, 0, rounding * train_steps),
+    ]
+
+
+class _PipelineReference(weakref.ref):
+    """Does not keep the pipeline alive. A deep copy refers to the same one; what a pickle brings refers to none."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PipelineReference:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (set(),)  # nothing else holds the set, so that it is gone when loading ends

@@ -1,7 +1,16 @@
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import tiny_pipelines as tiny
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, HeunDiscreteScheduler
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    KDPM2DiscreteScheduler,
+    PNDMScheduler,
+)
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
@@ -62,6 +71,45 @@ def test_first_and_last_step_are_found_whatever_the_pipeline_calls_a_timestep(un
     assert recipes_of_generation(pipe, FIRST_AND_LAST, 50, UNITS[unit]) == expected
 
 
+def ends_at_one_thousandth(steps):
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=np.linspace(1, 0.001, steps))
+    return scheduler
+
+
+def ends_at_one(steps):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def ends_at_zero(steps):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.sigma_min = 0.0
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def starts_at_zero(steps):
+    scheduler = tiny.rising_scheduler()
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8, 20])
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("schedule", [ends_at_one_thousandth, ends_at_one, ends_at_zero, starts_at_zero])
+def test_a_timestep_that_is_the_first_in_one_unit_and_the_last_in_another_is_the_first(schedule, unit, steps):
+    pipe = Pipe(schedule(steps))
+    processor = Processor()
+    follower = StepSchedule(FIRST_AND_LAST, {"layer": processor}, pipe)
+    seen = []
+    for t in pipe.scheduler.timesteps:
+        follower.advance(UNITS[unit](t))
+        seen.append((follower.step, processor.recipe))
+    assert seen == [(step, FIRST_AND_LAST.resolve("layer", step, steps)) for step in range(steps)]
+
+
 def test_timesteps_that_rise_are_followed():
     pipe = Pipe(tiny.rising_scheduler())
     assert recipes_of_generation(pipe, FIRST_AND_LAST, 4) == ["sage2", "sage3", "sage3", "exact"]
@@ -70,6 +118,21 @@ def test_timesteps_that_rise_are_followed():
 def test_second_order_schedulers_repeat_timesteps_without_losing_the_last_step():
     pipe = Pipe(HeunDiscreteScheduler())
     assert recipes_of_generation(pipe, FIRST_AND_LAST, 3)[-1] == "exact"
+
+
+@pytest.mark.parametrize("unit", ["t (CogVideoX, HunyuanVideo, Wan)", "something else"])
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_timesteps_that_a_second_order_scheduler_puts_between_steps_belong_to_the_step_before(steps, unit):
+    recipes = recipes_of_generation(Pipe(KDPM2DiscreteScheduler()), FIRST_AND_LAST, steps, UNITS[unit])
+    steps_of_calls = [call // 2 for call in range(2 * steps - 1)]
+    assert recipes == [FIRST_AND_LAST.resolve("layer", step, steps) for step in steps_of_calls]
+
+
+def test_every_timestep_is_a_step_where_a_scheduler_has_more_than_it_was_asked_for():
+    pipe = Pipe(PNDMScheduler())
+    recipes = recipes_of_generation(pipe, FIRST_AND_LAST, 20)
+    assert len(set(pipe.scheduler.timesteps.tolist())) == 23
+    assert recipes.count("sage2") == recipes.count("exact") == 1 and recipes[0] == "sage2" and recipes[-1] == "exact"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
@@ -144,6 +207,17 @@ def test_a_pipeline_that_is_gone_is_an_error_and_not_a_guess():
     del pipe
     with pytest.raises(RuntimeError, match=r"pipeline .* is gone"):
         schedule.advance(1.0)
+
+
+def test_a_denoiser_with_step_rules_can_be_copied_and_pickled():
+    pipe = tiny.cogvideox(num_layers=1)
+    sage_hf.apply(pipe, SageConfig("exact", steps=(StepRule(-1, None, "sage2"),)))
+    expected = tiny.latents(pipe)
+    loaded = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(pipe.transformer))))
+    with pytest.raises(RuntimeError, match=r"pipeline .* is gone"):
+        loaded(**tiny.transformer_inputs())
+    pipe.transformer = copy.deepcopy(pipe.transformer)
+    assert torch.equal(tiny.latents(pipe), expected)
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
