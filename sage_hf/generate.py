@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_ERROR_STEPS = 4
+RESERVED_SLUGS = ("exact", "side-by-side")
+"""Names of the files that a comparison writes beside the low-bit video."""
 
 logger = logging.get_logger(__name__)
 
@@ -87,8 +89,9 @@ class GenerateOptions:
             raise ValueError("--prompt must not be empty")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.output.exists() and not self.output.is_dir():
-            raise ValueError(f"--output must be a folder, and {self.output} is a file")
+        for path in (self.output, *self.output.parents):
+            if path.exists() and not path.is_dir():
+                raise ValueError(f"--output must be a folder, and {path} is a file")
         if self.pretrained is None and not (TINY_VIDEO / "model_index.json").is_file():
             raise ValueError(
                 "--pretrained is needed: give a pipeline's folder or its name on the Hub (a checkout of sage-hf has a "
@@ -128,7 +131,8 @@ def generate(options: GenerateOptions) -> Report:
     if options.compare:
         job.warm_up(nullcontext)
         runs["exact"], _ = job.render("exact")
-    label = "sage exact" if options.compare and options.label == "exact" else options.label
+    reserved = options.compare and _slug(options.label) in RESERVED_SLUGS
+    label = f"sage {options.label}" if reserved else options.label
     with apply(pipe, options.config):
         runs[label], explanation = job.render(label)
     report = Report(
@@ -153,7 +157,8 @@ def generate(options: GenerateOptions) -> Report:
 
 @dataclass
 class _Rendering:
-    frames: np.ndarray  # uint8 (F, H, W, 3)
+    frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN
+    nan: float  # the part that was NaN
     seconds: float
     denoiser_seconds: float
 
@@ -191,10 +196,10 @@ class _Job:
                 output = self.call(f"{label}: {number}/{len(self.prompts)}", prompt, output_type="np")
                 seconds = _now(self.device) - start
             frames = np.asarray(output.frames[0], dtype=np.float32)
-            if np.isnan(frames).any():
-                logger.warning(f"{label}: {np.isnan(frames).mean():.0%} of {prompt!r} is NaN, shown black")
+            if nan := float(np.isnan(frames).mean()):
+                logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
             frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
-            renderings.append(_Rendering(frames, seconds, sum(denoiser_seconds)))
+            renderings.append(_Rendering(frames, nan, seconds, sum(denoiser_seconds)))
         return renderings, explain(self.pipe)
 
 
@@ -203,6 +208,14 @@ def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: 
     parameters = inspect.signature(type(pipe).__call__).parameters
     if "num_frames" not in parameters or "prompt" not in parameters:
         raise ValueError(f"{type(pipe).__name__} does not make a video from a prompt; use a text-to-video pipeline")
+    needed = [
+        name
+        for name, parameter in list(parameters.items())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if inputs := [name for name in needed if name != "prompt"]:
+        raise ValueError(f"{type(pipe).__name__} needs {', '.join(inputs)} too; use a text-to-video pipeline")
     given = {
         "num_inference_steps": options.steps,
         "height": options.height,
@@ -248,10 +261,12 @@ def _write(report: Report, job: _Job, runs: dict[str, list[_Rendering]], fps: in
             video.files[label] = path.name
             video.seconds[label] = run[number].seconds
             video.denoiser_seconds[label] = run[number].denoiser_seconds
+            video.nan[label] = run[number].nan
         if len(runs) > 1:
             exact, low_bit = videos.values()
-            video.psnr = psnr(exact, low_bit, data_range=255)
-            video.ssim = ssim(exact, low_bit, data_range=255)
+            if not any(video.nan.values()):
+                video.psnr = psnr(exact, low_bit, data_range=255)
+                video.ssim = ssim(exact, low_bit, data_range=255)
             captions = _captions(list(videos), report.explanation)
             captioned = {captions[label]: frames for label, frames in videos.items()}
             both = side_by_side(captioned, prompt)
@@ -275,7 +290,8 @@ def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")
+    """What a file can be called: ASCII letters and digits."""
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-") or "sage"
 
 
 def format_outcome(report: Report) -> str:

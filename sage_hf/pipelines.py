@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -35,8 +37,8 @@ def load_pipeline(
         vae_tiling: decode in tiles, which takes less memory.
 
     Raises:
-        ValueError: no such pipeline, a damaged file (the message names it), offloading without a GPU, a VAE without
-            tiling.
+        ValueError: no such pipeline, a damaged file or a missing tensor (the message names it), offloading without a
+            GPU, a VAE without tiling.
     """
     import diffusers
 
@@ -55,6 +57,7 @@ def load_pipeline(
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         damage = "; ".join(damaged_files(folder)) if folder.is_dir() else ""
         raise ValueError(f"cannot load the pipeline {pretrained}: {damage or error}") from error
+    _check_complete(pipe, folder)
     if vae_tiling:
         if not hasattr(getattr(pipe, "vae", None), "enable_tiling"):
             raise ValueError(f"the VAE of {type(pipe).__name__} does not tile: leave --vae-tiling out")
@@ -66,8 +69,22 @@ def load_pipeline(
     return pipe
 
 
+def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:
+    """Diffusers leaves a tensor that the files lack on the meta device."""
+    for component, model in pipe.components.items():
+        if not isinstance(model, nn.Module):
+            continue
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        if missing := [name for name, tensor in tensors if tensor.is_meta]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(
+                f"cannot load the pipeline {folder}: the files of {folder / component} lack {missing[0]}{more}; "
+                "download or copy them again"
+            )
+
+
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name ("cpu", "cuda", "cuda:1"); without a name the first GPU, else the CPU.
+    """The device of that name ("cpu", "cuda", "cuda:1", "mps"); without a name the first GPU, else the CPU.
 
     Raises:
         ValueError: unknown, or not present.
@@ -77,9 +94,12 @@ def pick_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"--device {name!r} is not a device: use cpu, cuda or cuda:1") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices here")
+        raise ValueError(f"--device {name!r} is not a device: use cpu, cuda, cuda:1 or mps") from error
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if device.type not in counts:
+        raise ValueError(f"--device {name} is not supported: use cpu, cuda, cuda:1 or mps")
+    if (device.index or 0) >= (count := counts[device.type]):
+        raise ValueError(f"--device {name}: there are {count} {device.type.upper()} devices here")
     return device
 
 
@@ -108,12 +128,21 @@ def generation_defaults(pretrained: str | Path) -> dict:
     """What `generation.json` beside a pipeline says about generating with it; {} where there is none.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or is not an object whose `prompts` are strings and whose `fps` is an
+            integer of at least 1.
     """
     path = Path(pretrained) / "generation.json"
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        defaults = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
+    if not isinstance(defaults, dict):
+        raise ValueError(f"{path}: expected an object, got {defaults!r}")
+    prompts, fps = defaults.get("prompts", []), defaults.get("fps", 1)
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
+        raise ValueError(f"{path}: prompts: expected a list of strings that are not empty, got {prompts!r}")
+    if not isinstance(fps, int) or isinstance(fps, bool) or fps < 1:
+        raise ValueError(f"{path}: fps: expected an integer of at least 1, got {fps!r}")
+    return defaults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ class VideoReport:
         files: file name by label ("exact", "sage3", "side by side").
         seconds: wall time by label, from the prompt to the decoded frames.
         denoiser_seconds: of that, in the denoiser.
-        psnr, ssim: of the low-bit video against the exact one; None without comparison. Equal videos have psnr inf.
+        nan: the part that is NaN, and shown black, by label.
+        psnr, ssim: of the low-bit video against the exact one; None without comparison, and where one of them is NaN.
+            Equal videos have psnr inf.
     """
 
     prompt: str
@@ -36,6 +38,7 @@ class VideoReport:
     files: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     denoiser_seconds: dict[str, float] = field(default_factory=dict)
+    nan: dict[str, float] = field(default_factory=dict)
     psnr: float | None = None
     ssim: float | None = None
 
@@ -70,8 +73,8 @@ class Report:
     versions: dict[str, str] = field(default_factory=lambda: package_versions())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; a PSNR of equal videos is the string "inf"."""
-        return {
+        """Plain data; numbers that are not finite are strings, as a PSNR of "inf" of equal videos."""
+        data = {
             "pretrained": self.pretrained,
             "pipeline": self.pipeline,
             "device": self.device,
@@ -79,33 +82,44 @@ class Report:
             "versions": self.versions,
             "config": self.config.to_dict(),
             "settings": self.settings,
-            "videos": [_plain(video) for video in self.videos],
-            "layers": [_plain(row) for row in self.explanation.rows],
+            "videos": self.videos,
+            "layers": self.explanation.rows,
             "layer_errors": [
                 {"layer": layer.layer, "calls": layer.calls, **layer.errors.to_dict()} for layer in self.layer_errors
             ],
             "layer_error_steps": self.layer_error_steps,
         }
+        return {key: _plain(value) for key, value in data.items()}
 
     def save(self) -> list[Path]:
         """Write report.json and report.md into the output folder."""
         paths = [self.output / "report.json", self.output / "report.md"]
-        paths[0].write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        data = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        paths[0].write_text(data + "\n", encoding="utf-8")
         paths[1].write_text(self.to_markdown(), encoding="utf-8")
         return paths
 
     def summary(self) -> str:
-        """A short table for the terminal."""
+        """A short table for the terminal, and what is wrong."""
         labels = list(self.videos[0].seconds) if self.videos else []
-        compared = any(video.psnr is not None for video in self.videos)
+        compared = len(labels) > 1
         header = ["prompt", *(f"{label}, s" for label in labels), *(["PSNR, dB", "SSIM"] if compared else [])]
         rows = []
         for video in self.videos:
             row = [video.prompt, *(f"{video.seconds[label]:.1f}" for label in labels)]
             if compared:
-                row += [f"{video.psnr:.1f}", f"{video.ssim:.3f}"]
+                row += [_number(video.psnr, ".1f"), _number(video.ssim, ".3f")]
             rows.append(row)
-        return text_table(header, rows)
+        return "\n".join([text_table(header, rows), *self.warnings()])
+
+    def warnings(self) -> list[str]:
+        """A sentence for every video that is NaN, if only in part."""
+        return [
+            f"{part:.2%} of {label}, {video.prompt!r}, is NaN: shown black, and not compared."
+            for video in self.videos
+            for label, part in video.nan.items()
+            if part
+        ]
 
     def to_markdown(self) -> str:
         """The whole report for a reader."""
@@ -120,10 +134,11 @@ class Report:
         for video in self.videos:
             files = ", ".join(f"[{label}]({name})" for label, name in video.files.items())
             times = [f"{video.seconds[label]:.2f} ({video.denoiser_seconds[label]:.2f})" for label in labels]
-            psnr = "–" if video.psnr is None else f"{video.psnr:.2f}"
-            ssim = "–" if video.ssim is None else f"{video.ssim:.4f}"
-            rows.append([f"{video.prompt} (seed {video.seed})", files, *times, psnr, ssim])
+            quality = [_number(video.psnr, ".2f"), _number(video.ssim, ".4f")]
+            rows.append([f"{video.prompt} (seed {video.seed})", files, *times, *quality])
         lines += [_markdown_table(header, rows), "", "PSNR and SSIM: against exact attention with the same seed.", ""]
+        for warning in self.warnings():
+            lines += [f"**{warning}**", ""]
         lines += ["## Which kernel ran", "", "```", str(self.explanation), "```", ""]
         if self.layer_errors:
             lines += [f"## Errors of each layer, {self.layer_error_steps} denoising steps of the first prompt", ""]
@@ -179,8 +194,16 @@ def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    data = {item.name: getattr(value, item.name) for item in fields(value)}
-    return {
-        key: str(item) if isinstance(item, float) and not math.isfinite(item) else item for key, item in data.items()
-    }
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _plain(value: Any) -> Any:
+    """What strict JSON can hold."""
+    if is_dataclass(value):
+        value = {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

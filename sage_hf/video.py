@@ -28,17 +28,22 @@ def can_write_mp4() -> bool:
 def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
     """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif where no encoder is installed.
 
+    An older file of the other kind is removed.
+
     Returns:
         The file written.
     """
     from diffusers.utils import export_to_gif, export_to_video
 
     images = [Image.fromarray(frame) for frame in frames]
+    mp4, gif = Path(f"{path}.mp4"), Path(f"{path}.gif")
     if can_write_mp4():
+        gif.unlink(missing_ok=True)
         even = images[0].width % 2 == 0 and images[0].height % 2 == 0
         block = 2 if even else 16
-        return Path(export_to_video(images, f"{path}.mp4", fps=fps, quality=8, macro_block_size=block))
-    return Path(export_to_gif(images, f"{path}.gif", fps=fps))
+        return Path(export_to_video(images, str(mp4), fps=fps, quality=8, macro_block_size=block))
+    mp4.unlink(missing_ok=True)
+    return Path(export_to_gif(images, str(gif), fps=fps))
 
 
 def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:

@@ -1,6 +1,8 @@
 import json
 import math
 import shutil
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import imageio.v3 as imageio
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_pipelines as tiny
 import torch
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import CogVideoXPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
 
 from sage_hf import generate as module
 from sage_hf import video
@@ -103,17 +105,51 @@ def test_generation_json_gives_the_defaults_and_options_go_before_it(folder, tmp
     assert len(imageio.imread(tmp_path / "out" / "01-sage2.mp4")) == 9
 
 
-def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog):
+def refuse_constant(name: str):
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.mark.parametrize("broken", ["vae.decoder.conv_out.conv.bias", "transformer.patch_embed.proj.bias"])
+def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog, broken):
     load = module.load_pipeline
 
     def load_broken(*args, **kwargs):
         pipe = load(*args, **kwargs)
-        torch.nn.init.constant_(pipe.vae.decoder.conv_out.conv.bias, math.nan)
+        torch.nn.init.constant_(attrgetter(broken)(pipe), math.nan)
         return pipe
 
     monkeypatch.setattr(module, "load_pipeline", load_broken)
-    generate(options(folder, tmp_path))
-    assert "100% of 'a red ball' is NaN" in caplog.text
+    report = generate(options(folder, tmp_path, compare=True))
+    assert "sage3: 100.00% of 'a red ball' is NaN" in caplog.text
+    data = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse_constant)
+    assert data["videos"][0]["nan"] == {"exact": 1.0, "sage3": 1.0}
+    assert data["videos"][0]["psnr"] is data["videos"][0]["ssim"] is None
+    if broken.startswith("transformer"):
+        assert {row["cosine"] for row in data["layer_errors"]} == {"nan"}
+    for text in ((tmp_path / "report.md").read_text(), module.format_outcome(report)):
+        assert "100.00% of sage3, 'a red ball', is NaN" in text and "–" in text
+
+
+def test_a_video_that_is_not_nan_is_not_said_to_be(folder, tmp_path):
+    report = generate(options(folder, tmp_path))
+    assert report.videos[0].nan == {"sage3": 0.0} and "NaN" not in module.format_outcome(report)
+
+
+@pytest.mark.parametrize(
+    ("label", "compare", "name"),
+    [
+        ("Exact", True, "sage-exact"),
+        ("side by side", True, "sage-side-by-side"),
+        ("exact", False, "exact"),
+        ("шесть", True, "sage"),
+    ],
+)
+def test_no_file_takes_the_place_of_another(folder, tmp_path, label, compare, name):
+    job = replace(options(folder, tmp_path, compare=compare, steps=1), label=label)
+    report = generate(job)
+    beside = ["01-exact.mp4", "01-side-by-side.mp4"] if compare else []
+    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == sorted([*beside, f"01-{name}.mp4"])
+    assert len(report.videos[0].files) == len(beside) + 1
 
 
 def test_without_encoder_gifs_are_written_and_that_is_said(folder, tmp_path, monkeypatch):
@@ -146,10 +182,11 @@ def test_options_out_of_range_are_refused_naming_the_flag(tmp_path, setting, mes
         options(tmp_path, tmp_path, **setting)
 
 
-def test_an_output_that_is_a_file_is_refused(tmp_path):
+@pytest.mark.parametrize("output", ["file", "file/below", "file/far/below"])
+def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path, output):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="--output must be a folder"):
-        options(tmp_path, tmp_path / "file")
+    with pytest.raises(ValueError, match=f"--output must be a folder, and {tmp_path / 'file'} is a file"):
+        options(tmp_path, tmp_path / output)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +211,18 @@ def test_a_pipeline_that_makes_no_video_is_refused(tmp_path):
     DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "images")
     with pytest.raises(ValueError, match="DDPMPipeline does not make a video from a prompt"):
         generate(options(tmp_path / "images", tmp_path / "out"))
+
+
+class ImageToVideo(CogVideoXPipeline):
+    def __call__(self, image, prompt=None, num_frames=9, **settings):
+        raise AssertionError("not to be called without an image")
+
+
+def test_a_pipeline_that_needs_more_than_a_prompt_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_pipeline", lambda *_, **__: ImageToVideo(**tiny.cogvideox().components))
+    with pytest.raises(ValueError, match="ImageToVideo needs image too; use a text-to-video pipeline"):
+        generate(options(folder, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

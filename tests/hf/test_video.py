@@ -24,6 +24,14 @@ def test_without_encoder_a_gif_is_written(tmp_path, monkeypatch):
     assert path.name == "clip.gif" and imageio.imread(path).shape[1:] == (64, 48, 3)
 
 
+@pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)])
+def test_an_older_file_of_the_other_kind_is_removed(tmp_path, monkeypatch, first, then):
+    for encoder in (first, then):
+        monkeypatch.setattr(video, "can_write_mp4", lambda encoder=encoder: encoder)
+        path = video.write_video(clip(RED), tmp_path / "clip", fps=8)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("size", [(64, 48), (61, 47), (300, 500)])
 def test_side_by_side_shows_both_and_can_be_encoded(tmp_path, size):
     both = video.side_by_side({"exact": clip(RED, 3, *size), "sage3 (emulated)": clip(BLUE, 3, *size)}, "a title " * 30)
