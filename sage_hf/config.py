@@ -59,6 +59,10 @@ class SageConfig:
     The first layer rule that matches a layer decides for it, at all steps. For the other layers the first step rule
     that covers a step decides, and `recipe` where none does.
 
+    A step is a distinct timestep of the pipeline's scheduler; timesteps that a second-order scheduler puts between two
+    steps (KDPM2) belong to the step before them, and a scheduler that has more timesteps than it was asked for (PNDM:
+    23 for 20) has that many steps.
+
     Attributes:
         recipe: name of the recipe of everything not excepted.
         fallback: "native", "emulate", "error", or None for the process default (`sage_hf.set_default_fallback`).
