@@ -26,7 +26,12 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class StepRule:
-    """Denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` the first two, `-1, None` the last one."""
+    """Denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` the first two, `-1, None` the last one.
+
+    A step is a distinct timestep of the pipeline's scheduler; timesteps that a second-order scheduler puts between two
+    steps (KDPM2) belong to the step before them, and a scheduler that has more timesteps than it was asked for (PNDM:
+    23 for 20) has that many steps.
+    """
 
     start: int | None
     stop: int | None
@@ -58,10 +63,6 @@ class SageConfig:
 
     The first layer rule that matches a layer decides for it, at all steps. For the other layers the first step rule
     that covers a step decides, and `recipe` where none does.
-
-    A step is a distinct timestep of the pipeline's scheduler; timesteps that a second-order scheduler puts between two
-    steps (KDPM2) belong to the step before them, and a scheduler that has more timesteps than it was asked for (PNDM:
-    23 for 20) has that many steps.
 
     Attributes:
         recipe: name of the recipe of everything not excepted.

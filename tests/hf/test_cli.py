@@ -51,9 +51,16 @@ def test_explain_plans_a_pipeline_without_loading_weights(folder, tmp_path, caps
     (weightless / "transformer").mkdir(parents=True)
     for name in ("model_index.json", "transformer/config.json"):
         (weightless / name).write_text((folder / name).read_text())
-    config = {"recipe": "sage3", "layers": [{"pattern": "*.1.*", "recipe": "exact"}], "steps": [{"start": -1, "recipe": "sage2"}]}  # fmt: skip  # noqa: E501
+    config = {
+        "recipe": "sage3",
+        "layers": [{"pattern": "*.1.*", "recipe": "exact"}],
+        "steps": [{"start": -1, "recipe": "sage2"}],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["explain", "--pretrained", str(weightless), "--config", str(tmp_path / "config.json"), "--device", "cpu"]) == 0  # fmt: skip  # noqa: E501
+    assert (
+        main(["explain", "--pretrained", str(weightless), "--config", str(tmp_path / "config.json"), "--device", "cpu"])
+        == 0
+    )
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["transformer_blocks.0.attn1", "sage3", "sage3", "reference", "emulated"] in lines
     assert ["sage2", "sage2", "reference", "emulated"] in lines

@@ -17,7 +17,6 @@ from sage_hf import video
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.generate import GenerateOptions, generate
-from sage_hf.pipelines import TINY_VIDEO
 from sage_kernels.registry import KernelUnavailableError
 
 
@@ -206,8 +205,14 @@ def test_what_does_not_fit_the_pipeline_is_refused_before_anything_is_written(fo
 
 
 def test_a_pipeline_that_makes_no_video_is_refused(tmp_path):
-    unet = UNet2DModel(8, block_out_channels=(8,), down_block_types=("AttnDownBlock2D",),
-                       up_block_types=("AttnUpBlock2D",), norm_num_groups=4, layers_per_block=1)  # fmt: skip
+    unet = UNet2DModel(
+        8,
+        block_out_channels=(8,),
+        down_block_types=("AttnDownBlock2D",),
+        up_block_types=("AttnUpBlock2D",),
+        norm_num_groups=4,
+        layers_per_block=1,
+    )
     DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "images")
     with pytest.raises(ValueError, match="DDPMPipeline does not make a video from a prompt"):
         generate(options(tmp_path / "images", tmp_path / "out"))
@@ -266,7 +271,6 @@ def test_captions_claim_no_more_than_ran(recipe, numerics, caption):
     assert module._captions(["exact", "sage3"], explanation) == {"exact": "exact", "sage3": caption}
 
 
-@pytest.mark.skipif(not (TINY_VIDEO / "model_index.json").is_file(), reason="the trained tiny model is not here")
 def test_the_trained_tiny_model_keeps_its_picture_in_four_bits(tmp_path):
     prompts = ("a red circle moving left",)
     report = generate(GenerateOptions(SageConfig("sage3"), "sage3", tmp_path, prompts, compare=True, steps=4))

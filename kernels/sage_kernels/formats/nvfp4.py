@@ -127,7 +127,7 @@ def quantize(
     if tensor_scale is None:
         tensor_scale = power_of_two_scale(x)
     elements, scale = round_groups(x / tensor_scale, scale_steps)
-    elements = elements.flatten(-2)
+    elements = elements.flatten(-2).contiguous()
     magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
     codes = (
         torch.bucketize(elements.abs().nan_to_num(), magnitudes).to(torch.uint8) | (elements < 0).to(torch.uint8) << 3
