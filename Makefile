@@ -28,6 +28,7 @@ demo: setup
 
 test: lint types
 	$(BIN)/python -m pytest -n auto
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n auto
 
 lint: setup
 	$(BIN)/ruff check
@@ -39,6 +40,7 @@ types: setup
 # The oldest versions that pyproject.toml admits, as tests/oldest.txt pins them.
 test-oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -n auto
+	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/interpreter -n auto
 
 $(OLDEST)/ready: pyproject.toml tests/oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

@@ -1,4 +1,4 @@
-"""`sage-hf env | explain | generate | compare`."""
+"""`sage-hf env | explain | generate | compare | bench`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from sage_hf.attention import default_fallback
+from sage_hf.bench import command as bench
 from sage_hf.config import SageConfig
 from sage_hf.generate import DTYPES, GenerateOptions, format_outcome, generate
 from sage_hf.pipelines import pick_device
@@ -23,7 +24,9 @@ from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `sage-hf`; returns its exit code: 0, or 2 after an error of the user's, told on stderr."""
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="env | explain | generate | compare")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="env | explain | generate | compare | bench"
+    )
     commands.add_parser("env", help="versions, GPUs, and which recipe runs natively on each")
     command = commands.add_parser("explain", help="which kernel each layer of a model will run here; loads no weights")
     command.add_argument("--pretrained", required=True, metavar="ID_OR_FOLDER", help="of diffusers or transformers")
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_generate_arguments(command)
     command = commands.add_parser("compare", help="the same beside exact attention, with every layer's error")
     add_generate_arguments(command, compare=True)
+    command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
+    bench.add_arguments(command)
     args = parser.parse_args(argv)
     return _guarded(args)
 
@@ -162,7 +167,7 @@ def _config(args: argparse.Namespace) -> SageConfig:
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 
-_COMMANDS = {"env": _env, "explain": _explain, "generate": _generate, "compare": _generate}
+_COMMANDS = {"env": _env, "explain": _explain, "generate": _generate, "compare": _generate, "bench": bench.execute}
 
 
 if __name__ == "__main__":

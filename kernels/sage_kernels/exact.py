@@ -17,14 +17,19 @@ def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
 
 
 def apply_mask(
-    scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, first_row: int, first_column: int
+    scores: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    first_row: int,
+    first_column: int,
+    causal_offset: int = 0,
 ) -> torch.Tensor:
     """Add the mask to a tile of scores.
 
     Args:
         scores: (batch, q_heads, rows, columns), the tile that begins at (first_row, first_column).
         mask: (batch, q_heads, q_len, kv_len), bool (True: may attend) or additive; strides may be 0.
-        is_causal: row i attends to columns 0…i (upper-left alignment, as in PyTorch).
+        is_causal: row i attends to columns 0…i + causal_offset (0: upper-left alignment, as in PyTorch).
 
     Returns:
         The masked scores, -inf where attention is not allowed.
@@ -33,6 +38,7 @@ def apply_mask(
     if mask is not None:
         tile = mask[..., first_row : first_row + rows, first_column : first_column + columns]
         scores = scores.masked_fill(~tile, -torch.inf) if tile.dtype == torch.bool else scores + tile.to(scores.dtype)
+    first_row += causal_offset
     if is_causal and first_column + columns > first_row + 1:
         row = torch.arange(first_row, first_row + rows, device=scores.device).unsqueeze(-1)
         column = torch.arange(first_column, first_column + columns, device=scores.device)
@@ -47,6 +53,7 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
+    causal_offset: int = 0,
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +64,7 @@ def attention(
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim); q_heads a multiple of
             kv_heads.
         mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        is_causal: row i attends to keys 0…i.
+        is_causal: row i attends to keys 0…i + causal_offset.
         scale: default head_dim ** -0.5.
 
     Returns:
@@ -67,7 +74,7 @@ def attention(
     output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
     value = value.to(dtype).repeat_interleave(query.shape[1] // max(1, value.shape[1]), 1)
-    for rows, scores in _score_chunks(query, key, mask, is_causal, scale, dtype):
+    for rows, scores in _score_chunks(query, key, mask, is_causal, causal_offset, scale, dtype):
         lse[:, :, rows] = scores.logsumexp(-1)
         weights = torch.exp(scores - lse[:, :, rows].nan_to_num(nan=torch.nan, neginf=0.0).unsqueeze(-1))
         output[:, :, rows] = weights @ value
@@ -80,11 +87,12 @@ def log_sum_exp(
     *,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
+    causal_offset: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
     """The lse of `attention`, float32 (batch, q_heads, q_len), without the output."""
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-    for rows, scores in _score_chunks(query, key, mask, is_causal, scale, torch.float32):
+    for rows, scores in _score_chunks(query, key, mask, is_causal, causal_offset, scale, torch.float32):
         lse[:, :, rows] = scores.logsumexp(-1)
     return lse
 
@@ -94,6 +102,7 @@ def _score_chunks(
     key: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     dtype: torch.dtype,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -110,7 +119,7 @@ def _score_chunks(
     for start in range(0, q_len, rows):
         chunk = slice(start, start + rows)
         scores = query[:, :, chunk].to(dtype) @ transposed_key * scale
-        yield chunk, apply_mask(scores, mask, is_causal, start, 0)
+        yield chunk, apply_mask(scores, mask, is_causal, start, 0, causal_offset)
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:

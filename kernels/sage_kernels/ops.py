@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from . import exact, reference
 from .recipe import RECIPES, Recipe, get_recipe
 from .registry import SUPPORTED_DTYPES, Fallback, Kernel, Plan, Request, get_kernel, register, select
+from .triton import registration
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Called with the plan of every call of `attention`, at run time also when the call is inside a compiled graph."""
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
-    "log_sum_exp(Tensor query, Tensor key, Tensor? mask, bool is_causal, float? scale) -> Tensor",
+    "log_sum_exp(Tensor query, Tensor key, Tensor? mask, bool is_causal, int causal_offset, float? scale) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, str recipe, "
-    "str fallback, bool return_lse) -> (Tensor, Tensor)",
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, int causal_offset, float? scale, "
+    "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "packed_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, bool is_causal, int causal_offset, float? scale, "
+    "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -32,6 +41,7 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
+    causal_offset: int = 0,
     scale: float | None = None,
     recipe: str = "sage3",
     fallback: Fallback = "native",
@@ -44,7 +54,8 @@ def attention(
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         mask: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        is_causal: row i attends to keys 0…i.
+        is_causal: row i attends to keys 0…i + causal_offset. 0 aligns upper left as PyTorch's SDPA does, kv_len - q_len
+            lower right as decoding does.
         scale: default head_dim ** -0.5.
         recipe: a name in `recipe.RECIPES`.
         fallback: see `registry.select`.
@@ -56,10 +67,69 @@ def attention(
         output 0 and lse -inf.
 
     Raises:
-        ValueError, KernelUnavailableError: see `registry.select`.
+        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward.
     """
-    return torch.ops.sage_kernels.attention(query, key, value, mask, is_causal, scale, recipe, fallback, return_lse)
+    return torch.ops.sage_kernels.attention(
+        query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
+    )
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: torch.Tensor | None = None,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    scale: float | None = None,
+    recipe: str = "sage3",
+    fallback: Fallback = "native",
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of sequences of any lengths that lie one after the other, without padding. Forward only.
+
+    Args:
+        query: (total queries, q_heads, head_dim).
+        key, value: (total keys, kv_heads, head_dim), (total keys, kv_heads, v_head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the total: sequence i is tokens cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1.
+        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more.
+        seqused_k: int32 (sequences,): only that many keys of each sequence count. With equal steps in cu_seqlens_k
+            this is padding by length of an ordinary batch.
+        is_causal, causal_offset, scale, recipe, fallback, return_lse: as in `attention`, for each sequence.
+
+    Returns:
+        (output, lse): (total queries, q_heads, v_head_dim) in query's dtype; (q_heads, total queries) float32, or (0,)
+        without return_lse.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        KernelUnavailableError: see `registry.select`.
+        NotImplementedError: on backward.
+    """
+    return torch.ops.sage_kernels.packed_attention(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+        is_causal,
+        causal_offset,
+        scale,
+        recipe,
+        fallback,
+        return_lse,
+    )
 
 
 def log_sum_exp(
@@ -68,10 +138,33 @@ def log_sum_exp(
     *,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
+    causal_offset: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
     """The exact log-sum-exp of each row's scores, float32 (batch, q_heads, q_len); arguments as in `attention`."""
-    return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, scale)
+    return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuse what kernels would read out of bounds: they take sizes from one tensor for all."""
+    sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"batch, kv_heads, kv_len and head_dim must agree; got {sizes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1] or 0 in (query.shape[3], value.shape[3]):
+        raise ValueError(f"q_heads must be a multiple of kv_heads, and no head_dim 0; got {sizes}")
+    for name, other in (("key", key), ("value", value), ("mask", mask)):
+        if other is not None and other.device != query.device:
+            raise ValueError(f"{name} is on {other.device}, query on {query.device}")
+        if other is not None and name != "mask" and other.dtype != query.dtype:
+            raise ValueError(f"{name} is {other.dtype}, query {query.dtype}")
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"mask must be bool or floating; got {mask.dtype}")
+        shape = (*query.shape[:3], key.shape[2])
+        if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
+            raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
 
 
 def _attention(
@@ -80,11 +173,13 @@ def _attention(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     recipe: str,
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(query, key, value, mask)
     plan = select(Request.of(query, key, value, mask, is_causal, recipe, return_lse), fallback)
     for listener in plan_listeners:
         listener(plan)
@@ -97,6 +192,7 @@ def _attention(
             value,
             mask=mask,
             is_causal=is_causal,
+            causal_offset=causal_offset,
             scale=scale,
             recipe=get_recipe(plan.recipe),
             return_lse=return_lse,
@@ -105,15 +201,96 @@ def _attention(
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
 
+def _packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Sequences are the batch: (1, heads, tokens, channels).
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    _check(query, key, value, None)
+    request = Request.of(query, key, value, None, is_causal, recipe, return_lse)
+    sequences = cu_seqlens_q.shape[0] - 1
+    plan = select(replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k), fallback)
+    for listener in plan_listeners:
+        listener(plan)
+    kernel = None if plan.kernel == "sdpa" else get_kernel(plan.kernel)
+    options = {
+        "is_causal": is_causal,
+        "causal_offset": causal_offset,
+        "scale": scale,
+        "recipe": get_recipe(plan.recipe),
+        "return_lse": return_lse,
+    }
+    with torch.autocast(query.device.type, enabled=False):
+        if kernel is not None and kernel.run_packed is not None:
+            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+            output, lse = kernel.run_packed(query, key, value, *lengths, **options)
+        else:
+            run = _run_sdpa if kernel is None else kernel.run
+            output, lse = _one_by_one(run, query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, **options)
+    output = output[0].transpose(0, 1).contiguous()
+    return output, lse[0] if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
+def _one_by_one(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    seqused_k: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a kernel that knows no packed sequences once for each of them; reads the lengths back to the host."""
+    output = query.new_zeros(*query.shape[:3], value.shape[3])
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+    q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    stored = cu_seqlens_k.diff()
+    k_lengths = (stored if seqused_k is None else torch.minimum(stored, seqused_k)).tolist()
+    for start, stop, k_start, k_length in zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False):
+        queries, keys = slice(start, stop), slice(k_start, k_start + k_length)
+        if stop == start or k_length == 0:
+            continue
+        output[:, :, queries], some = run(
+            query[:, :, queries], key[:, :, keys], value[:, :, keys], mask=None, **options
+        )
+        if some is not None:
+            lse[:, :, queries] = some
+    return output, lse
+
+
 def _log_sum_exp(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
 ) -> torch.Tensor:
     with torch.autocast(query.device.type, enabled=False):
-        return exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
+        return exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
 
 
 def _fake_log_sum_exp(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
 ) -> torch.Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
@@ -124,6 +301,7 @@ def _fake_attention(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     recipe: str,
     fallback: Fallback,
@@ -132,6 +310,27 @@ def _fake_attention(
     batch, q_heads, q_len, _ = query.shape
     output = query.new_empty(batch, q_len, q_heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty((batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32)
+
+
+def _fake_packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, q_heads, _ = query.shape
+    output = query.new_empty(tokens, q_heads, value.shape[-1])
+    return output, query.new_empty((q_heads, tokens) if return_lse else 0, dtype=torch.float32)
 
 
 def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
@@ -143,6 +342,7 @@ def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Ten
 
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
+    ("packed_attention", _packed_attention, _fake_packed_attention),
     ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
@@ -157,10 +357,21 @@ def _run_sdpa(
     *,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     recipe: Recipe,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if is_causal and (causal_offset != 0 or mask is not None):
+        # PyTorch's kernels know one alignment, and no mask beside it.
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(causal_offset)
+        if mask is None:
+            mask = seen[None, None]
+        else:
+            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+        is_causal = False
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        mask = mask.to(query.dtype)
     output = exact.sdpa(
         query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -177,11 +388,14 @@ def _run_reference(
     *,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     recipe: Recipe,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return reference.attention(query, key, value, recipe, mask=mask, is_causal=is_causal, scale=scale)
+    return reference.attention(
+        query, key, value, recipe, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale
+    )
 
 
 def _unsupported_by_reference(request: Request) -> str:
@@ -190,6 +404,7 @@ def _unsupported_by_reference(request: Request) -> str:
     return ""
 
 
+registration.register_all()
 register(
     Kernel(
         "reference",

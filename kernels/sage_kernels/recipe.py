@@ -12,17 +12,17 @@ class Recipe:
 
     Attributes:
         name: what users call it.
-        qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale per
-            `q_tokens_per_scale` and `k_tokens_per_scale` tokens; "exact": 16 bit, by PyTorch's
-            scaled_dot_product_attention (then `pv` is too).
+        qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale for each token of Q
+            and, in bfloat16, for 16 tokens of K: those of 64 that one thread of the matrix instruction holds
+            (`reference.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is too).
         pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel;
             "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); of Q per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
-        tensor_scale: NVFP4 keeps a float32 scale per (batch, head) beside the e4m3 scales of the groups.
+        tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
+            one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
         denominator: rows are divided by the sum of P before ("p") or after ("quantized_p") quantising it.
-        q_tokens_per_scale, k_tokens_per_scale: INT8 granularity.
     """
 
     name: str
@@ -35,8 +35,6 @@ class Recipe:
     tensor_scale: bool = True
     scale_steps: tuple[int, int] = (0, 0)
     denominator: Literal["p", "quantized_p"] = "p"
-    q_tokens_per_scale: int = 1
-    k_tokens_per_scale: int = 64
 
 
 RECIPES: dict[str, Recipe] = {
@@ -54,7 +52,7 @@ RECIPES: dict[str, Recipe] = {
             denominator="quantized_p",
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
-        Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True, denominator="quantized_p"),
+        Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True),
         Recipe("sage1", qk="int8", pv="fp16", smooth_k=True),
         Recipe("exact", qk="exact", pv="exact"),
     )

@@ -20,6 +20,7 @@ from .recipe import Recipe
 
 BLOCK_M = 128
 BLOCK_N = 128
+THREAD_TOKENS = 16
 PADDING_BIAS = -1e4
 # P is multiplied by this before it is quantised, so that it fills the format's range. For NVFP4 that is the first of
 # two levels (arXiv 2505.11594, section 3.2): the e4m3 scales of the groups, the second, then use all of their range.
@@ -104,8 +105,13 @@ def quantize_operands(
     query, key = F.pad(query, (0, pad)), F.pad(key, (0, pad))
     if recipe.rotate:
         query, key = transforms.rotate(query), transforms.rotate(key)
-    query, query_scale = _quantize_tokens(query, recipe, recipe.q_tokens_per_scale)
-    key, key_scale = _quantize_tokens(key, recipe, recipe.k_tokens_per_scale)
+    if recipe.qk == "int8":
+        query_codes, query_scale = int8.quantize(query, 1)
+        key_parts = int8.quantize(thread_order(key), THREAD_TOKENS, torch.bfloat16)
+        query, (key, key_scale) = query_codes.float(), (_natural_order(part).float() for part in key_parts)
+    else:
+        query, query_scale = _quantize_nvfp4(query, recipe)
+        key, key_scale = _quantize_nvfp4(key, recipe)
     return Operands(
         query,
         query_scale,
@@ -127,6 +133,7 @@ def attention(
     *,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
+    causal_offset: int = 0,
     scale: float | None = None,
     block_n: int = BLOCK_N,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +145,7 @@ def attention(
             kv_heads.
         recipe: a low-bit recipe.
         mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        is_causal: row i attends to keys 0…i.
+        is_causal: row i attends to keys 0…i + causal_offset.
         scale: default head_dim ** -0.5.
         block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
 
@@ -169,7 +176,9 @@ def attention(
     rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
     for start in range(0, q_len, rows):
         chunk = slice(start, min(start + rows, q_len))
-        attended, lse[:, :, chunk] = _attend(operands, recipe, chunk, kv_len, mask, is_causal, scale, block_n)
+        attended, lse[:, :, chunk] = _attend(
+            operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n
+        )
         # A rounded V can exceed the largest of the unrounded ones, and so its dtype.
         output[:, :, chunk] = attended.clamp(torch.finfo(output.dtype).min, torch.finfo(output.dtype).max)
     if operands.key_mean is not None:
@@ -186,6 +195,7 @@ def _attend(
     kv_len: int,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float,
     block_n: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +208,7 @@ def _attend(
     total = torch.zeros_like(maximum)
     denominator = torch.zeros_like(maximum)
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
-    last_column = min(kv_len, chunk.stop) if is_causal else kv_len
+    last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
     for column in range(0, last_column, block_n):
         tile = slice(column, column + block_n)
         scores = (query @ operands.key[:, :, tile].unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
@@ -212,7 +222,7 @@ def _attend(
                 block_scores.add_(delta[:, :, block : block + 1], alpha=scale)
         scores[..., kv_len - column :] = -torch.inf
         inside = scores[..., : kv_len - column]
-        inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column))
+        inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column, causal_offset))
 
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
@@ -240,14 +250,29 @@ def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _quantize_tokens(x: torch.Tensor, recipe: Recipe, tokens_per_scale: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Element values of Q or K and the scale of each token."""
-    if recipe.qk == "int8":
-        tokens = x.shape[-2]
-        codes, scale = int8.quantize(F.pad(x, (0, 0, 0, -tokens % tokens_per_scale)), tokens_per_scale)
-        return codes[..., :tokens, :].float(), scale[..., :tokens, :]
-    values = nvfp4.quantize_dequantize(x, recipe.scale_steps, _tensor_scale(x, recipe))
-    return values, values.new_ones(*x.shape[:-1], 1)
+def thread_order(key: torch.Tensor) -> torch.Tensor:
+    """Tokens of each block of 64 in the order in which the four threads of a quad hold their scores.
+
+    Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. Tokens that share a scale
+    are those 16 (j = 0…7), so that a thread needs one scale per block.
+
+    Args:
+        key: (..., tokens, channels), tokens a multiple of 64.
+    """
+    return key.unflatten(-2, (-1, 8, 4, 2)).transpose(-4, -3).flatten(-5, -2)
+
+
+def _natural_order(key: torch.Tensor) -> torch.Tensor:
+    """The inverse of `thread_order`."""
+    return key.unflatten(-2, (-1, 4, 8, 2)).transpose(-4, -3).flatten(-5, -2)
+
+
+def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of Q or K after NVFP4, and 1 for each token, because scales are in the values."""
+    tokens = x.shape[-2]
+    blocks = F.pad(x, (0, 0, 0, -tokens % BLOCK_M)).unflatten(-2, (-1, BLOCK_M))
+    values = nvfp4.quantize_dequantize(blocks, recipe.scale_steps, _tensor_scale(blocks, recipe))
+    return values.flatten(-3, -2)[..., :tokens, :], x.new_ones(*x.shape[:-1], 1)
 
 
 def _quantize_value(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:

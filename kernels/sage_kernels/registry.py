@@ -94,8 +94,11 @@ class Kernel:
         native: it runs on the hardware its recipes were made for; otherwise it reproduces their numerics.
         unsupported: reason why it cannot serve a request, "" when it can. A reason names limits, not the request's
             sizes, so that equal reasons compare equal.
-        run: (query, key, value, *, mask, is_causal, scale, recipe, return_lse) -> (output, lse), as `ops.attention`
-            documents; recipe is the Recipe, and lse may be anything when return_lse is false.
+        run: (query, key, value, *, mask, is_causal, causal_offset, scale, recipe, return_lse) -> (output, lse), as
+            `ops.attention` documents; recipe is the Recipe, and lse may be anything when return_lse is false.
+        run_packed: the same for sequences packed one after the other: (query, key, value, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, seqused_k, *, is_causal, causal_offset, scale, recipe, return_lse), tensors
+            (1, heads, total tokens, channels); None: `run` serves one sequence at a time.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Kernel:
     native: bool
     unsupported: Callable[[Request], str]
     run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    run_packed: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 @dataclass(frozen=True)

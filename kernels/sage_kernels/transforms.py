@@ -12,15 +12,44 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
+BLOCK = 128
 ROTATION_SEED = 0x5A6E
+
+
+def _tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over blocks of 128 tokens, each by a tree of halves: (..., tokens, channels) -> (..., blocks, channels)."""
+    x = F.pad(x, (0, 0, 0, -x.shape[-2] % BLOCK)).unflatten(-2, (-1, BLOCK))
+    while x.shape[-2] > 1:
+        first, second = x.chunk(2, -2)
+        x = first + second
+    return x.squeeze(-2)
+
+
+def sum_of_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens in one order, whatever computes it, so that kernels can have these bits.
+
+    Blocks of 128 tokens by a tree of halves, 128 block sums again so, and what is left one after the other.
+
+    Args:
+        x: float32 (..., tokens, channels).
+
+    Returns:
+        float32 (..., 1, channels).
+    """
+    groups = _tree_sum(_tree_sum(x))
+    total = groups[..., :1, :]
+    for group in range(1, groups.shape[-2]):
+        total = total + groups[..., group : group + 1, :]
+    return total
 
 
 def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """Mean over valid tokens, non-finite elements counted as 0 (so that one bad token does not spoil the others).
 
     Args:
-        x: float32 (..., tokens, channels).
+        x: float32 (..., tokens, channels), at least one token.
         valid: bool broadcastable to (..., tokens, 1); None: every token is valid. Without a valid token the mean is 0.
 
     Returns:
@@ -28,9 +57,9 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
     """
     x = torch.where(x.isfinite(), x, 0.0)
     if valid is None:
-        return x.mean(-2, keepdim=True)
+        return sum_of_tokens(x) / x.new_full((1, 1), x.shape[-2])
     valid = valid.expand(*valid.shape[:-2], x.shape[-2], 1)
-    return torch.where(valid, x, 0.0).sum(-2, keepdim=True) / valid.sum(-2, keepdim=True).clamp_min(1)
+    return sum_of_tokens(torch.where(valid, x, 0.0)) / valid.sum(-2, keepdim=True).clamp_min(1).float()
 
 
 def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,30 +83,27 @@ def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @lru_cache(maxsize=16)
-def rotation(size: int) -> torch.Tensor:
-    """The orthonormal rotation: a Hadamard matrix (Sylvester's construction) whose rows have fixed random signs.
-
-    Args:
-        size: a power of two.
-
-    Returns:
-        float32 (size, size) on the CPU; rotation @ rotation.T is the identity.
+def rotation_signs(size: int) -> torch.Tensor:
+    """The fixed random signs of the rotation: float32 (size,) of ±1 on the CPU.
 
     Raises:
         ValueError: size is not a power of two.
     """
     if size < 1 or size & (size - 1):
         raise ValueError(f"rotation needs a power of two; got {size}: pad the head dimension with zeros")
-    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    while matrix.shape[0] < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
     generator = torch.Generator("cpu").manual_seed(ROTATION_SEED)
-    signs = torch.randint(0, 2, (size, 1), generator=generator, device="cpu") * 2 - 1
-    return signs * matrix / size**0.5
+    return torch.randint(0, 2, (size,), generator=generator, device="cpu").float() * 2 - 1
+
+
+def rotation_block(head_dim: int) -> int:
+    """The largest power of two that divides head_dim: rotation works in blocks of it (64 and 128: one block)."""
+    return head_dim & -head_dim
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the head dimension, in blocks of the largest power of two that divides it (64 and 128: one block).
+    """Rotate the head dimension: signs, then an orthonormal Walsh-Hadamard transform, in blocks of `rotation_block`.
+
+    The transform adds in one order, by butterflies of distance 1, 2, 4 …, so that kernels can have these bits.
 
     Args:
         x: float32 (..., head_dim).
@@ -85,5 +111,11 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 (..., head_dim); dot products of two rotated vectors are those of the vectors.
     """
-    block = x.shape[-1] & -x.shape[-1]
-    return (x.unflatten(-1, (-1, block)) @ rotation(block).to(x.device)).flatten(-2)
+    block = rotation_block(x.shape[-1])
+    x = x.unflatten(-1, (-1, block)) * rotation_signs(block).to(x.device)
+    distance = 1
+    while distance < block:
+        first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((first + second, first - second), -2).flatten(-3)
+        distance *= 2
+    return (x * block**-0.5).flatten(-2)

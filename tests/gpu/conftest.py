@@ -1,5 +1,6 @@
 """Everything in this folder is marked `gpu` and needs a CUDA device."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,3 +15,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that PyTorch hands out uninitialised holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

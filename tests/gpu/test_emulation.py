@@ -9,6 +9,7 @@ from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.recipe import RECIPES
 
 LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def draw(q_heads=4, kv_heads=2, q_len=300, kv_len=500, head_dim=64, dtype=torch.float32):
@@ -50,18 +51,34 @@ def test_emulation_has_the_error_of_the_cpus(recipe, arguments):
     expected, _ = reference.attention(*inputs, RECIPES[recipe], **options)
     on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     output = sage_attention(*(x.cuda() for x in inputs), **on_gpu, enable_gqa=True, recipe=recipe, fallback="emulate")
-    assert (output.cpu() - truth).abs().sum() <= 1.01 * (expected - truth).abs().sum()
+    assert (output.cpu() - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
 
 
-def test_a_recipe_without_a_native_kernel_runs_exactly_and_the_plan_says_why():
+def plan_of(*inputs, **arguments):
     layer = torch.nn.Identity()
-    inputs = [x.cuda() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
-    output = record.run_in_layer(layer, sage_attention, *inputs)
+    record.run_in_layer(layer, sage_attention, *inputs, **arguments)
     (plan,) = record.last_plans(layer)
-    assert (plan.kernel, plan.numerics) == ("sdpa", "exact")
+    return plan
+
+
+@pytest.mark.skipif(CAPABILITY != (9, 0), reason="says what runs on sm_90")
+def test_on_hopper_sage3_runs_as_sage2_and_is_emulated_where_asked_for():
+    inputs = [x.cuda() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
+    plan = plan_of(*inputs)
+    assert (plan.recipe, plan.kernel, plan.numerics) == ("sage2", "int8_forward", "native")
     assert 'fallback="emulate"' in plan.reason
-    truth, _ = exact.attention(*inputs)
-    assert (output - truth).abs().sum() <= 2**-7 * truth.abs().sum()
+    plan = plan_of(*inputs, fallback="emulate")
+    assert (plan.recipe, plan.kernel, plan.numerics) == ("sage3", "nvfp4_forward_emulated", "emulated")
+    for recipe in ("sage1", "sage2"):
+        plan = plan_of(*inputs, recipe=recipe, fallback="error")
+        assert (plan.recipe, plan.kernel, plan.numerics) == (recipe, "int8_forward", "native")
+
+
+def test_short_calls_run_exactly_and_the_plan_says_why():
+    inputs = [x.cuda() for x in draw(kv_heads=4, q_len=1, dtype=torch.bfloat16)]
+    plan = plan_of(*inputs)
+    assert (plan.kernel, plan.numerics) == ("sdpa", "exact")
+    assert "too short" in plan.reason
 
 
 def test_exact_attention_with_grouped_queries_and_a_mask_needs_linear_memory():

@@ -8,6 +8,7 @@ import tiny_pipelines as tiny
 from transformers import BloomConfig, BloomForCausalLM, Gemma2Config
 
 import sage_hf
+from sage_hf.bench import measure
 from sage_hf.cli import main
 from sage_kernels.recipe import RECIPES
 
@@ -175,3 +176,36 @@ def test_explain_refuses_step_rules_for_a_model_without_steps(tmp_path, capsys):
     code = main(["explain", "--pretrained", str(tmp_path / "model"), "--config", str(tmp_path / "steps.json")])
     assert code == 2
     assert "takes no timestep" in capsys.readouterr().err
+
+
+def test_bench_explains_itself_and_refuses_a_machine_without_the_gpu_it_measures(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--help"])
+    assert stop.value.code == 0 and "hunyuanvideo-720p" in capsys.readouterr().out
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for device in ("cuda", "cpu"):
+        assert f"--device {device}: the benchmark times GPU kernels" in refused(capsys, "bench", "--device", device)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--shapes", "5k"])
+    assert stop.value.code == 2 and "invalid choice: '5k'" in capsys.readouterr().err
+
+
+def test_bench_measures_prints_and_writes_what_was_asked_for(monkeypatch, tmp_path, capsys):
+    asked = {}
+
+    def run(device, shapes, providers, commit, progress):
+        asked.update(shapes=[shape.name for shape in shapes], providers={one.name for one in providers})
+        row = measure._row(shapes[0], providers[0]) | {"tflops": 500.0, "ms": 1.0, "compile_s": 0.0}
+        row |= {"rel_l1": 0.01, "rel_l1_biased": 0.01, "peak_extra_bytes": 0}
+        facts = {"gpu": "NVIDIA RTX 5090", "torch": "2", "triton": "3", "cuda": "13", "commit": commit, "date": "today"}
+        return {**facts, "quantizers": [], "rows": [row]}
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(measure, "run", run)
+    assert main(["bench", "--shapes", "flux", "--providers", "fa3", "cudnn", "--output", str(tmp_path / "new")]) == 0
+    assert asked == {"shapes": ["flux"], "providers": {"cudnn", "fa3"}}
+    assert "1×24×4608×128" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        "nvidia-rtx-5090-forward.json",
+        "nvidia-rtx-5090-forward.png",
+    }

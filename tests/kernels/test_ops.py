@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_kernels import ops, reference
+from sage_kernels import exact, ops, reference
 from sage_kernels.recipe import RECIPES
 
 
@@ -24,7 +24,7 @@ def test_opcheck_passes(dtype, recipe, return_lse):
     for arguments in ((None, True), (mask, False)):
         torch.library.opcheck(
             torch.ops.sage_kernels.attention.default,
-            (*draw(dtype=dtype), *arguments, None, recipe, "native", return_lse),
+            (*draw(dtype=dtype), *arguments, 0, None, recipe, "native", return_lse),
         )
 
 
@@ -70,3 +70,60 @@ def test_backward_raises_instead_of_cutting_the_gradient():
     output, _ = ops.attention(query.requires_grad_(), key, value)
     with pytest.raises(NotImplementedError, match="forward only"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "exact"])
+@pytest.mark.parametrize("offset", [0, 20, -30])
+def test_a_causal_offset_moves_the_diagonal(recipe, offset):
+    """20 = kv_len - q_len: aligned lower right, as decoding is. The first 30 rows of -30 may attend to nothing."""
+    inputs = draw()
+    seen = torch.ones(70, 90, dtype=torch.bool).tril(offset)
+    output, lse = ops.attention(*inputs, is_causal=True, causal_offset=offset, recipe=recipe, return_lse=True)
+    truth, truth_lse = exact.attention(*inputs, mask=seen[None, None])
+    expected, _ = (
+        reference.attention(*inputs, RECIPES[recipe], is_causal=True, causal_offset=offset)
+        if recipe != "exact"
+        else (truth, None)
+    )
+    assert (output - truth).abs().sum() <= 1.01 * (expected - truth).abs().sum() + 1e-5 * truth.abs().sum()
+    assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
+    assert not output[:, :, : max(0, -offset)].any()
+
+
+def pack(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "exact"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_are_those_sequences(recipe, is_causal):
+    q_lengths, kv_lengths, used = [70, 1, 0, 64], [90, 33, 70, 128], [80, 33, 70, 0]
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(sum(lengths), heads, 32, generator=generator)
+        for lengths, heads in ((q_lengths, 4), (kv_lengths, 2), (kv_lengths, 2))
+    )
+    output, lse = ops.packed_attention(
+        query, key, value, pack(q_lengths), pack(kv_lengths), 70, 128,
+        seqused_k=torch.tensor(used, dtype=torch.int32), is_causal=is_causal, recipe=recipe, return_lse=True,
+    )  # fmt: skip
+    first_q = first_k = 0
+    for q_len, kv_len, length in zip(q_lengths, kv_lengths, used, strict=True):
+        rows = slice(first_q, first_q + q_len)
+        parts = query[rows], key[first_k : first_k + length], value[first_k : first_k + length]
+        expected, expected_lse = ops.attention(
+            *(part.transpose(0, 1).unsqueeze(0) for part in parts), is_causal=is_causal, recipe=recipe,
+            fallback="emulate", return_lse=True,
+        )  # fmt: skip
+        assert torch.equal(output[rows], expected[0].transpose(0, 1))
+        assert torch.equal(lse[:, rows], expected_lse[0])
+        first_q, first_k = first_q + q_len, first_k + kv_len
+
+
+def test_opcheck_passes_for_packed_sequences():
+    query, key, value = (x[0].transpose(0, 1) for x in draw())
+    lengths = (pack([30, 40]), pack([50, 40]), 40, 50, torch.tensor([45, 40], dtype=torch.int32))
+    torch.library.opcheck(
+        torch.ops.sage_kernels.packed_attention.default,
+        (query, key, value, *lengths, True, 0, None, "sage2", "native", True),
+    )

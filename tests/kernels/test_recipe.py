@@ -35,13 +35,9 @@ def test_the_recipes_are_those_of_the_table():
             pv="fp8",
             smooth_k=True,
             smooth_v=True,
-            denominator="quantized_p",
-            q_tokens_per_scale=1,
-            k_tokens_per_scale=64,
+            denominator="p",
         ),
-        "sage1": Recipe(
-            "sage1", qk="int8", pv="fp16", smooth_k=True, denominator="p", q_tokens_per_scale=1, k_tokens_per_scale=64
-        ),
+        "sage1": Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, denominator="p"),
         "exact": Recipe("exact", qk="exact", pv="exact"),
     } == RECIPES
 
@@ -52,45 +48,51 @@ def test_what_is_no_recipe_is_refused_with_the_list(name):
         get_recipe(name)
 
 
+def in_blocks(x, *options):
+    """NVFP4 with a tensor scale for every 128 tokens."""
+    return nvfp4.quantize(x.unflatten(-2, (-1, 128)), *options).dequantize().flatten(-3, -2)
+
+
 def test_sage3_operands_are_smoothed_rotated_and_searched():
     query, key, value = draw()
     operands = reference.quantize_operands(query, key, value, RECIPES["sage3"])
-    key = key - key.mean(-2, keepdim=True)
-    blocks = query.unflatten(-2, (2, 128))
-    query = (blocks - blocks.mean(-2, keepdim=True)).flatten(-3, -2)
-    value = (value - value.mean(-2, keepdim=True)).mT
+    key, _ = transforms.smooth(key)
+    query, query_mean = transforms.smooth_blocks(query, 128)
+    value = transforms.smooth(value)[0].mT
     assert torch.equal(operands.smooth_key, key)
-    assert torch.equal(operands.query_mean, blocks.mean(-2))
-    assert torch.equal(operands.query, nvfp4.quantize(transforms.rotate(query), (-2, 6)).dequantize())
-    assert torch.equal(operands.key, nvfp4.quantize(transforms.rotate(key), (-2, 6)).dequantize())
+    assert torch.equal(operands.query_mean, query_mean)
+    assert torch.equal(operands.query, in_blocks(transforms.rotate(query), (-2, 6)))
+    assert torch.equal(operands.key, in_blocks(transforms.rotate(key), (-2, 6)))
     assert torch.equal(operands.value * operands.value_scale, nvfp4.quantize(value, (-2, 6)).dequantize().mT)
 
 
 def test_sage3_paper_operands_are_smoothed_in_the_published_format():
     query, key, value = draw()
     operands = reference.quantize_operands(query, key, value, RECIPES["sage3_paper"])
-    blocks = query.unflatten(-2, (2, 128))
-    query = (blocks - blocks.mean(-2, keepdim=True)).flatten(-3, -2)
+    query, key = transforms.smooth_blocks(query, 128)[0], transforms.smooth(key)[0]
     one = torch.ones(1, 1)
     assert torch.equal(operands.query, nvfp4.quantize(query, tensor_scale=one).dequantize())
-    assert torch.equal(operands.key, nvfp4.quantize(key - key.mean(-2, keepdim=True), tensor_scale=one).dequantize())
+    assert torch.equal(operands.key, nvfp4.quantize(key, tensor_scale=one).dequantize())
     assert torch.equal(operands.value, nvfp4.quantize(value.mT, tensor_scale=one).dequantize().mT)
     assert operands.value_mean is None
 
 
 @pytest.mark.parametrize("name", ["sage2", "sage1"])
-def test_int8_operands_have_a_scale_per_query_and_per_64_keys(name):
+def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
     query, key, value = draw()
     operands = reference.quantize_operands(query, key, value, RECIPES[name])
-    for (codes, scale), (expected, expected_scale) in zip(
-        ((operands.query, operands.query_scale), (operands.key, operands.key_scale)),
-        (int8.quantize(query, 1), int8.quantize(key - key.mean(-2, keepdim=True), 64)),
-        strict=True,
-    ):
-        assert torch.equal(codes, expected.float())
-        assert torch.equal(scale, expected_scale)
+    codes, scale = int8.quantize(query, 1)
+    assert torch.equal(operands.query, codes.float())
+    assert torch.equal(operands.query_scale, scale)
+    key, _ = transforms.smooth(key)
+    for first in range(0, key.shape[-2], 64):
+        for thread in range(4):
+            tokens = [first + 8 * j + 2 * thread + e for j in range(8) for e in (0, 1)]
+            codes, scale = int8.quantize(key[..., tokens, :], 16, torch.bfloat16)
+            assert torch.equal(operands.key[..., tokens, :], codes.float())
+            assert torch.equal(operands.key_scale[..., tokens, :], scale.float())
     if name == "sage2":
-        codes, scale = fp8.quantize(value - value.mean(-2, keepdim=True), dim=-2)
+        codes, scale = fp8.quantize(transforms.smooth(value)[0], dim=-2)
     else:
         codes, scale = fp16.quantize(value)
     assert torch.equal(operands.value, codes.float())

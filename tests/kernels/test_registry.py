@@ -7,9 +7,11 @@ import torch
 
 from sage_kernels import registry
 from sage_kernels.registry import Kernel, KernelUnavailableError, Request, select
+from sage_kernels.triton import registration
 
 CPU = Request("sage3", "cpu", None, torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64, "none", False, False)
 GPU = replace(CPU, device_type="cuda", capability=(9, 0))
+VOLTA = replace(GPU, capability=(7, 0))
 
 
 def never_runs(*args, **kwargs):
@@ -18,8 +20,8 @@ def never_runs(*args, **kwargs):
 
 @pytest.fixture
 def add_kernel(monkeypatch):
-    """Register kernels for one test."""
-    monkeypatch.setattr(registry, "_kernels", dict(registry._kernels))
+    """Register kernels beside the reference for one test."""
+    monkeypatch.setattr(registry, "_kernels", {"reference": registry.get_kernel("reference")})
     select.cache_clear()
 
     def add(name, recipe, unsupported=lambda request: "", native=True):
@@ -37,15 +39,61 @@ def test_a_cpu_emulates_the_recipe_asked_for():
 
 
 def test_a_gpu_without_a_native_kernel_runs_exact_attention_and_says_why():
-    plan = select(GPU)
+    plan = select(VOLTA)
     assert (plan.kernel, plan.recipe, plan.numerics) == ("sdpa", "exact", "exact")
     assert plan.is_fallback
-    assert plan.reason == 'sage3, sage2, sage1: not native here; fallback="emulate" gives its numerics'
+    assert "compute capability is none of 8.0" in plan.reason
+    assert 'sage3, sage2, sage1: not native here; fallback="emulate" gives its numerics' in plan.reason
 
 
-def test_emulate_gives_the_recipes_numerics_on_any_device():
-    plan = select(GPU, "emulate")
-    assert (plan.kernel, plan.recipe, plan.numerics) == ("reference", "sage3", "emulated")
+@pytest.mark.parametrize(
+    ("capability", "triton", "recipe", "kernel"),
+    [
+        ((8, 0), (3, 9), "sage1", "int8_forward"),
+        ((8, 6), (3, 9), "sage1", "int8_forward"),
+        ((8, 9), (3, 9), "sage2", "int8_forward"),
+        ((9, 0), (3, 4), "sage2", "int8_forward"),
+        ((10, 0), (3, 8), "sage2", "int8_forward"),
+        ((10, 0), (3, 9), "sage3", "nvfp4_forward"),
+        ((10, 3), (3, 9), "sage3", "nvfp4_forward"),
+        ((12, 0), (3, 4), "sage2", "int8_forward"),
+        ((12, 0), (3, 6), "sage3", "nvfp4_forward"),
+        ((12, 1), (3, 4), "exact", "sdpa"),
+        ((12, 1), (3, 9), "sage3", "nvfp4_forward"),
+    ],
+)
+def test_every_gpu_runs_the_best_recipe_it_has(monkeypatch, capability, triton, recipe, kernel):
+    monkeypatch.setattr(registration, "triton_version", lambda: triton)
+    select.cache_clear()
+    plan = select(replace(GPU, capability=capability))
+    select.cache_clear()
+    assert (plan.recipe, plan.kernel) == (recipe, kernel)
+    assert plan.is_fallback == (recipe != "sage3")
+
+
+def test_without_triton_the_plan_says_so(monkeypatch):
+    monkeypatch.setattr(registration, "triton_version", lambda: None)
+    select.cache_clear()
+    plan = select(GPU)
+    select.cache_clear()
+    assert plan.kernel == "sdpa"
+    assert "Triton is not installed" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [({"head_dim": 272}, "head_dim above 256"), ({"batch": 65536}, "65535"), ({"dtype": torch.float64}, "dtype must")],
+)
+def test_a_kernels_limits_are_said(sizes, reason):
+    assert reason in select(replace(GPU, recipe="sage2", **sizes)).reason
+
+
+@pytest.mark.parametrize(
+    ("request_", "kernel"), [(CPU, "reference"), (VOLTA, "reference"), (GPU, "nvfp4_forward_emulated")]
+)
+def test_emulate_gives_the_recipes_numerics_on_any_device(request_, kernel):
+    plan = select(request_, "emulate")
+    assert (plan.kernel, plan.recipe, plan.numerics) == (kernel, "sage3", "emulated")
 
 
 @pytest.mark.parametrize("request_", [CPU, GPU])

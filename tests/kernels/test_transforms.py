@@ -12,14 +12,14 @@ def random(*shape, seed=0):
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64, 128, 256])
 def test_rotation_is_orthonormal(size):
-    matrix = transforms.rotation(size).double()
+    matrix = transforms.rotate(torch.eye(size)).double()
     # Entries are ±size**-0.5, rounded to float32 when that is no power of two.
     assert (matrix @ matrix.T - torch.eye(size)).abs().max() <= 2**-22
 
 
 def test_rotation_refuses_what_is_no_power_of_two():
     with pytest.raises(ValueError, match="got 96: pad"):
-        transforms.rotation(96)
+        transforms.rotation_signs(96)
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
@@ -43,6 +43,27 @@ def test_the_mean_ignores_tokens_that_are_not_valid():
     poisoned = x.clone()
     poisoned[:, :, 6:] = 1e9
     assert torch.allclose(transforms.mean_of_tokens(poisoned, valid), x[:, :, :6].mean(-2, keepdim=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 128, 129, 20000])
+def test_sums_have_one_order(tokens):
+    """Redone one addition at a time: halves of 128, halves of 128 of those, then in order."""
+    x = random(tokens, 2)
+
+    def halves(rows):
+        while len(rows) > 1:
+            middle = len(rows) // 2
+            rows = [first + second for first, second in zip(rows[:middle], rows[middle:], strict=True)]
+        return rows[0]
+
+    def level(rows):
+        rows = [*rows, *[torch.zeros(2)] * (-len(rows) % 128)]
+        return [halves(rows[first : first + 128]) for first in range(0, len(rows), 128)]
+
+    total, *rest = level(level(list(x)))
+    for group in rest:
+        total = total + group
+    assert torch.equal(transforms.sum_of_tokens(x)[0], total)
 
 
 def test_the_mean_of_no_token_is_zero():

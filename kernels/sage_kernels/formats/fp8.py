@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .reciprocal import reciprocal
+
 E4M3_MAX = 448.0
 
 
@@ -32,7 +34,7 @@ def quantize(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     scale = x.abs().amax(dim, keepdim=True) * (1 / E4M3_MAX)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    return round_to_e4m3(torch.where(scale == 0, 0.0, x / scale)), scale
+    return round_to_e4m3(x * reciprocal(scale)), scale
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

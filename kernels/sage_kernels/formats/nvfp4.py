@@ -84,18 +84,18 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tupl
     amax = groups.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax, torch.nan)
     scale = round_to_e4m3(amax * (1 / E2M1_MAX))
-    elements = _divide_and_round(groups, scale.float())
+    elements = _scale_and_round(groups, scale.float())
     if scale_steps == (0, 0):
         return elements, scale.float()
     codes = scale.view(torch.uint8).int()
     scale = scale.float()
-    error = (elements * scale - groups).square().sum(-1, keepdim=True)
+    error = _squared_error(elements * scale, groups)
     for step in sorted(range(scale_steps[0], scale_steps[1] + 1), key=lambda step: (abs(step), step)):
         if step == 0:
             continue
         other = (codes + step).clamp(0, LARGEST_E4M3_CODE).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        other_elements = _divide_and_round(groups, other)
-        other_error = (other_elements * other - groups).square().sum(-1, keepdim=True)
+        other_elements = _scale_and_round(groups, other)
+        other_error = _squared_error(other_elements * other, groups)
         better = other_error < error
         elements = torch.where(better, other_elements, elements)
         scale = torch.where(better, other, scale)
@@ -103,9 +103,17 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tupl
     return elements, scale
 
 
-def _divide_and_round(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    # A scale rounds to 0 only where the group is below a quarter, which rounds to 0 undivided.
-    return round_to_e2m1(groups / torch.where(scale == 0, 1.0, scale))
+def _scale_and_round(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # A scale rounds to 0 only where the group is below a quarter, which rounds to 0 unscaled.
+    return round_to_e2m1(groups * (1 / torch.where(scale == 0, 1.0, scale)))
+
+
+def _squared_error(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Squared error of each group, summed in one order (adjacent pairs) so that kernels choose the same scales."""
+    error = (values - groups).square()
+    while error.shape[-1] > 1:
+        error = error[..., 0::2] + error[..., 1::2]
+    return error
 
 
 def quantize(

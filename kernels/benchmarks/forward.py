@@ -1,0 +1,41 @@
+"""Forward attention: our recipes beside SDPA, cuDNN, FA3 and the authors' SageAttention, on this machine's GPU.
+
+python kernels/benchmarks/forward.py --output kernels/benchmarks/results
+python kernels/benchmarks/forward.py --render kernels/benchmarks/results/nvidia-h200-forward.json
+
+The first measures and writes <gpu>-forward.json and .png, as `sage-hf bench` does on a user's GPU. The second draws
+the plot of a JSON again and prints the README's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+from sage_hf.bench import command, plots, tables
+
+
+def git_commit() -> str:
+    """Of the checkout; "" where there is none."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_arguments(parser)
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: plot and table of this file")
+    args = parser.parse_args()
+    if args.render:
+        result = json.loads(args.render.read_text(encoding="utf-8"))
+        plots.plot(result, args.render.with_suffix(".png"))
+        print(tables.markdown(result))
+    else:
+        command.execute(args, git_commit() if args.commit is None else args.commit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Compiling recorded launches ahead of time, for any architecture and without a GPU, and reading their machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+from .launch import Launch
+
+MATRIX_INSTRUCTION = re.compile(r"(UTC)?[A-Z]G?MMA$")
+SPILLS = ("LDL", "STL")
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_LABEL = re.compile(r"(\.L_\w+):")
+_TARGET = re.compile(r"\.L_\w+")
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Instructions of a kernel or of one of its loops, counted by opcode without modifiers."""
+
+    counts: Counter[str]
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self.counts.total()
+
+    @property
+    def matrix_opcodes(self) -> frozenset[str]:
+        """The matrix instructions among them, such as IMMA or HGMMA."""
+        return frozenset(opcode for opcode in self.counts if MATRIX_INSTRUCTION.match(opcode))
+
+    @property
+    def matrix_products(self) -> int:
+        """How many of them are matrix instructions."""
+        return sum(self.counts[opcode] for opcode in self.matrix_opcodes)
+
+    @property
+    def spills(self) -> int:
+        """How many of them move registers to local memory or back."""
+        return sum(self.counts[opcode] for opcode in SPILLS)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What a kernel's machine code consists of.
+
+    Attributes:
+        instructions: all of them.
+        loops: those of each loop, inner loops included, in the order of the loops' ends.
+        registers: per thread.
+        stack_bytes: per thread.
+    """
+
+    instructions: Instructions
+    loops: tuple[Instructions, ...]
+    registers: int
+    stack_bytes: int
+
+    @property
+    def main_loop(self) -> Instructions:
+        """The shortest of the loops with the most matrix instructions.
+
+        Raises:
+            ValueError: no loop has any.
+        """
+        loops = [loop for loop in self.loops if loop.matrix_products]
+        return max(loops, key=lambda loop: (loop.matrix_products, -loop.total))
+
+
+class _CompileOnlyDriver:
+    """What compiling asks of a Triton driver: the architecture, and a device, which keys the JIT's cache."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> GPUTarget:
+        return self.target
+
+    def get_current_stream(self, device: GPUTarget) -> int:
+        return 0
+
+
+def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
+    """What Triton compiles when `launch` runs on a GPU of that capability, specialised to the same arguments.
+
+    Not for concurrent use with launches: Triton's driver is another one meanwhile.
+    """
+    state = dict(vars(driver))
+    driver.set_active(_CompileOnlyDriver(capability))
+    try:
+        return launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants, **launch.options)
+    finally:
+        vars(driver).update(state)
+
+
+def machine_code(cubin: bytes) -> MachineCode:
+    """Disassemble a kernel, `compile_launch(...).asm["cubin"]`, with the tools that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = _run(knobs.nvidia.nvdisasm.path, "-c", file.name)
+        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
+    resources = _RESOURCES.search(usage)
+    if resources is None:
+        raise ValueError(f"cuobjdump reports no resource usage: {usage}")
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[Instructions] = []
+    after_exit = 0
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(opcodes)
+        elif instruction := _INSTRUCTION.search(line):
+            predicate, opcode, operands = instruction.groups()
+            opcode = opcode.partition(".")[0]
+            opcodes.append(opcode)
+            if opcode == "EXIT" and not predicate:
+                after_exit = len(opcodes)
+            target = _TARGET.search(operands) if opcode == "BRA" else None
+            # Code behind the exit returns from detours of divergent warps: a way back, but no loop.
+            if target and labels.get(target[0], -1) >= after_exit:
+                loops.append(Instructions(Counter(opcodes[labels[target[0]] :])))
+    return MachineCode(Instructions(Counter(opcodes)), tuple(loops), int(resources[1]), int(resources[2]))
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

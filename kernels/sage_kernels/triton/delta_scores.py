@@ -1,0 +1,136 @@
+"""What smoothing Q takes from the scores: each block's mean of Q times K, where `nvfp4_forward` starts its sums."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+from .mask_tiles import MaskTiles
+from .quantize_nvfp4 import NVFP4Operands
+from .sequences import BLOCK, Sequences, ceil_div, operand_row, sequence_range, stride_of
+from .statistics import load_tokens
+
+BLOCK_ROWS = tl.constexpr(BLOCK)
+
+
+def delta_scores(
+    operands: NVFP4Operands,
+    key: torch.Tensor,
+    tiles: MaskTiles | None,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    first_block: int,
+    delta: torch.Tensor,
+) -> None:
+    """Write what smoothing took from the scores of the blocks of rows from `first_block` on.
+
+    Args:
+        delta: float32 (batch, q_heads, blocks, keys), written: the block's mean · (K - its mean), divided by the tensor
+            scales of Q and K, keys in the order of the operands' rows: what the accumulators start from.
+    """
+    assert operands.query_mean is not None
+    batch, q_heads, blocks, columns = delta.shape
+    channels = operands.query_mean.shape[-1]
+    key_mean = operands.statistics.key_mean
+    valid = None if tiles is None else tiles.valid
+    keys = 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: at most 64 KiB
+    launch(
+        delta_scores_of_means,
+        (ceil_div(columns, keys), ceil_div(blocks, 16), batch * q_heads),
+        operands.query_mean,
+        operands.query_tensor_scale,
+        key,
+        key_mean,
+        operands.key_tensor_scale,
+        delta,
+        valid,
+        q_sequences.ranges,
+        kv_sequences.ranges,
+        q_sequences.tokens,
+        kv_sequences.tokens,
+        q_sequences.rows // BLOCK,
+        kv_sequences.rows // BLOCK,
+        columns,
+        blocks,
+        first_block,
+        q_heads,
+        q_heads // key_mean.shape[1],
+        key_mean.shape[2],
+        key.shape[3],
+        0 if kv_sequences.packed else key.stride(0),
+        *key.stride()[1:],
+        stride_of(valid),
+        CHANNELS=channels,
+        BLOCK_N=keys,
+        HAS_VALID=valid is not None,
+        PACKED=q_sequences.packed,
+        RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "first_block", "blocks"])
+def delta_scores_of_means(
+    query_mean,
+    query_tensor_scale,
+    key,
+    key_mean,
+    key_tensor_scale,
+    delta,
+    valid,
+    q_ranges,
+    kv_ranges,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    columns,
+    blocks,
+    first_block,
+    q_heads,
+    group,
+    key_mean_channels,
+    channels,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """16 blocks of rows and BLOCK_N keys of one (batch, q head)."""
+    first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
+    batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
+    kv_head, kv_heads = head // group, q_heads // group
+    _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
+    k_start, kv_len, k_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    block = tl.program_id(1) * 16 + tl.arange(0, 16)
+    inside = (block < blocks) & (first_block + block < tl.cdiv(q_len, BLOCK_ROWS))
+    row = operand_row(batch, head, q_heads, q_blocks, q_operand_start // BLOCK_ROWS, PACKED) + first_block + block
+    channel = tl.arange(0, CHANNELS)
+    mean = tl.load(query_mean + row[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0)
+    factor = tl.load(query_tensor_scale + row, mask=inside, other=1.0)
+    if first_column < kv_len:
+        # Row p of each 32 of the operand holds this key.
+        p = tl.arange(0, BLOCK_N)
+        token = first_column + p // 32 * 32 + p % 32 // 8 * 2 + p % 8 // 2 * 8 + p % 2
+        if HAS_VALID:
+            valid += batch * valid_stride
+        key += batch * stride_batch + kv_head * stride_head
+        k, counts = load_tokens(
+            key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
+        )
+        of_head = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
+        k = tl.where(counts[:, None], k - tl.load(of_head, mask=channel < key_mean_channels, other=0.0)[None, :], 0.0)
+        scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
+        k_block = operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
+        scores = scores / factor[:, None] / tl.load(key_tensor_scale + k_block + first_column // BLOCK_ROWS)
+        into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + p[None, :]
+        tl.store(into, scores, mask=inside[:, None])

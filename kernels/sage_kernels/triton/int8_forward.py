@@ -1,0 +1,460 @@
+"""The kernel of recipes `sage1` (INT8·FP16) and `sage2` (INT8·FP8): Q·Kᵀ in INT8, P·V in e4m3 or float16.
+
+A tile of scores comes out of the matrix units as integers. A thread needs one scale of K for each 64 keys
+(`reference.thread_order`), so its maxima are taken of integers, and scaling is one multiplication of the maximum and
+part of the exponent's fused multiply-add. For e4m3, P goes from the one product's registers into the other's: V's
+tokens lie in the order that takes (`quantize_v`). Each tile's P·V is a sum of its own that is added in float32: the
+e4m3 matrix instructions of Hopper keep fewer bits than that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..recipe import Recipe
+from ..reference import P_SCALE
+from . import calls
+from .configs import int8_forward_config
+from .launch import launch
+from .mask_tiles import MaskTiles
+from .quantize_int8 import quantize_key, quantize_query
+from .quantize_v import quantize_value
+from .scores import LN2, LOG2E, base_2, store_clamped
+from .sequences import Sequences, ceil_div, operand_row, power_of_two, sequence_range
+from .statistics import token_statistics
+
+P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["fp8"]))
+
+
+@dataclass(frozen=True)
+class Int8Operands:
+    """Q, K and V as `int8_forward` reads them; shapes in `quantize_int8` and `quantize_v`.
+
+    Attributes:
+        query, query_scale, key, key_scale, value, value_scale: codes and their scales.
+        value_mean: float32 (batch, kv_heads, channels), added to the output.
+        mean_score: float32 (operand batch, q_heads, rows), Q's products with K's mean, for the LSE; or None.
+    """
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    value: torch.Tensor
+    value_scale: torch.Tensor
+    value_mean: torch.Tensor
+    mean_score: torch.Tensor | None
+
+
+def quantize_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    valid: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Int8Operands:
+    """Transform and quantise Q, K, V as `reference.quantize_operands` does; arguments as in `quantize_int8`."""
+    statistics = token_statistics(key, value, recipe, kv_sequences, valid)
+    batch = statistics.key_mean.shape[0]
+    codes, scale, mean_score = quantize_query(query, q_sequences, batch, statistics if return_lse else None)
+    return Int8Operands(
+        codes,
+        scale,
+        *quantize_key(key, kv_sequences, batch, statistics, valid),
+        *quantize_value(value, kv_sequences, batch, statistics, valid, recipe.pv == "fp8"),
+        statistics.value_mean,
+        mean_score,
+    )
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    recipe: Recipe,
+    capability: tuple[int, int],
+    **call: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`ops.attention` of an INT8 recipe.
+
+    Args:
+        query, key, value: as there.
+        recipe: `sage1` or `sage2`.
+        capability: the GPU's; it chooses the tile.
+        call: mask, is_causal, causal_offset, scale and return_lse, as there.
+
+    Returns:
+        (output, lse or None), as there.
+    """
+    channels = power_of_two(max(query.shape[-1], value.shape[-1]))
+    config = int8_forward_config(capability, channels, recipe.pv == "fp8", masked=True)
+    attend = partial(_attend, recipe=recipe, capability=capability)
+    return calls.attention(attend, (config.block_m, config.block_n), query, key, value, **call)
+
+
+def packed_attention(
+    *sequences: Any,
+    recipe: Recipe,
+    capability: tuple[int, int],
+    **call: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`calls.packed_attention` of an INT8 recipe: its arguments besides `attend`, and those of `attention`."""
+    return calls.packed_attention(partial(_attend, recipe=recipe, capability=capability), *sequences, **call)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    *,
+    scale: float,
+    is_causal: bool,
+    causal_offset: int,
+    tiles: MaskTiles | None,
+    recipe: Recipe,
+    capability: tuple[int, int],
+) -> None:
+    valid = None if tiles is None else tiles.valid
+    operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, valid, lse is not None)
+    forward(
+        operands,
+        output,
+        lse,
+        q_sequences,
+        kv_sequences,
+        scale=scale,
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        tiles=tiles,
+        capability=capability,
+    )
+
+
+def forward(
+    operands: Int8Operands,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    *,
+    scale: float,
+    is_causal: bool,
+    causal_offset: int,
+    tiles: MaskTiles | None,
+    capability: tuple[int, int],
+) -> None:
+    """Attention of quantised operands.
+
+    Args:
+        operands: see `quantize_operands`.
+        output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
+            packed.
+        lse: float32 (batch, q_heads, tokens), written; or None.
+        q_sequences, kv_sequences: the token axes.
+        scale, is_causal, causal_offset, capability: see `attention`.
+        tiles: what the mask says, or None without one.
+    """
+    fp8 = operands.value.dtype == torch.float8_e4m3fn
+    channels, v_channels = operands.query.shape[-1], operands.value_scale.shape[-1]
+    batch, kv_heads = operands.value_scale.shape[:2]
+    q_heads, v_head_dim = output.shape[1], output.shape[3]
+    config = int8_forward_config(capability, max(channels, v_channels), fp8, masked=tiles is not None)
+    tma = capability[0] >= 9
+    key, value = operands.key, operands.value
+    if tma:
+        key = TensorDescriptor.from_tensor(key.view(-1, channels), [config.block_n, channels])
+        block = [v_channels, config.block_n] if fp8 else [config.block_n, v_channels]
+        value = TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), block)
+    launch(
+        int8_forward,
+        (ceil_div(q_sequences.tokens, config.block_m), q_heads, batch),
+        operands.query,
+        operands.query_scale,
+        key,
+        operands.key_scale,
+        value,
+        operands.value_scale,
+        operands.value_mean,
+        operands.mean_score,
+        output,
+        lse,
+        None if tiles is None else tiles.mask,
+        None if tiles is None else tiles.tiles,
+        q_sequences.ranges,
+        kv_sequences.ranges,
+        q_sequences.tokens,
+        kv_sequences.tokens,
+        q_sequences.rows,
+        kv_sequences.rows,
+        kv_heads,
+        v_head_dim,
+        causal_offset,
+        scale,
+        0 if q_sequences.packed else output.stride(0),
+        *output.stride()[1:],
+        *((0, 0, 0) if lse is None else (0 if q_sequences.packed else lse.stride(0), *lse.stride()[1:])),
+        *((0, 0, 0, 0) if tiles is None else tiles.mask.stride()),
+        *((0, 0, 0) if tiles is None else tiles.tile_strides),
+        CHANNELS=channels,
+        V_CHANNELS=v_channels,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        FP8=fp8,
+        CAUSAL=is_causal,
+        MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
+        LSE=lse is not None,
+        PACKED=q_sequences.packed,
+        RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
+        TMA=tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )
+
+
+@triton.jit
+def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.constexpr):
+    """Keys `row`… of the operand: (BLOCK_N, CHANNELS)."""
+    if TMA:
+        return key.load([row.to(tl.int32), 0])
+    else:
+        token = row + tl.arange(0, BLOCK_N)
+        return tl.load(key + token.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :])
+
+
+@triton.jit
+def load_key_scale(key_scale, row, BLOCK_N: tl.constexpr):
+    """Scales of keys `row`… by block of 64 and thread: float32 (BLOCK_N / 64, 4)."""
+    scale = tl.load(key_scale + row // 16 + tl.arange(0, BLOCK_N // 16)).to(tl.float32)
+    return tl.reshape(scale, (BLOCK_N // 64, 4))
+
+
+@triton.jit
+def load_value(
+    value, head, row, rows, BLOCK_N: tl.constexpr, V_CHANNELS: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr
+):
+    """Values of the same keys, (BLOCK_N, V_CHANNELS); `row` counts from the head's first."""
+    if not FP8:
+        return load_key(value, head * rows + row, BLOCK_N, V_CHANNELS, TMA)
+    elif TMA:
+        return value.load([(head * V_CHANNELS).to(tl.int32), row.to(tl.int32)]).T
+    else:
+        channel = head * V_CHANNELS + tl.arange(0, V_CHANNELS)
+        return tl.load(value + channel[:, None] * rows + (row + tl.arange(0, BLOCK_N))[None, :]).T
+
+
+@triton.jit
+def softmax_tile(
+    s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """One tile of the online softmax, of unmasked integer scores.
+
+    Args:
+        s: int32 (BLOCK_M, BLOCK_N).
+        scale: float32 (BLOCK_M, BLOCK_N / 64, 4), of each row and the keys of one thread, times log2(e).
+        row_max, row_sum: float32 (BLOCK_M,) and (BLOCK_M, 4), so far; sums are kept by thread.
+        SHIFT: log2 of what P is multiplied by.
+
+    Returns:
+        (p, decay, row_max, row_sum): p float32 (BLOCK_M, BLOCK_N); what was summed before is worth `decay` now.
+    """
+    s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2))
+    tile_max = tl.max(tl.max(tl.max(tl.max(s, 4), 2).to(tl.float32) * scale, 1), 1)
+    new_max = tl.maximum(row_max, tile_max)
+    decay = tl.exp2(row_max - new_max)
+    p = tl.exp2(s.to(tl.float32) * scale[:, :, None, :, None] + (-new_max + SHIFT)[:, None, None, None, None])
+    row_sum = row_sum * decay[:, None] + tl.sum(tl.sum(tl.sum(p, 4), 2), 1)
+    return tl.reshape(p, (BLOCK_M, BLOCK_N)), decay, new_max, row_sum
+
+
+@triton.jit
+def masked_softmax_tile(
+    x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT: tl.constexpr
+):  # fmt: skip
+    """`softmax_tile` of scaled scores x, -inf where masked."""
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - reference)
+    p = tl.exp2(x + (-reference + SHIFT)[:, None])
+    p_of_thread = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
+    row_sum = row_sum * decay[:, None] + tl.sum(tl.sum(p_of_thread, 3), 1)
+    return p, decay, new_max, row_sum
+
+
+@triton.jit
+def scale_scores(s, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2)).to(tl.float32)
+    return tl.reshape(s * scale[:, :, None, :, None], (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def weigh_values(p, v, acc, decay, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr):
+    """acc · decay + P·V."""
+    if FP8:
+        p = tl.permute(tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+        p = tl.reshape(p, (BLOCK_M, BLOCK_N)).to(tl.float8e4nv)
+        return acc * decay[:, None] + tl.dot(p, v)
+    else:
+        return tl.dot(p.to(tl.float16), v, acc * decay[:, None])
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+def int8_forward(
+    query,
+    query_scale,
+    key,
+    key_scale,
+    value,
+    value_scale,
+    value_mean,
+    mean_score,
+    output,
+    lse,
+    mask,
+    tiles,
+    q_ranges,
+    kv_ranges,
+    q_len,
+    kv_len,
+    q_rows,
+    kv_rows,
+    kv_heads,
+    v_head_dim,
+    causal_offset,
+    softmax_scale,
+    output_stride_batch,
+    output_stride_head,
+    output_stride_token,
+    output_stride_channel,
+    lse_stride_batch,
+    lse_stride_head,
+    lse_stride_token,
+    mask_stride_batch,
+    mask_stride_head,
+    mask_stride_row,
+    mask_stride_column,
+    tiles_stride_batch,
+    tiles_stride_head,
+    tiles_stride_row,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    LSE: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """BLOCK_M rows of one (batch, q head)."""
+    SHIFT: tl.constexpr = P_SCALE_LOG2 if FP8 else 0.0
+    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    q_heads = tl.num_programs(1)
+    kv_head = head // (q_heads // kv_heads)
+    q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
+    _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if block * BLOCK_M < q_len:
+        q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
+        q_row = q_first + tl.arange(0, BLOCK_M)
+        q = tl.load(query + q_row[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :])
+        q_scale = tl.load(query_scale + q_row) * (softmax_scale * LOG2E)
+        kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED)
+        value_head = operand_row(batch, kv_head, kv_heads, 1, 0, PACKED)
+
+        acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
+        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((BLOCK_M, 4), tl.float32)
+        if MASK == "none":
+            columns = kv_len
+            full = kv_len // BLOCK_N
+            if CAUSAL:
+                columns = tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset)
+                full = tl.minimum(full, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+            for tile in range(0, full):
+                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
+                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
+                s = tl.dot(q, k.T)
+                scale = q_scale[:, None, None] * k_scale[None, :, :]
+                p, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, SHIFT)
+                v = load_value(
+                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, FP8, TMA
+                )
+                acc = weigh_values(p, v, acc, decay, BLOCK_M, BLOCK_N, FP8)
+            for tile in range(full, tl.cdiv(columns, BLOCK_N)):
+                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
+                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
+                s = tl.dot(q, k.T)
+                x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
+                column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                allowed = (column < kv_len)[None, :]
+                if CAUSAL:
+                    allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
+                x = tl.where(allowed, x, float("-inf"))
+                p, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, SHIFT)
+                v = load_value(
+                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, FP8, TMA
+                )
+                acc = weigh_values(p, v, acc, decay, BLOCK_M, BLOCK_N, FP8)
+        else:
+            tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
+            mask += batch * mask_stride_batch + head * mask_stride_head
+            for index in range(0, tl.load(tiles)):
+                entry = tl.load(tiles + 1 + index)
+                tile = entry // 2
+                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
+                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
+                s = tl.dot(q, k.T)
+                x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
+                if entry % 2 != 0:
+                    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                    inside = (row < q_len)[:, None] & (column < kv_len)[None, :]
+                    at = row.to(tl.int64)[:, None] * mask_stride_row + column.to(tl.int64)[None, :] * mask_stride_column
+                    if MASK == "bool":
+                        allowed = tl.load(mask + at, mask=inside, other=0) != 0
+                    else:
+                        x += base_2(tl.load(mask + at, mask=inside, other=float("-inf")))
+                        allowed = inside
+                    if CAUSAL:
+                        allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
+                    x = tl.where(allowed, x, float("-inf"))
+                p, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, SHIFT)
+                v = load_value(
+                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, FP8, TMA
+                )
+                acc = weigh_values(p, v, acc, decay, BLOCK_M, BLOCK_N, FP8)
+
+        total = tl.sum(row_sum, 1)
+        channel = tl.arange(0, V_CHANNELS)
+        of_head = (batch * kv_heads + kv_head) * V_CHANNELS + channel
+        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + of_head)[None, :]
+        acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + of_head)[None, :])
+        inside = row < q_len
+        token = (q_start + row).to(tl.int64)
+        into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
+        into += channel[None, :] * output_stride_channel
+        store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
+        if LSE:
+            natural = (row_max + tl.log2(total) - SHIFT) * LN2 + softmax_scale * tl.load(mean_score + q_row)
+            at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token
+            tl.store(at, tl.where(total == 0.0, float("-inf"), natural), mask=inside)

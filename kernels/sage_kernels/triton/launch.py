@@ -1,0 +1,92 @@
+"""The one place that launches a Triton kernel, or records what would be launched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+logger = logging.getLogger(__name__)
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+_compiled: set[tuple[Any, ...]] = set()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: kernel[grid](*args, **constants, **options)."""
+
+    kernel: triton.JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Record launches instead of running them, so that what a call would launch can be compiled ahead of time.
+
+    Tensors may be on any device, the meta device too.
+    """
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+
+
+def launch(
+    kernel: triton.JITFunction,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    enable_fp_fusion: bool = True,
+    maxnreg: int | None = None,
+    **constants: Any,
+) -> None:
+    """Run `kernel` on the current stream of the device of the first argument (a tensor).
+
+    Args:
+        kernel: a `triton.jit` function.
+        grid: programs along up to three axes; nothing runs when one of them is 0.
+        args: positional arguments, the first a tensor.
+        num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion a product and a sum round
+            twice, as PyTorch's do.
+        constants: the constexpr parameters.
+    """
+    options = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "enable_fp_fusion": enable_fp_fusion,
+        "maxnreg": maxnreg,
+    }
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(Launch(kernel, grid, args, constants, options))
+        return
+    if 0 in grid:
+        return
+    device = args[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        key = (kernel, device, *constants.values(), *options.values())
+        if key in _compiled:
+            kernel[grid](*args, **constants, **options)
+            return
+        start = time.perf_counter()
+        kernel[grid](*args, **constants, **options)
+        _compiled.add(key)
+        logger.info(
+            "%s: first launch took %.1f s with its compilation, which Triton caches on disk",
+            kernel.__name__,
+            time.perf_counter() - start,
+        )

@@ -1,0 +1,154 @@
+"""From a mask: which tiles of scores have to be computed, which of those need the mask, and which keys count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..exact import unexpanded
+from ..reference import PADDING_BIAS
+from .launch import launch
+from .sequences import ceil_div
+
+PADDING = tl.constexpr(PADDING_BIAS)
+
+
+@dataclass(frozen=True)
+class MaskTiles:
+    """What a mask says of each tile of (block_m, block_n) scores.
+
+    Attributes:
+        mask: the mask as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
+            uint8.
+        tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for that block of
+            rows, then 2 · tile + (1 if some of its scores are masked or biased) of each, in order. Sizes are 1 where
+            the mask is broadcast.
+        valid: int32 (mask batch, kv_len), 0 for keys that count in no mean and no scale (`reference.valid_keys`).
+    """
+
+    mask: torch.Tensor
+    tiles: torch.Tensor
+    valid: torch.Tensor
+
+    @property
+    def tile_strides(self) -> tuple[int, int, int]:
+        """Strides of batch, head and row block, 0 where the mask is broadcast."""
+        batch, head, row = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(3))
+        return batch, head, row
+
+
+def mask_tiles(
+    mask: torch.Tensor,
+    shape: tuple[int, int, int, int],
+    is_causal: bool,
+    causal_offset: int,
+    block_m: int,
+    block_n: int,
+) -> MaskTiles:
+    """Read a mask once.
+
+    Args:
+        mask: bool (True: may attend) or additive, 4-D, broadcastable to `shape`.
+        shape: (batch, q_heads, q_len, kv_len).
+        is_causal, causal_offset: row i attends to keys 0…i + causal_offset besides.
+        block_m, block_n: the tile.
+    """
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    stored = unexpanded(mask)
+    batches, heads, rows, columns = (stored.shape[0], stored.shape[1], stored.shape[2], shape[3])
+    mask = mask.expand(shape)
+    row_blocks = ceil_div(shape[2], block_m) if is_causal or rows > 1 else 1
+    tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns, block_n)), dtype=torch.int32)
+    # Per batch: bits of each key (1: some query may attend to it, 2: without a bias of padding), then one more number
+    # that is not 0 where some query has no key but padding.
+    keys = mask.new_zeros((batches, columns + 1), dtype=torch.int32)
+    launch(
+        list_tiles,
+        (row_blocks, heads, batches),
+        mask,
+        tiles,
+        keys,
+        shape[2],
+        columns,
+        causal_offset,
+        *mask.stride(),
+        tiles.shape[3],
+        BLOCK_M=block_m if is_causal or rows > 1 else 16,
+        BLOCK_N=block_n,
+        BOOL=mask.dtype == torch.uint8,
+        CAUSAL=is_causal,
+    )
+    launch(count_keys, (ceil_div(columns, 1024), batches), keys, columns, BLOCK=1024)
+    return MaskTiles(mask, tiles, keys[:, :columns])
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+def list_tiles(
+    mask,
+    tiles,
+    keys,
+    q_len,
+    kv_len,
+    causal_offset,
+    stride_batch,
+    stride_head,
+    stride_row,
+    stride_column,
+    tiles_per_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BOOL: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """The tiles of one block of rows of one (mask batch, mask head), and what they say of the keys."""
+    block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside_row = row < q_len
+    base = mask + batch * stride_batch + head * stride_head + row.to(tl.int64)[:, None] * stride_row
+    keys += batch * (kv_len + 1)
+    tiles += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tiles_per_row
+    count = 0
+    row_has_key = tl.zeros((BLOCK_M,), tl.int32)
+    for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = inside_row[:, None] & (column < kv_len)[None, :]
+        at = base + column.to(tl.int64)[None, :] * stride_column
+        if BOOL:
+            value = tl.load(at, mask=inside, other=0)
+            allowed = value != 0
+            unpadded = allowed
+            plain = allowed
+        else:
+            value = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+            allowed = value != float("-inf")
+            unpadded = value > PADDING
+            plain = value == 0.0
+        row_has_key |= tl.max(unpadded.to(tl.int32), 1)
+        bits = tl.max(allowed.to(tl.int32) + 2 * unpadded.to(tl.int32), 0)
+        known = tl.load(keys + column, mask=column < kv_len, other=3)
+        tl.atomic_or(keys + column, bits, mask=(bits & ~known) != 0)
+        if CAUSAL:
+            seen = column[None, :] <= row[:, None] + causal_offset
+            allowed = allowed & seen
+            plain = plain & seen
+        if tl.max(tl.max(allowed.to(tl.int32), 1), 0) != 0:
+            all_plain = tl.min(tl.min((plain | ~inside_row[:, None]).to(tl.int32), 1), 0)
+            tl.store(tiles + 1 + count, 2 * tile + 1 - all_plain)
+            count += 1
+    tl.store(tiles, count)
+    if tl.min(tl.where(inside_row, row_has_key, 1), 0) == 0:
+        tl.atomic_or(keys + kv_len, 1)
+
+
+@triton.jit(do_not_specialize=["kv_len"])
+def count_keys(keys, kv_len, BLOCK: tl.constexpr):
+    """Decide for each key whether it counts: without padding, if every query has a key that is no padding."""
+    keys += tl.program_id(1).to(tl.int64) * (kv_len + 1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < kv_len
+    bits = tl.load(keys + column, mask=inside, other=0)
+    tl.store(keys + column, tl.where(tl.load(keys + kv_len) == 0, bits & 2, bits & 1), mask=inside)

@@ -1,0 +1,530 @@
+"""Attention forward in NVFP4: recipes sage3 and sage3_paper (arXiv 2505.11594), on FP4 matrix units or emulated."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..recipe import Recipe
+from ..reference import P_SCALE
+from . import calls
+from .configs import nvfp4_forward_config
+from .delta_scores import delta_scores
+from .formats import (
+    GROUP,
+    decode_e4m3,
+    dequantize,
+    encode_e4m3,
+    max_or_nan,
+    native_bytes,
+    native_pack_e2m1,
+    native_reciprocal,
+    native_sum_of_eight,
+    round_to_e2m1,
+)
+from .launch import launch
+from .mask_tiles import MaskTiles
+from .quantize_nvfp4 import NVFP4Operands, quantize_operands
+from .scores import LN2, LOG2E, base_2, store_clamped
+from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range
+
+P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
+BLOCK_ROWS = tl.constexpr(BLOCK)
+DELTA_SHARE = 0.25  # of the bytes of Q, K and V in 16 bit: the most that the scores of Q's means take
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    recipe: Recipe,
+    native: bool,
+    capability: tuple[int, int],
+    **call: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`ops.attention` of an NVFP4 recipe.
+
+    Args:
+        query, key, value: as there.
+        recipe: `sage3` or `sage3_paper`.
+        native: on FP4 matrix units, which the capability must have; else emulated.
+        capability: the GPU's; it chooses the tile.
+        call: mask, is_causal, causal_offset, scale and return_lse, as there.
+
+    Returns:
+        (output, lse or None), as there.
+    """
+    channels = power_of_two(max(query.shape[-1], value.shape[-1]))
+    config = nvfp4_forward_config(capability, channels, native)
+    attend = partial(_attend, recipe=recipe, native=native, capability=capability)
+    return calls.attention(attend, (config.block_m, config.block_n), query, key, value, **call)
+
+
+def packed_attention(
+    *sequences: Any,
+    recipe: Recipe,
+    native: bool,
+    capability: tuple[int, int],
+    **call: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`calls.packed_attention` of an NVFP4 recipe: its arguments besides `attend`, and those of `attention`."""
+    attend = partial(_attend, recipe=recipe, native=native, capability=capability)
+    return calls.packed_attention(attend, *sequences, **call)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    *,
+    scale: float,
+    is_causal: bool,
+    causal_offset: int,
+    tiles: MaskTiles | None,
+    recipe: Recipe,
+    native: bool,
+    capability: tuple[int, int],
+) -> None:
+    valid = None if tiles is None else tiles.valid
+    operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, valid, lse is not None)
+    forward(
+        operands,
+        key,
+        output,
+        lse,
+        q_sequences,
+        kv_sequences,
+        recipe=recipe,
+        scale=scale,
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        tiles=tiles,
+        native=native,
+        capability=capability,
+    )
+
+
+def forward(
+    operands: NVFP4Operands,
+    key: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    *,
+    recipe: Recipe,
+    scale: float,
+    is_causal: bool,
+    causal_offset: int,
+    tiles: MaskTiles | None,
+    native: bool,
+    capability: tuple[int, int],
+) -> None:
+    """Attention of quantised operands, some blocks of rows at a time where the means of Q need a workspace.
+
+    Args:
+        operands: see `quantize_nvfp4.quantize_operands`.
+        key: what they were made of; its unquantised values meet the means of Q.
+        output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
+            packed.
+        lse: float32 (batch, q_heads, tokens), written; or None.
+        q_sequences, kv_sequences: the token axes.
+        recipe: of the operands.
+        scale: not negative.
+        is_causal, causal_offset, native, capability: see `attention`.
+        tiles: what the mask says, or None without one.
+    """
+    channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
+    batch, kv_heads = operands.value_tensor_scale.shape
+    q_heads, v_head_dim = output.shape[1], output.shape[3]
+    config = nvfp4_forward_config(capability, max(channels, v_channels), native)
+    blocks, columns, delta = q_sequences.blocks, kv_sequences.blocks * BLOCK, None
+    if operands.query_mean is not None:
+        bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
+        block_bytes = 4 * batch * q_heads * columns
+        blocks = min(blocks, max(1, int(DELTA_SHARE * bytes_of_inputs) // block_bytes))
+        delta = output.new_empty((batch, q_heads, blocks, columns), dtype=torch.float32)
+    for first_block in range(0, q_sequences.blocks, blocks):
+        if delta is not None:
+            delta_scores(operands, key, tiles, q_sequences, kv_sequences, first_block, delta)
+        rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
+        launch(
+            nvfp4_forward,
+            (ceil_div(rows, config.block_m), q_heads, batch),
+            operands.query,
+            operands.query_scale,
+            operands.query_tensor_scale,
+            operands.key,
+            operands.key_scale,
+            operands.key_tensor_scale,
+            operands.value,
+            operands.value_scale,
+            operands.value_tensor_scale,
+            operands.value_mean,
+            operands.mean_score,
+            delta,
+            output,
+            lse,
+            None if tiles is None else tiles.mask,
+            None if tiles is None else tiles.tiles,
+            q_sequences.ranges,
+            kv_sequences.ranges,
+            q_sequences.tokens,
+            kv_sequences.tokens,
+            q_sequences.rows // BLOCK,
+            kv_sequences.rows // BLOCK,
+            columns,
+            blocks,
+            first_block * BLOCK,
+            kv_heads,
+            operands.value_mean.shape[-1],
+            v_head_dim,
+            causal_offset,
+            scale,
+            0 if q_sequences.packed else output.stride(0),
+            *output.stride()[1:],
+            *((0, 0, 0) if lse is None else (0 if q_sequences.packed else lse.stride(0), *lse.stride()[1:])),
+            *((0, 0, 0, 0) if tiles is None else tiles.mask.stride()),
+            *((0, 0, 0) if tiles is None else tiles.tile_strides),
+            CHANNELS=channels,
+            V_CHANNELS=v_channels,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            SMOOTH_Q=delta is not None,
+            QUANTIZED_DENOMINATOR=recipe.denominator == "quantized_p",
+            CAUSAL=is_causal,
+            MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
+            LSE=lse is not None,
+            PACKED=q_sequences.packed,
+            RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
+            NATIVE=native,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+@triton.jit
+def dot_nvfp4(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
+    """accumulator + A·Bᵀ; a (m, k/2), b (n, k/2) packed e2m1, scales (·, k/16) e4m3 bits."""
+    if NATIVE:
+        # A uint8 scale would be read as e8m0.
+        return tl.dot_scaled(
+            a,
+            a_scale.to(tl.float8e4nv, bitcast=True),
+            "e2m1",
+            tl.trans(b),
+            b_scale.to(tl.float8e4nv, bitcast=True),
+            "e2m1",
+            accumulator,
+        )
+    else:
+        return tl.dot(dequantize(a, a_scale), tl.trans(dequantize(b, b_scale)), accumulator)
+
+
+@triton.jit
+def key_order(x):
+    """Columns (m, n) from the order of the operand's rows to that of the keys; no instruction."""
+    x = tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * x.shape[4]))
+
+
+@triton.jit
+def spread(x, TIMES: tl.constexpr):
+    """(m, n) -> (m, TIMES·n), every column TIMES times in a row."""
+    copies = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], TIMES))
+    return tl.reshape(copies, (x.shape[0], x.shape[1] * TIMES))
+
+
+@triton.jit
+def eights(x):
+    """(m, n) -> (m, n/8, 8): what a thread holds of a row's consecutive keys."""
+    return tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8))
+
+
+@triton.jit
+def thread_sums(x):
+    """Sums (m, 4) over eights (m, n/8) that lie in one thread."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 1)
+
+
+@triton.jit
+def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    """One tile of the online softmax.
+
+    Args:
+        s: float32 (m, n) scores in the order of keys; base 2 when multiplied by `factor`; -inf where MASKED.
+        row_max: (m,), so far.
+
+    Returns:
+        (p, scale, decay, row_max): P·448·6, (m, n), and a sixth of its largest in groups of 16, (m, n/16); what was
+        summed before is worth `decay` now.
+    """
+    if NATIVE:
+        largest = tl.reduce(eights(s), 2, max_or_nan)
+        tile_max = tl.reduce(largest, 1, max_or_nan)
+        new_max = max_or_nan(row_max, tile_max * factor)
+    else:
+        largest = tl.max(eights(s), 2)
+        new_max = tl.maximum(row_max, tl.max(largest, 1) * factor)
+    reference = new_max
+    if MASKED:
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shift = reference - P_SCALE_LOG2
+    p = tl.exp2(s * factor - shift[:, None])
+    # The largest exp2 is that of the largest score: an eighth of the maxima. Maxima over threads come last, because
+    # the compiler repeats what follows them for each layout it wants them in.
+    scale = tl.exp2(largest * factor - shift[:, None]) * (1 / 6)
+    scale = tl.max(tl.reshape(scale, (s.shape[0], s.shape[1] // GROUP, 2)), 2)
+    return p, scale, tl.exp2(row_max - reference), new_max
+
+
+@triton.jit
+def weigh_values(p, scale, v, v_scale, accumulator, NATIVE: tl.constexpr):
+    """(accumulator + P·V, twice each row's P summed by `thread_sums`), both of quantised P.
+
+    Args:
+        p, scale: see `softmax_tile`.
+        v, v_scale: uint8 (v_channels, n/2), (v_channels, n/16).
+    """
+    if NATIVE:
+        # A scale of 0 makes 0 of any element, and all are finite in e2m1.
+        scale = scale.to(tl.float8e4nv)
+        factor = scale.to(tl.float32)
+        words = native_pack_e2m1(p * spread(native_reciprocal(factor), GROUP))
+        bits = scale.to(tl.uint8, bitcast=True)
+        accumulator = dot_nvfp4(native_bytes(words), bits, v, v_scale, accumulator, NATIVE)
+        return accumulator, thread_sums(native_sum_of_eight(words).to(tl.float32) * spread(factor, 2))
+    else:
+        factor = decode_e4m3(encode_e4m3(scale)).to(tl.float32)
+        inverse = 1 / tl.where(factor == 0, 1.0, factor)
+        p = round_to_e2m1(p * spread(inverse, GROUP)) * spread(factor, GROUP)
+        accumulator = tl.dot(p.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator)
+        return accumulator, 2 * thread_sums(tl.sum(eights(p), 2))
+
+
+@triton.jit
+def attend_tile(
+    tile,
+    needs_mask,
+    q,
+    q_scale,
+    q_factor,
+    key,
+    key_scale,
+    key_tensor_scale,
+    value,
+    value_scale,
+    delta,
+    mask,
+    row,
+    q_len,
+    kv_len,
+    causal_offset,
+    mask_stride_row,
+    mask_stride_column,
+    row_max,
+    total,
+    denominator,
+    accumulator,
+    CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SMOOTH_Q: tl.constexpr,
+    TOTAL: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASKED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """(row_max, total, denominator, accumulator) after one more tile of keys; arguments as in `nvfp4_forward`."""
+    start = tl.cast(tile, tl.int64) * BLOCK_N
+    k = tl.load(key + start * (CHANNELS // 2))
+    k_scale = tl.load(key_scale + start * (CHANNELS // GROUP))
+    if SMOOTH_Q:
+        s = tl.broadcast_to(tl.load(delta + start)[None, :], (BLOCK_M, BLOCK_N))
+    else:
+        s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    s = key_order(dot_nvfp4(q, q_scale, k, k_scale, s, NATIVE))
+    factor = q_factor * tl.load(key_tensor_scale + tile * BLOCK_N // BLOCK_ROWS)
+    if MASKED:
+        s = s * factor
+        factor = 1.0
+        if needs_mask != 0:
+            column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            allowed = (column < kv_len)[None, :]
+            if CAUSAL:
+                allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
+            if MASK != "none":
+                inside = allowed & (row < q_len)[:, None]
+                at = row.to(tl.int64)[:, None] * mask_stride_row + column.to(tl.int64)[None, :] * mask_stride_column
+                if MASK == "bool":
+                    allowed = tl.load(mask + at, mask=inside, other=0) != 0
+                else:
+                    s += base_2(tl.load(mask + at, mask=inside, other=float("-inf")))
+            s = tl.where(allowed, s, float("-inf"))
+    p, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
+    v = tl.load(value + start // 2)
+    v_scale = tl.load(value_scale + start // GROUP)
+    accumulator, sums = weigh_values(p, scale, v, v_scale, accumulator * decay[:, None], NATIVE)
+    denominator = denominator * decay[:, None] + sums
+    if TOTAL:
+        total = total * decay[:, None] + thread_sums(tl.sum(eights(p), 2))
+    return row_max, total, denominator, accumulator
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset", "first_row", "delta_blocks"])
+def nvfp4_forward(
+    query,
+    query_scale,
+    query_tensor_scale,
+    key,
+    key_scale,
+    key_tensor_scale,
+    value,
+    value_scale,
+    value_tensor_scale,
+    value_mean,
+    mean_score,
+    delta,
+    output,
+    lse,
+    mask,
+    tiles,
+    q_ranges,
+    kv_ranges,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    delta_columns,
+    delta_blocks,
+    first_row,
+    kv_heads,
+    mean_channels,
+    v_head_dim,
+    causal_offset,
+    softmax_scale,
+    output_stride_batch,
+    output_stride_head,
+    output_stride_token,
+    output_stride_channel,
+    lse_stride_batch,
+    lse_stride_head,
+    lse_stride_token,
+    mask_stride_batch,
+    mask_stride_head,
+    mask_stride_row,
+    mask_stride_column,
+    tiles_stride_batch,
+    tiles_stride_head,
+    tiles_stride_row,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SMOOTH_Q: tl.constexpr,
+    QUANTIZED_DENOMINATOR: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    LSE: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """BLOCK_M rows, from `first_row` on, of one (batch, q head)."""
+    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    q_heads = tl.num_programs(1)
+    kv_head = head // (q_heads // kv_heads)
+    q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
+    _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    q_rows, kv_rows = q_blocks * BLOCK_ROWS, kv_blocks * BLOCK_ROWS
+    delta_block = block * BLOCK_M // BLOCK_ROWS
+    block += first_row // BLOCK_M
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if block * BLOCK_M < q_len:
+        q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
+        q_row = q_first + tl.arange(0, BLOCK_M)
+        packed, group = tl.arange(0, CHANNELS // 2)[None, :], tl.arange(0, CHANNELS // GROUP)[None, :]
+        q = tl.load(query + q_row[:, None] * (CHANNELS // 2) + packed)
+        q_scale = tl.load(query_scale + q_row[:, None] * (CHANNELS // GROUP) + group)
+        q_factor = tl.load(query_tensor_scale + q_first // BLOCK_ROWS) * (softmax_scale * LOG2E)
+        kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED)
+        k_row = (kv_first + tl.arange(0, BLOCK_N))[:, None]
+        keys = key + k_row * (CHANNELS // 2) + packed
+        key_scales = key_scale + k_row * (CHANNELS // GROUP) + group
+        key_tensor_scales = key_tensor_scale + kv_first // BLOCK_ROWS
+        channel = tl.arange(0, V_CHANNELS)
+        v_row = (operand_row(batch, kv_head, kv_heads, V_CHANNELS, 0, PACKED) + channel).to(tl.int64)[:, None]
+        values = value + v_row * (kv_rows // 2) + kv_operand_start // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
+        value_scales = value_scale + v_row * (kv_rows // GROUP) + kv_operand_start // GROUP
+        value_scales += tl.arange(0, BLOCK_N // GROUP)[None, :]
+        deltas = delta
+        if SMOOTH_Q:
+            deltas += ((batch * q_heads + head) * delta_blocks + delta_block) * delta_columns + tl.arange(0, BLOCK_N)
+
+        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M, 4), tl.float32)
+        denominator = tl.zeros((BLOCK_M, 4), tl.float32)
+        accumulator = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
+        TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
+        if MASK == "none":
+            columns = kv_len
+            full = kv_len // BLOCK_N
+            if CAUSAL:
+                columns = tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset)
+                full = tl.minimum(full, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+            for tile in range(0, full):
+                row_max, total, denominator, accumulator = attend_tile(
+                    tile, 0, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    row_max, total, denominator, accumulator,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
+                )  # fmt: skip
+            for tile in range(full, tl.cdiv(columns, BLOCK_N)):
+                row_max, total, denominator, accumulator = attend_tile(
+                    tile, 1, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    row_max, total, denominator, accumulator,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
+                )  # fmt: skip
+        else:
+            tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
+            mask_head = mask + batch * mask_stride_batch + head * mask_stride_head
+            for index in range(0, tl.load(tiles_of_row)):
+                entry = tl.load(tiles_of_row + 1 + index)
+                row_max, total, denominator, accumulator = attend_tile(
+                    entry // 2, entry % 2, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values,
+                    value_scales, deltas, mask_head, row, q_len, kv_len, causal_offset, mask_stride_row,
+                    mask_stride_column,
+                    row_max, total, denominator, accumulator,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
+                )  # fmt: skip
+
+        if TOTAL:
+            row_sum = tl.sum(total, 1)
+        divisor = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
+        of_head = batch * kv_heads + kv_head
+        factor = tl.load(value_tensor_scale + of_head) / tl.where(divisor == 0.0, 1.0, divisor)
+        mean = tl.load(value_mean + of_head * mean_channels + channel, mask=channel < mean_channels, other=0.0)
+        accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
+        inside = row < q_len
+        token = (q_start + row).to(tl.int64)
+        into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
+        into += channel[None, :] * output_stride_channel
+        store_clamped(into, accumulator, inside[:, None] & (channel < v_head_dim)[None, :])
+        if LSE:
+            natural = (row_max + tl.log2(row_sum) - P_SCALE_LOG2) * LN2 + softmax_scale * tl.load(mean_score + q_row)
+            at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token
+            tl.store(at, tl.where(row_sum == 0.0, float("-inf"), natural), mask=inside)

@@ -1,0 +1,244 @@
+"""Q and K to INT8, bit for bit as `formats.int8` quantises them after `transforms.smooth`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.int8 import INT8_MAX
+from ..formats.reciprocal import SMALLEST_NORMAL
+from .launch import launch
+from .sequences import Sequences, operand_row, power_of_two, sequence_range, stride_of
+from .statistics import Statistics, load_tokens
+
+BLOCK_ROWS = tl.constexpr(64)
+ONE_127TH = tl.constexpr(1 / INT8_MAX)
+SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+# float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low bits.
+ROUNDER = tl.constexpr(1.5 * 2.0**23)
+MIN_CHANNELS = 32  # of the INT8 matrix instructions
+
+
+def quantize_query(
+    query: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Q in INT8 with one scale per token.
+
+    Args:
+        query: (batch, q_heads, tokens, head_dim), any strides; (1, q_heads, total tokens, head_dim) when packed.
+        sequences: the token axis.
+        batch: number of sequences.
+        statistics: K's mean, where the LSE is wanted; else None.
+
+    Returns:
+        (codes, scale, key_mean_score): int8 (operand batch, q_heads, rows, channels), float32 (operand batch, q_heads,
+        rows), and the same with each query's product with K's mean, or None. channels is head_dim rounded up to a power
+        of two, rows are `sequences.rows`; what lies beyond a sequence is 0.
+    """
+    q_heads, head_dim = query.shape[1], query.shape[3]
+    channels = max(MIN_CHANNELS, power_of_two(head_dim))
+    shape = (1 if sequences.packed else batch, q_heads, sequences.rows)
+    codes = query.new_empty((*shape, channels), dtype=torch.int8)
+    scale = query.new_empty(shape, dtype=torch.float32)
+    mean_score = None if statistics is None else query.new_empty(shape, dtype=torch.float32)
+    launch(
+        quantize_query_int8,
+        (sequences.blocks * 2 * batch * q_heads,),
+        query,
+        codes,
+        scale,
+        None if statistics is None else statistics.key_mean,
+        mean_score,
+        sequences.ranges,
+        sequences.tokens,
+        sequences.blocks * 2,
+        q_heads,
+        1 if statistics is None else q_heads // statistics.key_mean.shape[1],
+        1 if statistics is None else statistics.key_mean.shape[2],
+        head_dim,
+        sequences.rows,
+        0 if sequences.packed else query.stride(0),
+        *query.stride()[1:],
+        CHANNELS=channels,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        MEAN_SCORE=mean_score is not None,
+        enable_fp_fusion=False,
+    )
+    return codes, scale, mean_score
+
+
+def quantize_key(
+    key: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics, valid: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K without its mean in INT8, one scale per 16 tokens (`reference.thread_order`).
+
+    Args:
+        key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
+        sequences, batch: the token axis and the number of sequences.
+        statistics: K's mean.
+        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
+
+    Returns:
+        (codes, scale): int8 (operand batch, kv_heads, rows, channels), bfloat16 (operand batch, kv_heads, rows / 64,
+        4). A 16-bit scale is loaded into a register; Triton would stage a 32-bit one through shared memory, with the
+        barriers that takes.
+    """
+    kv_heads, head_dim = key.shape[1], key.shape[3]
+    channels = max(MIN_CHANNELS, power_of_two(head_dim))
+    shape = (1 if sequences.packed else batch, kv_heads, sequences.rows)
+    codes = key.new_empty((*shape, channels), dtype=torch.int8)
+    scale = key.new_empty((*shape[:2], sequences.rows // 64, 4), dtype=torch.bfloat16)
+    launch(
+        quantize_key_int8,
+        (sequences.blocks * 2 * batch * kv_heads,),
+        key,
+        codes,
+        scale,
+        statistics.key_mean,
+        valid,
+        sequences.ranges,
+        sequences.tokens,
+        sequences.blocks * 2,
+        kv_heads,
+        statistics.key_mean.shape[2],
+        head_dim,
+        sequences.rows,
+        0 if sequences.packed else key.stride(0),
+        *key.stride()[1:],
+        stride_of(valid),
+        CHANNELS=channels,
+        HAS_VALID=valid is not None,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        enable_fp_fusion=False,
+    )
+    return codes, scale
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of |x|, which order as integers do; those of what is not finite are the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def int8_scale(amax_bits, BFLOAT16: tl.constexpr):
+    """(scale, reciprocal) of groups with that largest magnitude; a group that is not finite gets (NaN, NaN).
+
+    With BFLOAT16 the scale is rounded up to that type's values.
+    """
+    scale = amax_bits.to(tl.float32, bitcast=True) * ONE_127TH
+    if BFLOAT16:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return scale, tl.where(scale < SMALLEST_SCALE, 0.0, inverse)
+
+
+@triton.jit
+def round_to_int8(x):
+    """Round to nearest even; NaN gives 0."""
+    bits = (x + ROUNDER).to(tl.int32, bitcast=True)
+    return tl.where(bits < INFINITY_BITS, bits, 0).to(tl.int8)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def quantize_query_int8(
+    query,
+    codes,
+    scale,
+    key_mean,
+    mean_score,
+    ranges,
+    tokens,
+    blocks,
+    q_heads,
+    group,
+    mean_channels,
+    head_dim,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    CHANNELS: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    MEAN_SCORE: tl.constexpr,
+):
+    """A block of 64 tokens of one (batch, q head)."""
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    if block // 2 * 128 < length:
+        base = query + batch * stride_batch + head * stride_head
+        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        channel = tl.arange(0, CHANNELS)
+        x, _counts = load_tokens(
+            base, None, start, token, length, channel, head_dim, stride_token, stride_channel, False
+        )
+        row = operand_row(batch, head, q_heads, rows, operand_start, PACKED) + token
+        if MEAN_SCORE:
+            mean_row = key_mean + (batch * (q_heads // group) + head // group) * mean_channels
+            mean = tl.load(mean_row + channel, mask=channel < head_dim, other=0.0)
+            tl.store(mean_score + row, tl.sum(x * mean[None, :], 1))
+        row_scale, inverse = int8_scale(tl.max(magnitude(x), 1), False)
+        tl.store(scale + row, row_scale)
+        tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def quantize_key_int8(
+    key,
+    codes,
+    scale,
+    key_mean,
+    valid,
+    ranges,
+    tokens,
+    blocks,
+    kv_heads,
+    mean_channels,
+    head_dim,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """A block of 64 tokens of one (batch, kv head)."""
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    if block // 2 * 128 < length:
+        base = key + batch * stride_batch + head * stride_head
+        if HAS_VALID:
+            valid += batch * valid_stride
+        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        channel = tl.arange(0, CHANNELS)
+        x, counts = load_tokens(
+            base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID
+        )
+        mean_row = key_mean + pair.to(tl.int64) * mean_channels
+        mean = tl.load(mean_row + channel, mask=channel < head_dim, other=0.0)
+        x = tl.where(counts[:, None], x - mean[None, :], 0.0)
+        group_scale, inverse = int8_scale(thread_max(tl.max(magnitude(x), 1)), True)
+        inverse = tl.reshape(tl.broadcast_to(inverse[None, :, None], (8, 4, 2)), (BLOCK_ROWS,))
+        first = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
+        tl.store(scale + (first + block * BLOCK_ROWS) // 16 + tl.arange(0, 4), group_scale.to(tl.bfloat16))
+        row = first + token
+        tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
+
+
+@triton.jit
+def thread_max(x):
+    """Largest of the tokens that share a scale: (64,) -> (4,)."""
+    return tl.max(tl.max(tl.reshape(x, (8, 4, 2)), 2), 0)

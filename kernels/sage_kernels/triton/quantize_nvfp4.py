@@ -1,0 +1,496 @@
+"""Q, K and V to NVFP4, bit for bit as `formats.nvfp4` quantises them after `transforms`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.nvfp4 import GROUP as GROUP_SIZE
+from ..recipe import Recipe
+from ..transforms import rotation_block, rotation_signs
+from .formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
+from .launch import launch
+from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
+from .statistics import Statistics, is_finite, load_tokens, reduce_block, token_statistics
+
+BLOCK_ROWS = tl.constexpr(BLOCK)
+MIN_CHANNELS = 64  # of the FP4 matrix instructions
+LARGEST_CODE = tl.constexpr(0x7E)
+ONE_SIXTH = tl.constexpr(1 / 6)
+# 448 · 6 = 1.3125 · 2¹¹
+LIMIT_EXPONENT = tl.constexpr(11)
+LIMIT_MANTISSA = tl.constexpr(0x280000)
+
+
+@dataclass(frozen=True)
+class NVFP4Operands:
+    """Quantised Q, K, V; two e2m1 codes a byte (the first in the low nibble), e4m3 scales of 16 as bits, zeros beyond
+    a sequence. Operand batch is 1 for packed sequences; channels are a power of two, rows a multiple of 128.
+
+    Attributes:
+        query, query_scale: uint8 (operand batch, q_heads, rows, channels / 2), (…, rows, channels / 16).
+        query_tensor_scale: float32 (operand batch, q_heads, rows / 128).
+        query_mean: float32 (operand batch, q_heads, rows / 128, channels), subtracted from each block; None without.
+        key, key_scale, key_tensor_scale: as those of Q. Of every 32 tokens, row p holds number
+            p//8·2 + p%8//2·8 + p%2: a thread's scores are then consecutive keys, as P·V takes them.
+        value, value_scale: uint8 (operand batch, kv_heads, v_channels, rows / 2), (…, v_channels, rows / 16), groups
+            along tokens.
+        value_tensor_scale: float32 (batch, kv_heads).
+        value_mean: float32 (batch, kv_heads, v_channels or fewer, a power of two).
+        mean_score: float32 (operand batch, q_heads, rows), each query's product with K's mean; None without the LSE.
+        statistics: of K and V.
+    """
+
+    query: torch.Tensor
+    query_scale: torch.Tensor
+    query_tensor_scale: torch.Tensor
+    query_mean: torch.Tensor | None
+    key: torch.Tensor
+    key_scale: torch.Tensor
+    key_tensor_scale: torch.Tensor
+    value: torch.Tensor
+    value_scale: torch.Tensor
+    value_tensor_scale: torch.Tensor
+    value_mean: torch.Tensor
+    mean_score: torch.Tensor | None
+    statistics: Statistics
+
+
+def quantize_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    valid: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> NVFP4Operands:
+    """Transform and quantise Q, K, V as `reference.quantize_operands` does.
+
+    Args:
+        query, key, value: (batch, heads, tokens, channels), any floating dtype and strides; (1, heads, total tokens,
+            channels) when the sequences are packed.
+        recipe: one whose qk and pv are "nvfp4".
+        q_sequences, kv_sequences: the token axes.
+        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
+        return_lse: also compute `mean_score`.
+    """
+    statistics = token_statistics(key, value, recipe, kv_sequences, valid)
+    batch = statistics.key_mean.shape[0]
+    codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
+        query, recipe, q_sequences, batch, statistics, None, True, return_lse
+    )
+    key_codes, key_scale, key_tensor_scale, _, _ = _quantize_tokens(
+        key, recipe, kv_sequences, batch, statistics, valid, False, False
+    )
+    return NVFP4Operands(
+        codes,
+        scale,
+        tensor_scale,
+        mean,
+        key_codes,
+        key_scale,
+        key_tensor_scale,
+        *_quantize_value(value, recipe, kv_sequences, batch, statistics, valid),
+        statistics.value_mean,
+        mean_score,
+        statistics,
+    )
+
+
+@lru_cache(maxsize=16)
+def _sign_bits(size: int) -> int:
+    """`rotation_signs`: bit j is set where sign j is -1. A constant of the kernel needs no memory on any device."""
+    return sum(1 << j for j, sign in enumerate(rotation_signs(size).tolist()) if sign < 0)
+
+
+def _padded_channels(channels: int) -> int:
+    return max(MIN_CHANNELS, power_of_two(channels))
+
+
+def _quantize_tokens(
+    x: torch.Tensor,
+    recipe: Recipe,
+    sequences: Sequences,
+    batch: int,
+    statistics: Statistics,
+    valid: torch.Tensor | None,
+    is_query: bool,
+    mean_score: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(codes, scale, tensor_scale, mean, mean_score) of Q or K; the last two of Q, or None."""
+    heads, head_dim = x.shape[1], x.shape[3]
+    channels = _padded_channels(head_dim)
+    shape = (1 if sequences.packed else batch, heads, sequences.rows)
+    codes = x.new_empty((*shape, channels // 2), dtype=torch.uint8)
+    scale = x.new_empty((*shape, channels // GROUP_SIZE), dtype=torch.uint8)
+    tensor_scale = x.new_empty((*shape[:2], sequences.rows // BLOCK), dtype=torch.float32)
+    smooth_blocks = is_query and recipe.smooth_q
+    mean = x.new_empty((*tensor_scale.shape, channels), dtype=torch.float32) if smooth_blocks else None
+    score = x.new_empty(shape, dtype=torch.float32) if mean_score else None
+    rotation = rotation_block(head_dim + -head_dim % GROUP_SIZE)
+    launch(
+        quantize_tokens_nvfp4,
+        (sequences.blocks, batch * heads),
+        x,
+        codes.view(torch.int64),
+        scale,
+        tensor_scale,
+        mean,
+        statistics.key_mean,
+        score,
+        valid,
+        sequences.ranges,
+        sequences.tokens,
+        heads,
+        heads // statistics.key_mean.shape[1],
+        statistics.key_mean.shape[2],
+        head_dim,
+        sequences.rows,
+        0 if sequences.packed else x.stride(0),
+        *x.stride()[1:],
+        stride_of(valid),
+        CHANNELS=channels,
+        ROTATION=rotation if recipe.rotate else 1,
+        SIGN_BITS=_sign_bits(rotation) if recipe.rotate else 0,
+        IS_QUERY=is_query,
+        SMOOTH=recipe.smooth_q if is_query else recipe.smooth_k,
+        MEAN_SCORE=mean_score,
+        TENSOR_SCALE=recipe.tensor_scale,
+        LOWEST_STEP=recipe.scale_steps[0],
+        HIGHEST_STEP=recipe.scale_steps[1],
+        HAS_VALID=valid is not None,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return codes, scale, tensor_scale, mean, score
+
+
+def _quantize_value(
+    value: torch.Tensor,
+    recipe: Recipe,
+    sequences: Sequences,
+    batch: int,
+    statistics: Statistics,
+    valid: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, scale, tensor_scale) of V."""
+    kv_heads, v_head_dim = value.shape[1], value.shape[3]
+    channels = _padded_channels(v_head_dim)
+    shape = (1 if sequences.packed else batch, kv_heads, channels)
+    codes = value.new_empty((*shape, sequences.rows // 2), dtype=torch.uint8)
+    scale = value.new_empty((*shape, sequences.rows // GROUP_SIZE), dtype=torch.uint8)
+    tensor_scale = value.new_empty((batch, kv_heads), dtype=torch.float32)
+    launch(
+        quantize_value_nvfp4,
+        (sequences.blocks, batch * kv_heads),
+        value,
+        codes.view(torch.int64),
+        scale,
+        tensor_scale,
+        statistics.value_mean,
+        statistics.value_tensor_amax,
+        valid,
+        sequences.ranges,
+        sequences.tokens,
+        kv_heads,
+        statistics.value_mean.shape[2],
+        v_head_dim,
+        sequences.rows,
+        0 if sequences.packed else value.stride(0),
+        *value.stride()[1:],
+        stride_of(valid),
+        CHANNELS=channels,
+        SMOOTH=recipe.smooth_v,
+        TENSOR_SCALE=recipe.tensor_scale,
+        LOWEST_STEP=recipe.scale_steps[0],
+        HIGHEST_STEP=recipe.scale_steps[1],
+        HAS_VALID=valid is not None,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return codes, scale, tensor_scale
+
+
+@triton.jit
+def butterflies(x, DISTANCE: tl.constexpr):
+    """Sums and differences of the columns i and i + DISTANCE: (rows, columns), in their place."""
+    pairs = tl.reshape(x, (x.shape[0], x.shape[1] // (2 * DISTANCE), 2, DISTANCE))
+    first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+    return tl.reshape(pairs, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def rotate(x, CHANNELS: tl.constexpr, ROTATION: tl.constexpr, SIGN_BITS: tl.constexpr):
+    """`transforms.rotate` of (rows, CHANNELS) in blocks of ROTATION channels."""
+    place = tl.arange(0, CHANNELS) % ROTATION
+    word = tl.zeros((CHANNELS,), tl.int32)
+    for index in tl.static_range((ROTATION + 15) // 16):
+        word = tl.where(place // 16 == index, (SIGN_BITS >> (16 * index)) & 0xFFFF, word)
+    x = x * (1 - 2 * ((word >> (place % 16)) & 1)).to(tl.float32)[None, :]
+    for level in tl.static_range(8):
+        if (1 << level) < ROTATION:
+            x = butterflies(x, 1 << level)
+    return x * ROTATION**-0.5
+
+
+@triton.jit
+def least_power_of_two(amax):
+    """(s, 1 / s) of the least power of two s with amax ≤ 448·6·s; 1 for an amax of 0 (`formats.power_of_two`)."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 - LIMIT_EXPONENT + ((bits & 0x7FFFFF) > LIMIT_MANTISSA).to(tl.int32)
+    exponent = tl.where(bits == 0, 0, tl.maximum(exponent, -126))
+    scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_with_reciprocal(code):
+    """e4m3 codes -> (scale, 1 / scale) in float32; the reciprocal of 0 is 1."""
+    scale = decode_e4m3(code).to(tl.float32)
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0, 1.0, scale))
+
+
+@triton.jit
+def split_groups(x):
+    """(rows, 16·n) -> tuple of the (rows, n) of elements 0…15 of every group.
+
+    Sixteen tensors, because work on them has one layout in every compiler: each thread a whole group.
+    """
+    x = (tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)),)
+    for level in tl.static_range(4):
+        halves = ()
+        for i in tl.static_range(1 << level):
+            pairs = tl.reshape(x[i], (x[i].shape[0], x[i].shape[1], 2, 8 >> level))
+            first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            halves += (first, second)
+        x = halves
+    elements = ()
+    for i in tl.static_range(16):
+        elements += (tl.reshape(x[i], (x[i].shape[0], x[i].shape[1])),)
+    return elements
+
+
+@triton.jit
+def squared_error(magnitude, code):
+    """Squared error of groups (16 of (rows, groups)) with these scales, summed by adjacent pairs."""
+    scale, inverse = decode_with_reciprocal(code)
+    error = ()
+    for i in tl.static_range(16):
+        # The product is exact: the sum rounds once, as the difference does.
+        difference = tl.fma(round_to_e2m1(magnitude[i] * inverse), scale, -magnitude[i])
+        error += (difference * difference,)
+    for level in tl.static_range(4):
+        sums = ()
+        for i in tl.static_range(8 >> level):
+            sums += (error[2 * i] + error[2 * i + 1],)
+        error = sums
+    return error[0]
+
+
+@triton.jit
+def try_step(best, error, magnitude, nearest, step):
+    """(code, error) of the better of `best` and the scale `step` codes above `nearest`."""
+    code = tl.minimum(tl.maximum(nearest.to(tl.int32) + step, 0), LARGEST_CODE).to(tl.uint8)
+    other = squared_error(magnitude, code)
+    better = other < error
+    return tl.where(better, code, best), tl.where(better, other, error)
+
+
+@triton.jit
+def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
+    """`nvfp4.round_groups`, packed: float32 (rows, 16·n) -> int64 (rows, n), sixteen codes each; uint8 (rows, n)."""
+    x = split_groups(x)
+    magnitude = (tl.abs(x[0]),)
+    for i in tl.static_range(1, 16):
+        magnitude += (tl.abs(x[i]),)  # type: ignore[assignment]
+    amax = magnitude[0]
+    for i in tl.static_range(1, 16):
+        amax = max_or_nan(amax, magnitude[i])
+    nearest = encode_e4m3(tl.where(is_finite(amax), amax, float("nan")) * ONE_SIXTH)
+    best = nearest
+    if LOWEST_STEP < 0 or HIGHEST_STEP > 0:
+        error = squared_error(magnitude, nearest)
+        tl.static_assert(-LOWEST_STEP <= HIGHEST_STEP)
+        # A loop at run time: unrolled, it takes the compiler three times as long.
+        for distance in range(1, 1 - LOWEST_STEP):
+            best, error = try_step(best, error, magnitude, nearest, -distance)
+            best, error = try_step(best, error, magnitude, nearest, distance)
+        for distance in range(1 - LOWEST_STEP, 1 + HIGHEST_STEP):
+            best, error = try_step(best, error, magnitude, nearest, distance)
+    _, inverse = decode_with_reciprocal(best)
+    low, high = tl.zeros_like(amax).to(tl.int32), tl.zeros_like(amax).to(tl.int32)
+    for i in tl.static_range(8):
+        low |= encode_e2m1(round_to_e2m1(magnitude[i] * inverse), x[i]) << 4 * i
+        high |= encode_e2m1(round_to_e2m1(magnitude[i + 8] * inverse), x[i + 8]) << 4 * i
+    codes = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    return tl.where(best == E4M3_NAN, 0, codes), best
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def quantize_tokens_nvfp4(
+    x,
+    codes,
+    scale,
+    tensor_scale,
+    mean,
+    key_mean,
+    mean_score,
+    valid,
+    ranges,
+    tokens,
+    heads,
+    group,
+    key_mean_channels,
+    channels,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    ROTATION: tl.constexpr,
+    SIGN_BITS: tl.constexpr,
+    IS_QUERY: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    MEAN_SCORE: tl.constexpr,
+    TENSOR_SCALE: tl.constexpr,
+    LOWEST_STEP: tl.constexpr,
+    HIGHEST_STEP: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """One block of 128 tokens of Q or K of one (batch, head); `codes` as int64, a group each."""
+    block, pair = tl.program_id(0), tl.program_id(1)
+    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    if RAGGED and block * BLOCK_ROWS >= length:
+        return
+    first = operand_row(batch, head, heads, rows, operand_start, PACKED) + block * BLOCK_ROWS
+    token, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, CHANNELS)
+    x += batch * stride_batch + head * stride_head
+    if HAS_VALID:
+        valid += batch * valid_stride
+    tile, counts = load_tokens(
+        x, valid, start, block * BLOCK_ROWS + token, length, channel, channels, stride_token, stride_channel, HAS_VALID
+    )
+    key_mean += (batch * (heads // group) + head // group) * key_mean_channels + channel
+    if MEAN_SCORE:
+        of_key = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
+        tl.store(mean_score + first + token, tl.sum(tile * of_key[None, :], 1))
+    if SMOOTH:
+        if IS_QUERY:
+            count = tl.minimum(length - block * BLOCK_ROWS, BLOCK_ROWS).to(tl.float32)
+            total, _largest, _smallest, _finite = reduce_block(
+                x,
+                None,
+                start,
+                block * BLOCK_ROWS,
+                length,
+                channels,
+                stride_token,
+                stride_channel,
+                CHANNELS,
+                False,
+                True,
+            )
+            shift = tl.div_rn(total, tl.zeros_like(total) + count)
+            tl.store(mean + (first // BLOCK_ROWS) * CHANNELS + channel, shift)
+        else:
+            shift = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
+        tile = tl.where(counts[:, None], tile - shift[None, :], 0.0)
+    if ROTATION > 1:
+        tile = rotate(tile, CHANNELS, ROTATION, SIGN_BITS)
+    factor = 1.0
+    if TENSOR_SCALE:
+        finite = tl.where(is_finite(tile), tl.abs(tile), 0.0)
+        factor, inverse = least_power_of_two(tl.max(tl.max(finite, 1), 0))
+        tile = tile * inverse
+    tl.store(tensor_scale + first // BLOCK_ROWS, factor)
+    packed, group_scale = quantize_groups(tile, LOWEST_STEP, HIGHEST_STEP)
+    if not IS_QUERY:
+        token = token // 32 * 32 + token % 8 // 2 * 8 + token % 32 // 8 * 2 + token % 2
+    at = (first + token)[:, None] * (CHANNELS // GROUP) + tl.arange(0, CHANNELS // GROUP)[None, :]
+    tl.store(codes + at, packed)
+    tl.store(scale + at, group_scale)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def quantize_value_nvfp4(
+    value,
+    codes,
+    scale,
+    tensor_scale,
+    value_mean,
+    value_tensor_amax,
+    valid,
+    ranges,
+    tokens,
+    kv_heads,
+    mean_channels,
+    channels,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    TENSOR_SCALE: tl.constexpr,
+    LOWEST_STEP: tl.constexpr,
+    HIGHEST_STEP: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """One block of 128 tokens of V of one (batch, kv head), transposed; `codes` as int64, a group each."""
+    block, pair = tl.program_id(0), tl.program_id(1)
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    if RAGGED and block * BLOCK_ROWS >= length:
+        return
+    token, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, CHANNELS)
+    value += batch * stride_batch + head * stride_head
+    if HAS_VALID:
+        valid += batch * valid_stride
+    tile, counts = load_tokens(
+        value,
+        valid,
+        start,
+        block * BLOCK_ROWS + token,
+        length,
+        channel,
+        channels,
+        stride_token,
+        stride_channel,
+        HAS_VALID,
+    )
+    of_head = batch * kv_heads + head
+    if SMOOTH:
+        shift = tl.load(value_mean + of_head * mean_channels + channel, mask=channel < mean_channels, other=0.0)
+        tile = tl.where(counts[:, None], tile - shift[None, :], 0.0)
+    factor = 1.0
+    if TENSOR_SCALE:
+        factor, inverse = least_power_of_two(tl.load(value_tensor_amax + of_head))
+        tile = tile * inverse
+    if block == 0:
+        tl.store(tensor_scale + of_head, factor)
+    packed, group_scale = quantize_groups(tl.trans(tile), LOWEST_STEP, HIGHEST_STEP)
+    row = (operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel).to(tl.int64)[:, None]
+    first = operand_start // GROUP + block * (BLOCK_ROWS // GROUP)
+    at = row * (rows // GROUP) + first + tl.arange(0, BLOCK_ROWS // GROUP)[None, :]
+    tl.store(codes + at, packed)
+    tl.store(scale + at, group_scale)

@@ -1,0 +1,196 @@
+"""V for P·V in 8 and 16 bit, bit for bit as `formats.fp8` and `formats.fp16` quantise it after `transforms.smooth`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats.fp8 import E4M3_MAX
+from ..formats.fp16 import FP16_HEADROOM
+from ..formats.reciprocal import SMALLEST_NORMAL
+from .launch import launch
+from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range, stride_of
+from .statistics import Statistics, load_tokens
+
+BLOCK_ROWS = tl.constexpr(BLOCK)
+ONE_448TH = tl.constexpr(1 / E4M3_MAX)
+SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
+HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
+MIN_CHANNELS = 16
+CHUNK = 64  # channels of a program at most: registers for more programs in flight
+
+
+def quantize_value(
+    value: torch.Tensor,
+    sequences: Sequences,
+    batch: int,
+    statistics: Statistics,
+    valid: torch.Tensor | None,
+    fp8: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V without its mean, in e4m3 or float16.
+
+    Args:
+        value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
+        sequences, batch: the token axis and the number of sequences.
+        statistics: V's mean and extrema.
+        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
+        fp8: e4m3 with a scale per channel; otherwise float16 with one per (batch, head).
+
+    Returns:
+        (values, scale): e4m3 (operand batch, kv_heads, channels, rows), or float16 (operand batch, kv_heads, rows,
+        channels); float32 (batch, kv_heads, channels). e4m3 values are transposed and the tokens of each 16 are in the
+        order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: as a thread's scores come out of the one matrix product, its
+        weights go into the other.
+    """
+    kv_heads, v_head_dim = value.shape[1], value.shape[3]
+    channels = max(MIN_CHANNELS, power_of_two(v_head_dim))
+    operand_batch = 1 if sequences.packed else batch
+    if fp8:
+        values = value.new_empty((operand_batch, kv_heads, channels, sequences.rows), dtype=torch.float8_e4m3fn)
+    else:
+        values = value.new_empty((operand_batch, kv_heads, sequences.rows, channels), dtype=torch.float16)
+    scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
+    launch(
+        quantize_value_fp8 if fp8 else quantize_value_fp16,
+        (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
+        value,
+        values,
+        scale,
+        statistics.value_mean,
+        statistics.value_amax if fp8 else statistics.value_tensor_amax,
+        valid,
+        sequences.ranges,
+        sequences.tokens,
+        sequences.blocks,
+        kv_heads,
+        v_head_dim,
+        sequences.rows,
+        0 if sequences.packed else value.stride(0),
+        *value.stride()[1:],
+        stride_of(valid),
+        CHANNELS=channels,
+        CHUNK=min(channels, CHUNK),
+        HAS_VALID=valid is not None,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        enable_fp_fusion=False,
+    )
+    return values, scale
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def quantize_value_fp8(
+    value,
+    values,
+    scale,
+    value_mean,
+    value_amax,
+    valid,
+    ranges,
+    tokens,
+    blocks,
+    kv_heads,
+    v_head_dim,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """128 tokens and CHUNK channels of one (batch, kv head)."""
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    of_pair = pair.to(tl.int64) * CHANNELS + channel
+    channel_scale = tl.load(value_amax + of_pair) * ONE_448TH
+    if block == 0:
+        tl.store(scale + of_pair, channel_scale)
+    if block * BLOCK_ROWS < length:
+        position = tl.arange(0, BLOCK_ROWS)
+        token = block * BLOCK_ROWS + position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+        base = value + batch * stride_batch + head * stride_head
+        if HAS_VALID:
+            valid += batch * valid_stride
+        x, counts = load_tokens(
+            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+        )
+        x = tl.where(counts[:, None], x - tl.load(value_mean + of_pair)[None, :], 0.0)
+        inverse = tl.div_rn(tl.full(channel_scale.shape, 1.0, tl.float32), channel_scale)
+        x = x * tl.where(channel_scale < SMALLEST_SCALE, 0.0, inverse)[None, :]
+        row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel
+        first = tl.multiple_of(operand_start, BLOCK_ROWS) + block * BLOCK_ROWS
+        into = values + row[:, None] * rows + (first + position)[None, :]
+        tl.store(into, tl.trans(x.to(tl.float8e4nv)))
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def quantize_value_fp16(
+    value,
+    values,
+    scale,
+    value_mean,
+    value_tensor_amax,
+    valid,
+    ranges,
+    tokens,
+    blocks,
+    kv_heads,
+    v_head_dim,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """128 tokens and CHUNK channels of one (batch, kv head)."""
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    of_pair = pair.to(tl.int64) * CHANNELS + channel
+    exponent = headroom_exponent(tl.load(value_tensor_amax + pair))
+    if block == 0:
+        tl.store(scale + of_pair, tl.zeros(channel.shape, tl.float32) + exp2_of_integer(exponent))
+    if block * BLOCK_ROWS < length:
+        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        base = value + batch * stride_batch + head * stride_head
+        if HAS_VALID:
+            valid += batch * valid_stride
+        x, counts = load_tokens(
+            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+        )
+        x = tl.where(counts[:, None], x - tl.load(value_mean + of_pair)[None, :], 0.0)
+        row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
+        into = values + row[:, None] * CHANNELS + channel[None, :]
+        tl.store(into, (x * exp2_of_integer(-exponent)).to(tl.float16))
+
+
+@triton.jit
+def headroom_exponent(amax):
+    """Exponent of the least power of two s with amax ≤ FP16_HEADROOM·s, within ±126; 0 where amax is 0."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32) - HEADROOM_EXPONENT
+    return tl.where(amax > 0.0, tl.minimum(tl.maximum(exponent, -126), 126), 0)
+
+
+@triton.jit
+def exp2_of_integer(exponent):
+    """2 to the exponent, which lies within ±126."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)

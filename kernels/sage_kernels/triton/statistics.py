@@ -1,0 +1,388 @@
+"""Means and extrema of K and V over tokens, which their quantisers need before the first element.
+
+Sums are taken in the order of `transforms.sum_of_tokens`, so that means have the specification's bits: a first kernel
+sums blocks of 128 tokens, a second one the block sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..recipe import Recipe
+from .launch import launch
+from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
+
+BLOCK_ROWS = tl.constexpr(BLOCK)
+PARTS = tl.constexpr(4)  # of V, for each block and channel: sum, largest, smallest, whether all are finite
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics over valid tokens; float32, channels padded to a power of two.
+
+    Attributes:
+        key_mean: (batch, kv_heads, head_dim); zeros without smoothing of K.
+        value_mean: (batch, kv_heads, v_head_dim); zeros without smoothing of V.
+        value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
+            element.
+        value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
+    """
+
+    key_mean: torch.Tensor
+    value_mean: torch.Tensor
+    value_amax: torch.Tensor
+    value_tensor_amax: torch.Tensor
+
+
+def token_statistics(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    sequences: Sequences,
+    valid: torch.Tensor | None = None,
+) -> Statistics:
+    """Statistics of K and V.
+
+    Args:
+        key, value: (batch, kv_heads, tokens, channels), any strides; (1, kv_heads, total tokens, channels) when
+            `sequences` is packed.
+        recipe: smooth_k and smooth_v say which means are taken.
+        sequences: the token axis.
+        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
+    """
+    kv_heads = key.shape[1]
+    batch = key.shape[0] if sequences.ranges is None else sequences.ranges.shape[0]
+    pairs, blocks = batch * kv_heads, sequences.blocks
+    shared = {
+        "HAS_VALID": valid is not None,
+        "PACKED": sequences.packed,
+        "RAGGED": sequences.ranges is not None,
+        "enable_fp_fusion": False,
+    }
+    valid_stride = stride_of(valid)
+    operand_blocks = sequences.rows // BLOCK
+
+    def new(*shape: int) -> torch.Tensor:
+        return key.new_empty(shape, dtype=torch.float32)
+
+    def parts_of(x: torch.Tensor, *shape: int, extrema: bool) -> torch.Tensor:
+        parts = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, *shape)
+        launch(
+            block_statistics,
+            (blocks * pairs,),
+            x,
+            valid,
+            sequences.ranges,
+            parts,
+            sequences.tokens,
+            blocks,
+            operand_blocks,
+            kv_heads,
+            x.shape[-1],
+            0 if sequences.packed else x.stride(0),
+            *x.stride()[1:],
+            valid_stride,
+            CHANNELS=shape[-1],
+            EXTREMA=extrema,
+            **shared,
+        )
+        return parts
+
+    k_channels, v_channels = (max(16, power_of_two(x.shape[-1])) for x in (key, value))
+    statistics = Statistics(
+        new(batch, kv_heads, k_channels),
+        new(batch, kv_heads, v_channels),
+        new(batch, kv_heads, v_channels),
+        new(batch, kv_heads),
+    )
+    lengths = (sequences.tokens, kv_heads, operand_blocks, valid_stride)
+    if recipe.smooth_k:
+        parts = parts_of(key, k_channels, extrema=False)
+        launch(
+            key_statistics,
+            (pairs,),
+            parts,
+            valid,
+            sequences.ranges,
+            statistics.key_mean,
+            *lengths,
+            CHANNELS=k_channels,
+            **shared,
+        )
+    else:
+        statistics.key_mean.zero_()
+    parts = parts_of(value, PARTS.value, v_channels, extrema=True)
+    launch(
+        value_statistics,
+        (pairs,),
+        parts,
+        valid,
+        sequences.ranges,
+        statistics.value_mean,
+        statistics.value_amax,
+        statistics.value_tensor_amax,
+        *lengths,
+        CHANNELS=v_channels,
+        SMOOTH=recipe.smooth_v,
+        **shared,
+    )
+    return statistics
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def load_tokens(
+    x,
+    valid,
+    start,
+    token,
+    length,
+    channel,
+    channels,
+    stride_token,
+    stride_channel,
+    HAS_VALID: tl.constexpr,
+):
+    """Channels of some tokens of a sequence in float32, zeros for what does not count, and which tokens count.
+
+    Args:
+        x, valid: pointers to the first token of the batch element; valid is read if HAS_VALID.
+        start, length: of the sequence.
+        token, channel: indices, (tokens,) and (channels,); there are `channels` of them.
+    """
+    counts = token < length
+    if HAS_VALID:
+        counts = counts & (tl.load(valid + token, mask=counts, other=0) != 0)
+    offset = (start + token).to(tl.int64)[:, None] * stride_token + channel.to(tl.int64)[None, :] * stride_channel
+    inside = counts[:, None] & (channel < channels)[None, :]
+    return tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), counts
+
+
+@triton.jit
+def reduce_block(
+    x,
+    valid,
+    start,
+    first,
+    length,
+    channels,
+    stride_token,
+    stride_channel,
+    CHANNELS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
+
+    The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which it needs them, then over
+    the 8. CAREFUL leaves out what does not count or is not finite; otherwise the first three are those of all elements
+    with zeros beyond the length, and the last is 1.
+    """
+    channel = tl.arange(0, CHANNELS)
+    largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
+    smallest = tl.full((8, CHANNELS), float("inf"), tl.float32)
+    finite = tl.full((8, CHANNELS), 1.0, tl.float32)
+    for leaf in tl.static_range(16):
+        group = leaf % 2 * 8 + leaf // 2 % 2 * 4 + leaf // 4 % 2 * 2 + leaf // 8
+        token = first + group * 8 + tl.arange(0, 8)
+        tile, counts = load_tokens(
+            x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
+        )
+        if CAREFUL:
+            present = is_finite(tile)
+            finite = tl.minimum(finite, present.to(tl.float32))
+            tile = tl.where(present, tile, 0.0)
+            present = present & counts[:, None]
+            largest = tl.maximum(largest, tl.where(present, tile, float("-inf")))
+            smallest = tl.minimum(smallest, tl.where(present, tile, float("inf")))
+        else:
+            largest = tl.maximum(largest, tile)
+            smallest = tl.minimum(smallest, tile)
+        if leaf % 2 == 0:
+            of_1 = tile
+        else:
+            tile = of_1 + tile
+            if leaf % 4 == 1:
+                of_2 = tile
+            else:
+                tile = of_2 + tile
+                if leaf % 8 == 3:
+                    of_4 = tile
+                else:
+                    tile = of_4 + tile
+                    if leaf == 7:
+                        of_8 = tile
+                    else:
+                        total = of_8 + tile
+    for level in tl.static_range(3):
+        total = tl.reshape(total, (2, 4 >> level, CHANNELS))
+        upper, lower = tl.split(tl.permute(total, (1, 2, 0)))
+        total = upper + lower
+    return tl.reshape(total, (CHANNELS,)), tl.max(largest, 0), tl.min(smallest, 0), tl.min(finite, 0)
+
+
+@triton.jit
+def all_true(x):
+    return tl.min(x.to(tl.int32), 0) == 1
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "operand_blocks"])
+def block_statistics(
+    x,
+    valid,
+    ranges,
+    parts,
+    tokens,
+    blocks,
+    operand_blocks,
+    kv_heads,
+    channels,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    EXTREMA: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """128 tokens of one (batch, kv head): (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS)."""
+    block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    batch = pair // kv_heads
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    part = operand_row(batch, pair % kv_heads, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED) + block
+    x += batch * stride_batch + pair % kv_heads * stride_head
+    if HAS_VALID:
+        valid += batch * valid_stride
+    first = block * BLOCK_ROWS
+    if first >= length:
+        return
+    total, largest, smallest, finite = reduce_block(
+        x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, HAS_VALID
+    )
+    if (first + BLOCK_ROWS > length) | (not all_true(is_finite(total))):
+        total, largest, smallest, finite = reduce_block(
+            x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, True
+        )
+    channel = tl.arange(0, CHANNELS)
+    if EXTREMA:
+        into = parts + part * PARTS * CHANNELS + channel
+        tl.store(into, total)
+        tl.store(into + CHANNELS, largest)
+        tl.store(into + 2 * CHANNELS, smallest)
+        tl.store(into + 3 * CHANNELS, finite)
+    else:
+        tl.store(parts + part * CHANNELS + channel, total)
+
+
+@triton.jit
+def valid_tokens(valid, length, HAS_VALID: tl.constexpr):
+    """How many tokens count, at least 1, in float32."""
+    count = length
+    if HAS_VALID:
+        token = tl.arange(0, 4096)
+        count = 0
+        for first in range(0, length, 4096):
+            some = tl.load(valid + first + token, mask=first + token < length, other=0)
+            count += tl.sum((some != 0).to(tl.int32), 0)
+    return tl.maximum(count, 1).to(tl.float32)
+
+
+@triton.jit
+def mean_of_blocks(parts, valid, blocks, length, stride, CHANNELS: tl.constexpr, HAS_VALID: tl.constexpr):
+    """Mean over a sequence, from the sums of its blocks: groups of 128 by a tree, the groups in order."""
+    total = tl.zeros((CHANNELS,), tl.float32)
+    for group in range(0, blocks, BLOCK_ROWS):
+        some, _largest, _smallest, _finite = reduce_block(
+            parts, None, 0, group, blocks, CHANNELS, stride, 1, CHANNELS, False, False
+        )
+        total += some
+    return tl.div_rn(total, tl.zeros_like(total) + valid_tokens(valid, length, HAS_VALID))
+
+
+@triton.jit(do_not_specialize=["tokens", "operand_blocks"])
+def key_statistics(
+    parts,
+    valid,
+    ranges,
+    mean,
+    tokens,
+    kv_heads,
+    operand_blocks,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Mean of K of one (batch, kv head) from the sums of its blocks."""
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // kv_heads, pair % kv_heads
+    _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    first_part = operand_row(batch, head, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
+    if HAS_VALID:
+        valid += batch * valid_stride
+    parts += first_part * CHANNELS
+    used = tl.cdiv(length, BLOCK_ROWS)
+    k_mean = mean_of_blocks(parts, valid, used, length, CHANNELS, CHANNELS, HAS_VALID)
+    tl.store(mean + pair * CHANNELS + tl.arange(0, CHANNELS), k_mean)
+
+
+@triton.jit(do_not_specialize=["tokens", "operand_blocks"])
+def value_statistics(
+    parts,
+    valid,
+    ranges,
+    mean,
+    amax,
+    tensor_amax,
+    tokens,
+    kv_heads,
+    operand_blocks,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Mean and extrema of V of one (batch, kv head) from those of its blocks."""
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // kv_heads, pair % kv_heads
+    _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    first_part = operand_row(batch, head, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
+    if HAS_VALID:
+        valid += batch * valid_stride
+    parts += first_part * PARTS * CHANNELS
+    used = tl.cdiv(length, BLOCK_ROWS)
+    if SMOOTH:
+        v_mean = mean_of_blocks(parts, valid, used, length, PARTS * CHANNELS, CHANNELS, HAS_VALID)
+    else:
+        v_mean = tl.zeros((CHANNELS,), tl.float32)
+    row, channel = tl.arange(0, 32), tl.arange(0, CHANNELS)
+    largest = tl.full((32, CHANNELS), float("-inf"), tl.float32)
+    smallest = tl.full((32, CHANNELS), float("inf"), tl.float32)
+    finite = tl.full((32, CHANNELS), 1.0, tl.float32)
+    for first in range(0, used, 32):
+        part = parts + ((first + row)[:, None] * PARTS + 1) * CHANNELS + channel[None, :]
+        inside = (first + row < used)[:, None]
+        largest = tl.maximum(largest, tl.load(part, mask=inside, other=float("-inf")))
+        smallest = tl.minimum(smallest, tl.load(part + CHANNELS, mask=inside, other=float("inf")))
+        finite = tl.minimum(finite, tl.load(part + 2 * CHANNELS, mask=inside, other=1.0))
+    # Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+    v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
+    v_amax = tl.maximum(tl.abs(v_largest - v_mean), tl.abs(v_smallest - v_mean))
+    v_amax = tl.where(v_largest < v_smallest, 0.0, v_amax)
+    tl.store(mean + pair * CHANNELS + channel, v_mean)
+    tl.store(tensor_amax + pair, tl.max(v_amax, 0))
+    tl.store(amax + pair * CHANNELS + channel, tl.where(tl.min(finite, 0) == 0.0, float("nan"), v_amax))

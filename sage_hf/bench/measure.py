@@ -1,0 +1,248 @@
+"""Timing, memory and errors of every provider at every shape, on one GPU, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sage_hf.bench.peers import PROVIDERS, Provider, quantizers
+from sage_hf.bench.shapes import SHAPES, Shape
+from sage_hf.metrics import tensor_errors
+from sage_kernels import exact
+
+PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")
+
+# A provider is timed for half a second at a shape, interleaved with the others.
+SECONDS = 0.5
+MIN_CALLS, MAX_CALLS = 5, 100
+
+QUANTIZER_TOKENS = 16384
+
+# Errors are those of some rows of the first and the last head, against all their keys.
+ERROR_ROWS = 256
+
+QUANTIZER_TOKENS = 16384
+
+
+def run(
+    device: torch.device,
+    shapes: Sequence[Shape] = SHAPES,
+    providers: Sequence[Provider] = PROVIDERS,
+    commit: str = "",
+    progress: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure all shapes with all providers.
+
+    Args:
+        device: a CUDA device.
+        shapes, providers: what to measure.
+        commit: of the source measured, for the record.
+        progress: told of each shape before it is measured.
+
+    Returns:
+        Plain data: facts about the machine, "copy_bandwidth" (bytes read and written per second by a copy),
+        "quantizers" and "rows". A row has the shape, "provider", "scope" and
+        - "ms" (median of a call), "tflops", "kernel";
+        - "compile_s": how much longer the first call took than the second;
+        - "rel_l1", "cosine": on the timed tensors, standard normal; "rel_l1_biased", "cosine_biased": where K and V
+          have means (`draw`);
+        - "peak_extra_bytes" at most allocated during a call, beyond inputs and output; end to end only;
+        or, where the provider is missing or refuses, "unavailable": why.
+    """
+    with torch.cuda.device(device), torch.no_grad():
+        facts = _facts(device, commit)
+        bandwidth = copy_bandwidth(device)
+        rows = []
+        for shape in shapes:
+            progress(f"{shape.name}: {shape}")
+            for scope in ("end_to_end", "kernel"):
+                rows += _measure_shape(shape, [one for one in providers if one.scope == scope], device)
+        progress("quantizers")
+        return {
+            **facts,
+            "copy_bandwidth": bandwidth,
+            "quantizers": _measure_quantizers(device, bandwidth),
+            "rows": rows,
+        }
+
+
+def draw(shape: Shape, kind: Literal["normal", "biased"], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, bfloat16 (batch, heads, tokens, head_dim), always the same.
+
+    "normal": independent and standard normal. "biased": to each channel of K a mean of 3 deviations is added, to each
+    of V one of half a deviation, as diffusion transformers have them.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(heads: int, tokens: int) -> Tensor:
+        size = (shape.batch, heads, tokens, shape.head_dim)
+        return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+
+    query = normal(shape.q_heads, shape.tokens)
+    key, value = normal(shape.kv_heads, shape.tokens), normal(shape.kv_heads, shape.tokens)
+    if kind == "biased":
+        key += 3 * normal(shape.kv_heads, 1)
+        value += 0.5 * normal(shape.kv_heads, 1)
+    return query, key, value
+
+
+def median_ms(calls: dict[Any, tuple[Callable[[], object], int]]) -> dict[Any, float]:
+    """Median time of a call, by key -> (call, how often); all take turns, so that heat and clocks are shared."""
+    events: dict[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in calls}
+    for turn in range(max((count for _, count in calls.values()), default=0)):
+        for key, (call, count) in calls.items():
+            if turn < count:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                call()
+                end.record()
+                events[key].append((start, end))
+    torch.cuda.synchronize()
+    return {key: statistics.median(start.elapsed_time(end) for start, end in pairs) for key, pairs in events.items()}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a copy of 1 GiB."""
+    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.numel() / (median_ms({"copy": (lambda: target.copy_(source), 20)})["copy"] * 1e-3)
+
+
+class SampledErrors:
+    """Exact attention in float64 for some rows of the first and the last head of the first sample."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
+        q_heads, tokens = query.shape[1:3]
+        group = q_heads // key.shape[1]
+        self._heads = torch.tensor([0, q_heads - 1], device=query.device)
+        self._rows = torch.linspace(0, tokens - 1, min(ERROR_ROWS, tokens), device=query.device).long()
+        kv_heads = self._heads // group
+        mask = None
+        if is_causal:
+            mask = (torch.arange(tokens, device=query.device) <= self._rows[:, None])[None, None]
+        self._truth, _ = exact.attention(self._sample(query), key[:1, kv_heads], value[:1, kv_heads], mask=mask)
+
+    def of(self, output: Tensor, scale: float = 1.0) -> dict[str, float]:
+        """rel_l1 and cosine of output · scale, (batch, q_heads, tokens, head_dim) in any dtype."""
+        errors = tensor_errors(self._truth, self._sample(output).double() * scale)
+        return {"rel_l1": errors.rel_l1, "cosine": errors.cosine}
+
+    def _sample(self, x: Tensor) -> Tensor:
+        return torch.stack([x[0, head, self._rows] for head in self._heads.tolist()])[None]
+
+
+def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
+    """The rows of one shape and one scope."""
+    rows = {provider.name: _row(shape, provider) for provider in providers}
+    calls: dict[str, tuple[Callable[[], object], int]] = {}
+    kinds: tuple[Literal["normal", "biased"], ...] = ("normal", "biased")
+    for kind in kinds:
+        try:
+            inputs = draw(shape, kind, device)
+            errors = SampledErrors(*inputs, shape.causal)
+        except torch.OutOfMemoryError as error:
+            return [_row(shape, provider) | {"unavailable": _reason(error)} for provider in providers]
+        for provider in providers:
+            row = rows[provider.name]
+            if "unavailable" in row:
+                continue
+            try:
+                prepared = provider.prepare(*inputs, shape.causal)
+                if kind == "normal":
+                    row["kernel"] = prepared.kernel
+                    calls[provider.name] = prepared.call, _first_calls(prepared.call, row, shape)
+                found = errors.of(prepared.call(), prepared.output_scale)
+            except Exception as error:  # Whatever keeps a provider from running is what its row says.
+                rows[provider.name] = _row(shape, provider) | {"unavailable": _reason(error)}
+                calls.pop(provider.name, None)
+            else:
+                suffix = "" if kind == "normal" else "_biased"
+                row |= {name + suffix: value for name, value in found.items()}
+        for name, ms in median_ms(calls).items():
+            rows[name] |= {"ms": ms, "tflops": shape.operations / ms * 1e-9}
+        calls.clear()
+    return list(rows.values())
+
+
+def _row(shape: Shape, provider: Provider) -> dict[str, Any]:
+    return {
+        "shape": shape.name,
+        "batch": shape.batch,
+        "q_heads": shape.q_heads,
+        "kv_heads": shape.kv_heads,
+        "q_len": shape.tokens,
+        "kv_len": shape.tokens,
+        "head_dim": shape.head_dim,
+        "causal": shape.causal,
+        "direction": "forward",
+        "scope": provider.scope,
+        "provider": provider.name,
+    }
+
+
+def _first_calls(call: Callable[[], object], row: dict[str, Any], shape: Shape) -> int:
+    """Call twice, note what that shows in the row, and return how often to call for the timing."""
+    first = _seconds(call)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    second = _seconds(call)
+    row["compile_s"] = max(0.0, first - second)
+    if row["scope"] == "end_to_end":
+        row["peak_extra_bytes"] = max(0, torch.cuda.max_memory_allocated() - before - shape.output_bytes)
+    return max(MIN_CALLS, min(MAX_CALLS, int(SECONDS / second)))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _measure_quantizers(device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for head_dim in (128, 64):
+        shape = Shape("quantizers", 2, 32, 32, QUANTIZER_TOKENS, head_dim)
+        facts = {"batch": shape.batch, "heads": shape.q_heads, "tokens": shape.tokens, "head_dim": head_dim}
+        try:
+            found = quantizers(*draw(shape, "normal", device))
+            times = median_ms({name: (call, MAX_CALLS) for name, (call, _) in found.items()})
+        except Exception as error:  # As for providers.
+            rows.append(facts | {"unavailable": _reason(error)})
+            continue
+        for name, (_, moved) in found.items():
+            share = moved / (times[name] * 1e-3) / bandwidth
+            rows.append({"name": name, **facts, "bytes": moved, "ms": times[name], "share_of_copy_bandwidth": share})
+    return rows
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _facts(device: torch.device, commit: str) -> dict[str, Any]:
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "torch": torch.__version__,
+        "triton": packages.pop("triton", ""),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "packages": packages,
+        "commit": commit,
+        "date": date.today().isoformat(),
+    }

@@ -1,0 +1,63 @@
+"""The attention calls that are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One forward call, with as many queries as keys.
+
+    Attributes:
+        name: short, for the command line and tables.
+        batch, q_heads, kv_heads, tokens, head_dim: sizes of query, and of key and value.
+        causal: row i attends to keys 0…i.
+    """
+
+    name: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    causal: bool = False
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of both matrix products; half of them when causal."""
+        full = 4.0 * self.batch * self.q_heads * self.tokens**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    @property
+    def input_bytes(self) -> int:
+        """Of query, key and value in bfloat16."""
+        return 2 * self.batch * (self.q_heads + 2 * self.kv_heads) * self.tokens * self.head_dim
+
+    @property
+    def output_bytes(self) -> int:
+        """Of the output in bfloat16."""
+        return 2 * self.batch * self.q_heads * self.tokens * self.head_dim
+
+    def __str__(self) -> str:
+        heads = str(self.q_heads) if self.q_heads == self.kv_heads else f"{self.q_heads}/{self.kv_heads}"
+        text = f"{self.batch}×{heads}×{self.tokens}×{self.head_dim}"
+        return f"{text}, causal" if self.causal else text
+
+
+# From 4k to 119k tokens, at the head_dims of today's models. The smallest inputs are larger than any L2, so that no
+# flush is needed between calls.
+SHAPES: tuple[Shape, ...] = (
+    Shape("4k-128", 4, 32, 32, 4096, 128),
+    Shape("8k-128", 2, 32, 32, 8192, 128),
+    Shape("16k-128", 2, 32, 32, 16384, 128),
+    Shape("16k-128-causal", 2, 32, 32, 16384, 128, causal=True),
+    Shape("4k-64", 4, 32, 32, 4096, 64),
+    Shape("16k-64", 2, 32, 32, 16384, 64),
+    Shape("16k-64-causal", 2, 32, 32, 16384, 64, causal=True),
+    Shape("cogvideox-2b", 2, 30, 30, 17776, 64),
+    Shape("mochi", 1, 24, 24, 44776, 128),
+    Shape("hunyuanvideo-720p", 1, 24, 24, 119056, 128),
+    Shape("flux", 1, 24, 24, 4608, 128),
+    Shape("llama-3-prefill", 1, 32, 8, 32768, 128, causal=True),
+)

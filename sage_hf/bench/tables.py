@@ -1,0 +1,139 @@
+"""What a benchmark's JSON says, as text: for files, terminals and the README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sage_hf.bench.peers import PROVIDERS, Provider
+from sage_hf.bench.shapes import Shape
+from sage_hf.report import text_table
+
+MISSING = "–"
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """The result of `measure.run`, a row a line."""
+
+    def lines(rows: Sequence[dict[str, Any]]) -> str:
+        return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
+
+    tables = {name: lines(result[name]) for name in ("quantizers", "rows")}
+    facts = [
+        f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+        for name, value in result.items()
+        if name not in tables
+    ]
+    return "{\n" + ",\n".join([*facts, *(f'"{name}": {text}' for name, text in tables.items())]) + "\n}\n"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Speed of every provider at every shape, as the README shows it: the fastest end to end is bold."""
+    header, cells = _speeds(result)
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_caption(result)}"
+
+
+def text(result: dict[str, Any]) -> str:
+    """The same for a terminal, then errors and memory at one shape, the quantizers, and who could not run and why."""
+    parts = [_caption(result), text_table(*_speeds(result, bold=False))]
+    if columns := measured(result):
+        parts += _at_shape(columns, common_shape(columns))
+    copied = [row for row in result["quantizers"] if "ms" in row]
+    if copied:
+        header = ["quantizer", "shape", "ms", "of a copy's bandwidth"]
+        cells = [
+            [
+                row["name"],
+                f"{row['batch']}×{row['heads']}×{row['tokens']}×{row['head_dim']}",
+                f"{row['ms']:.3f}",
+                f"{row['share_of_copy_bandwidth']:.0%}",
+            ]
+            for row in copied
+        ]
+        parts += [text_table(header, cells)]
+    return "\n\n".join([*parts, *_unavailable(result)])
+
+
+def rows_of(result: dict[str, Any], provider: Provider) -> dict[Shape, dict[str, Any]]:
+    """The rows that one provider measured, by shape."""
+    return {
+        shape_of(row): row
+        for row in result["rows"]
+        if (row["provider"], row["scope"]) == (provider.name, provider.scope) and "tflops" in row
+    }
+
+
+def shape_of(row: dict[str, Any]) -> Shape:
+    """The shape that a row was measured at."""
+    sizes = (row[name] for name in ("shape", "batch", "q_heads", "kv_heads", "q_len", "head_dim", "causal"))
+    return Shape(*sizes)
+
+
+def measured(result: dict[str, Any]) -> dict[Provider, dict[Shape, dict[str, Any]]]:
+    """The rows of each provider that measured any, in the order of PROVIDERS."""
+    found = {provider: rows_of(result, provider) for provider in PROVIDERS}
+    return {provider: rows for provider, rows in found.items() if rows}
+
+
+def _speeds(result: dict[str, Any], bold: bool = True) -> tuple[list[str], list[list[str]]]:
+    columns = measured(result)
+    header = ["shape", *map(heading, columns)]
+    cells = []
+    for shape in dict.fromkeys(map(shape_of, result["rows"])):
+        speeds = {one: rows[shape]["tflops"] for one, rows in columns.items() if shape in rows}
+        fastest = max((speed for one, speed in speeds.items() if one.scope == "end_to_end"), default=None)
+        line = [f"{shape.name}: {shape}"]
+        for one in columns:
+            cell = f"{speeds[one]:.0f}" if one in speeds else MISSING
+            line.append(f"**{cell}**" if bold and one.scope == "end_to_end" and speeds.get(one) == fastest else cell)
+        cells.append(line)
+    return header, cells
+
+
+def common_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]]) -> Shape:
+    """The shape that most providers measured; of several, the one with most operations."""
+    shapes = {shape for rows in columns.values() for shape in rows}
+    return max(shapes, key=lambda shape: (sum(shape in rows for rows in columns.values()), shape.operations))
+
+
+def _at_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]], shape: Shape) -> list[str]:
+    header = ["provider", "ms", "rel-L1", "rel-L1, K and V biased", "extra memory / Q, K, V", "first call, s"]
+    cells = []
+    for one, rows in columns.items():
+        if row := rows.get(shape):
+            memory = f"{row['peak_extra_bytes'] / shape.input_bytes:.2f}" if "peak_extra_bytes" in row else MISSING
+            errors = [f"{row[name]:.4f}" for name in ("rel_l1", "rel_l1_biased")]
+            cells.append([heading(one), f"{row['ms']:.2f}", *errors, memory, f"{row['compile_s']:.1f}"])
+    return [f"At {shape}:", text_table(header, cells)]
+
+
+def heading(provider: Provider) -> str:
+    """What a reader calls the provider."""
+    return f"{provider.label} (kernel)" if provider.scope == "kernel" else provider.label
+
+
+def _caption(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
+    source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
+    return (
+        f"TFLOP/s on {result['gpu']}, forward; batch × heads (query/key) × tokens × head_dim; bfloat16 in and out with "
+        f"quantisation included; (kernel): quantised before, attention alone. {versions}, {source}{result['date']}."
+    )
+
+
+def _unavailable(result: dict[str, Any]) -> list[str]:
+    shapes = dict.fromkeys(row["shape"] for row in result["rows"])
+    missing: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if "unavailable" in row:
+            missing.setdefault(f"{row['provider']}, {row['scope']}: {row['unavailable']}", []).append(row["shape"])
+    for row in result["quantizers"]:
+        if "unavailable" in row:
+            missing.setdefault(f"quantizers: {row['unavailable']}", []).append(f"head_dim {row['head_dim']}")
+    lines = [
+        f"  {what} ({'all shapes' if len(where) == len(shapes) else ', '.join(where)})"
+        for what, where in missing.items()
+    ]
+    return ["\n".join(["Not measured:", *lines])] if lines else []

@@ -1,0 +1,47 @@
+"""Calls every kernel in every variant on small shapes, for a memory checker, of all low-bit recipes or of those named:
+
+compute-sanitizer --tool memcheck python tests/gpu/sanitized_calls.py sage2 sage1
+"""
+
+import sys
+
+import torch
+from judge import LOW_BIT, attend
+
+from sage_kernels import ops
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def masks(batch: int, q_heads: int, q_len: int, kv_len: int) -> list[torch.Tensor | None]:
+    allowed = torch.rand(batch, q_heads, q_len, kv_len, device="cuda") < 0.5
+    bias = torch.zeros(allowed.shape, device="cuda").masked_fill(~allowed, -torch.inf)
+    return [None, allowed, allowed[:1, :1, :, :1], allowed[:, :1, :1], bias, bias[:, :1]]
+
+
+def attend_packed(recipe: str) -> None:
+    """Three sequences, of 1, 129 and 203 tokens, one after the other."""
+    lengths = torch.tensor([0, 1, 130, 333], dtype=torch.int32, device="cuda")
+    inputs = draw(333, 4, 64), draw(333, 2, 64), draw(333, 2, 64)
+    options = {"is_causal": True, "recipe": recipe, "fallback": "emulate", "return_lse": True}
+    ops.packed_attention(*inputs, lengths, lengths, 203, 203, **options)
+
+
+def main() -> None:
+    for recipe in sys.argv[1:] or LOW_BIT:
+        attend_packed(recipe)
+        for q_len, kv_len, head_dim, v_head_dim in ((1, 1, 64, 64), (129, 333, 128, 128), (300, 65, 40, 24)):
+            inputs = draw(2, 4, q_len, head_dim), draw(2, 2, kv_len, head_dim), draw(2, 2, kv_len, v_head_dim)
+            for mask in masks(2, 4, q_len, kv_len):
+                attend(*inputs, recipe, mask=mask)
+            attend(*inputs, recipe, is_causal=True)
+            every_other_channel = (x.repeat_interleave(2, -1)[..., ::2] for x in inputs)
+            attend(*every_other_channel, recipe)
+            torch.cuda.synchronize()
+            print(f"{recipe}: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
+
+
+if __name__ == "__main__":
+    main()

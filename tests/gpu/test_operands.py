@@ -1,0 +1,114 @@
+"""The quantisers write the reference's operands, bit for bit."""
+
+import random
+
+import pytest
+import torch
+from judge import LOW_BIT
+from layouts import LAYOUTS, lay_out
+
+from sage_kernels import reference
+from sage_kernels.formats import nvfp4
+from sage_kernels.recipe import RECIPES
+from sage_kernels.triton import int8_forward, quantize_nvfp4
+from sage_kernels.triton.sequences import Sequences
+
+CASES, CASES_NVFP4 = 40, 8  # an NVFP4 quantiser compiles for seconds
+# Of each 16 tokens of V in e4m3, and of each 32 tokens of K in NVFP4, the place in memory of token 0, 1, 2 …
+V_PLACES = torch.arange(16).view(4, 2, 2).transpose(0, 1).flatten()
+K_PLACES = torch.arange(32).view(4, 4, 2).transpose(0, 1).flatten()
+
+
+def in_order(x, places, dim):
+    """Tokens along `dim` in natural order."""
+    x = x.unflatten(dim, (-1, len(places)))
+    return x.index_select(dim, places.to(x.device)).flatten(dim - 1, dim)
+
+
+def int8_values(operands, recipe):
+    """Kernel operands by the names and in the shapes of `reference.Operands`, padding included."""
+    value = operands.value.float()
+    return {
+        "query": operands.query.float(),
+        "query_scale": operands.query_scale.unsqueeze(-1),
+        "key": operands.key.float(),
+        "key_scale": operands.key_scale.float().repeat_interleave(2, -1).repeat(1, 1, 1, 8).flatten(2).unsqueeze(-1),
+        "value": in_order(value, V_PLACES, -1).mT if recipe.pv == "fp8" else value,
+        "value_scale": operands.value_scale.unsqueeze(-2),
+        "value_mean": operands.value_mean.unsqueeze(-2),
+    }
+
+
+def nvfp4_values(operands, recipe):
+    def dequantize(codes, scale, tensor_scale):
+        return nvfp4.NVFP4Tensor(codes, scale.view(torch.float8_e4m3fn), tensor_scale).dequantize()
+
+    def tokens(codes, scale, tensor_scale):
+        blocks = (x.unflatten(2, (-1, reference.BLOCK_M)) for x in (codes, scale))
+        return dequantize(*blocks, tensor_scale[..., None, None]).flatten(2, 3)
+
+    key = tokens(operands.key, operands.key_scale, operands.key_tensor_scale)
+    values = {
+        "query": tokens(operands.query, operands.query_scale, operands.query_tensor_scale),
+        "key": in_order(key, K_PLACES, -2),
+        "value": dequantize(operands.value, operands.value_scale, operands.value.new_ones(1, 1, 1, 1).float()).mT,
+        "value_scale": operands.value_tensor_scale[..., None, None],
+        "value_mean": operands.value_mean.unsqueeze(-2),
+        "key_mean": operands.statistics.key_mean.unsqueeze(-2),
+    }
+    return values if operands.query_mean is None else values | {"query_mean": operands.query_mean}
+
+
+def draw(case, device):
+    """Q, K, V and which keys count, with a channel of zeros, a loud one, and now and then a NaN."""
+    choose = random.Random(case)
+    generator = torch.Generator(device).manual_seed(case)
+    batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 2, 1), (1, 2, 3), (3, 1, 2)))
+    q_len, kv_len = choose.choice((1, 63, 64, 127, 128, 129, 300)), choose.choice((1, 15, 64, 129, 500))
+    head_dim, v_head_dim = choose.choice(((16, 16), (40, 24), (64, 64), (80, 128), (128, 96), (256, 16)))
+    dtype = choose.choice((torch.float16, torch.bfloat16, torch.float32))
+    magnitude = choose.choice((1.0, 1.0, 1e-6, 1e4))
+    inputs = []
+    for heads, tokens, channels in (
+        (kv_heads * group, q_len, head_dim),
+        (kv_heads, kv_len, head_dim),
+        (kv_heads, kv_len, v_head_dim),
+    ):
+        x = torch.randn(batch, heads, tokens, channels, device=device, generator=generator)
+        x = (x + torch.randn(channels, device=device, generator=generator)) * magnitude
+        x[..., 3], x[..., 5] = 0.0, x[..., 5] * 6
+        if choose.random() < 0.3:
+            x[-1, 0, tokens // 2, 7] = torch.nan
+        inputs.append(lay_out(x.to(dtype), choose.choice(LAYOUTS)))
+    valid = None
+    if choose.random() < 0.5:
+        valid = torch.rand(choose.choice((1, batch)), kv_len, device=device, generator=generator) < 0.7
+    return inputs, valid
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("recipe", "case"),
+    [(name, case) for name in LOW_BIT for case in range(CASES if RECIPES[name].qk == "int8" else CASES_NVFP4)],
+)
+def test_operands_are_the_references_bit_for_bit_and_zero_behind_them(recipe, case, device):
+    (query, key, value), valid = draw(case, device)
+    recipe = RECIPES[recipe]
+    quantize, values = (
+        (int8_forward.quantize_operands, int8_values)
+        if recipe.qk == "int8"
+        else (quantize_nvfp4.quantize_operands, nvfp4_values)
+    )
+    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
+    operands = quantize(query, key, value, recipe, *lengths, None if valid is None else valid.int())
+    contiguous = (x.contiguous() for x in (query, key, value))
+    expected = reference.quantize_operands(*contiguous, recipe, None if valid is None else valid[:, None, :, None])
+    for name, actual in values(operands, recipe).items():
+        wanted = getattr(expected, name)
+        if wanted is None:
+            wanted = actual[..., :0]
+        elif wanted.shape[-1] == 1:
+            wanted = wanted.expand(*actual.shape[:2], -1, actual.shape[-1])
+        inside = actual[:, :, : wanted.shape[2], : wanted.shape[3]]
+        assert torch.equal(inside.nan_to_num(777.0), wanted.nan_to_num(777.0)), name
+        assert not actual[:, :, wanted.shape[2] :].any() and not actual[..., wanted.shape[3] :].any(), name

@@ -1,0 +1,126 @@
+"""Two thousand random requests, each judged by its recipe's reference and by exact attention.
+
+Drawn in groups that share what a kernel is compiled for. What failed as "GROUPS[3], 17" is rerun by
+`run(GROUPS[3], 17, device)`.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from judge import Error, judge
+from layouts import LAYOUTS, lay_out
+
+REQUESTS_PER_GROUP = 160
+LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300, 383, 513)
+HEADS = ((1, 1, 1), (2, 2, 2), (1, 4, 2), (3, 4, 1), (2, 3, 3))
+MASKS = ("none", "causal", "bool", "additive", "padding", "some rows", "expanded")
+
+
+@dataclass(frozen=True)
+class Group:
+    recipe: str
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+
+GROUPS = [
+    Group("sage2", 64, 64, torch.bfloat16),
+    Group("sage2", 128, 128, torch.bfloat16),
+    Group("sage2", 40, 24, torch.float16),
+    Group("sage2", 80, 128, torch.float32),
+    Group("sage2", 256, 16, torch.bfloat16),
+    Group("sage1", 64, 64, torch.float16),
+    Group("sage1", 128, 80, torch.bfloat16),
+    Group("sage1", 16, 96, torch.float32),
+    Group("sage3", 64, 64, torch.bfloat16),
+    Group("sage3", 128, 128, torch.bfloat16),
+    Group("sage3", 40, 24, torch.float16),
+    Group("sage3", 256, 192, torch.float32),
+    Group("sage3_paper", 128, 64, torch.bfloat16),
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: batch, q_heads and kv_heads; lengths; layouts of Q, K and V; the mask."""
+
+    heads: tuple[int, int, int]
+    q_len: int
+    kv_len: int
+    layouts: tuple[str, str, str]
+    mask: str
+    mask_shape: tuple[int, int, int, int]
+    allowed: float
+    scale: float | None
+    seed: int
+
+
+def draw_request(group: Group, index: int) -> Request:
+    choose = random.Random(f"{group} {index}")
+    heads = choose.choice(HEADS)
+    q_len, kv_len = (choose.choice((choose.choice(LENGTHS), choose.randint(1, 600))) for _ in range(2))
+    return Request(
+        heads,
+        q_len,
+        kv_len,
+        tuple(choose.choice(LAYOUTS) for _ in range(3)),
+        choose.choice(MASKS),
+        tuple(choose.choice((1, size)) for size in (*heads[:2], q_len, kv_len)),
+        choose.choice((0.02, 0.3, 0.9)),
+        choose.choice((None, None, 0.3, -0.2)),
+        index,
+    )
+
+
+def draw_mask(request: Request, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor | None:
+    batch, q_heads, _ = request.heads
+    device, full = generator.device, (batch, q_heads, request.q_len, request.kv_len)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device, generator=generator)
+
+    if request.mask == "bool":
+        return draw(*request.mask_shape) < request.allowed
+    if request.mask == "additive":
+        bias = 4 * draw(*request.mask_shape) - 2
+        return bias.masked_fill(draw(*request.mask_shape) > request.allowed, -torch.inf).to(dtype)
+    if request.mask == "padding":
+        return draw(batch, 1, 1, request.kv_len) < request.allowed
+    if request.mask == "some rows":
+        return (draw(1, 1, request.q_len, 1) < request.allowed).expand(1, 1, request.q_len, request.kv_len)
+    if request.mask == "expanded":
+        return (draw(1, 1, request.kv_len, request.q_len) < request.allowed).mT.expand(full)
+    return None
+
+
+def run(group: Group, index: int, device: torch.device) -> Error:
+    request = draw_request(group, index)
+    generator = torch.Generator(device).manual_seed(request.seed)
+    batch, q_heads, kv_heads = request.heads
+    shapes = (
+        (batch, q_heads, request.q_len, group.head_dim),
+        (batch, kv_heads, request.kv_len, group.head_dim),
+        (batch, kv_heads, request.kv_len, group.v_head_dim),
+    )
+    inputs = []
+    for shape, layout in zip(shapes, request.layouts, strict=True):
+        bias = torch.randn(shape[-1], device=device, generator=generator)
+        x = torch.randn(shape, device=device, generator=generator) + bias
+        inputs.append(lay_out(x.to(group.dtype), layout))
+    mask = draw_mask(request, group.dtype, generator)
+    try:
+        return judge(*inputs, group.recipe, mask=mask, is_causal=request.mask == "causal", scale=request.scale)
+    except AssertionError as error:
+        raise AssertionError(f"GROUPS[{GROUPS.index(group)}], {index}: {request}") from error
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g.recipe}-{g.head_dim}-{g.v_head_dim}")
+def test_random_requests(group, device):
+    error = Error()
+    for index in range(REQUESTS_PER_GROUP):
+        error += run(group, index, device)
+    error.assert_as_small_as_the_references()

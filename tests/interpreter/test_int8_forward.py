@@ -1,0 +1,153 @@
+"""The INT8 kernels in Triton's interpreter: operands to the bit, outputs against the reference."""
+
+import pytest
+import torch
+
+from sage_kernels import exact, ops, reference
+from sage_kernels.recipe import RECIPES
+from sage_kernels.triton import int8_forward
+from sage_kernels.triton.sequences import Sequences
+
+ADA = (8, 9)
+
+
+def draw(*, batch=1, q_heads=4, kv_heads=2, q_len=70, kv_len=150, head_dim=64, v_head_dim=64, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim))
+    return [
+        (torch.randn(batch, *shape, generator=generator) + torch.randn(shape[-1], generator=generator)).to(dtype)
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage1"])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"head_dim": 80, "v_head_dim": 40, "q_len": 130, "kv_len": 64}, {"dtype": torch.float16, "kv_len": 1}]
+)
+@pytest.mark.parametrize("padding", [False, True])
+def test_operands_are_the_references_bit_for_bit(recipe, sizes, padding):
+    query, key, value = draw(**sizes)
+    key[0, 0, 0, 3], value[0, 1, 0, 5] = float("nan"), float("inf")
+    valid = torch.rand(1, key.shape[2], generator=torch.Generator().manual_seed(1)) < 0.7 if padding else None
+    recipe = RECIPES[recipe]
+    expected = reference.quantize_operands(
+        query, key, value, recipe, None if valid is None else valid[:, None, :, None]
+    )
+    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
+    operands = int8_forward.quantize_operands(
+        query, key, value, recipe, *lengths, None if valid is None else valid.int()
+    )
+    v_values = operands.value.float()
+    if recipe.pv == "fp8":
+        v_values = v_values.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).mT
+    k_scale = operands.key_scale.float()[..., None, :, None].expand(-1, -1, -1, 8, 4, 2).flatten(2)
+    for actual, wanted in (
+        (operands.query, expected.query),
+        (operands.query_scale[..., None], expected.query_scale),
+        (operands.key, expected.key),
+        (k_scale[..., None], expected.key_scale),
+        (v_values, expected.value),
+        (operands.value_scale[:, :, None], expected.value_scale.expand(-1, -1, -1, value.shape[-1])),
+    ):
+        inside = actual[:, :, : wanted.shape[2], : wanted.shape[3]].float()
+        assert torch.equal(inside.nan_to_num(777.0), wanted[..., : inside.shape[3]].nan_to_num(777.0))
+
+
+def masks(q_len, kv_len):
+    generator = torch.Generator().manual_seed(2)
+    allowed = torch.rand(1, 4, q_len, kv_len, generator=generator) < 0.5
+    allowed[:, :, 5] = False
+    allowed[..., 64:128] = False
+    padding = torch.zeros(1, 1, 1, kv_len).masked_fill(torch.arange(kv_len) >= 100, -1e9)
+    return {
+        "none": None,
+        "bool": allowed,
+        "one row": allowed[:, :1, :1],
+        "additive": torch.randn(1, 1, q_len, kv_len, generator=generator),
+        "padding": padding,
+    }
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage1"])
+@pytest.mark.parametrize("mask", ["none", "bool", "one row", "additive", "padding"])
+@pytest.mark.parametrize("causal_offset", [None, 0, -3, 80])
+def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
+    inputs = draw()
+    options = {
+        "mask": masks(70, 150)[mask],
+        "is_causal": causal_offset is not None,
+        "causal_offset": causal_offset or 0,
+    }
+    truth, _ = exact.attention(*inputs, **options)
+    expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
+    output, lse = int8_forward.attention(
+        *inputs, **options, scale=None, recipe=RECIPES[recipe], return_lse=True, capability=ADA
+    )
+    assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert torch.allclose(lse, expected_lse, atol=1e-4)
+    assert not output[(lse == -torch.inf)].any()
+
+
+@pytest.mark.parametrize("q_len", [17, 64, 100, 128])
+@pytest.mark.parametrize("causal_offset", [0, 40, 2**31 - 1])
+def test_a_mask_of_one_row_is_causal_for_every_row(q_len, causal_offset):
+    inputs = draw(q_len=q_len, kv_len=140, head_dim=128)
+    options = {"mask": torch.ones(1, 1, 1, 140, dtype=torch.bool), "is_causal": True, "causal_offset": causal_offset}
+    expected, expected_lse = reference.attention(*inputs, RECIPES["sage1"], block_n=64, **options)
+    output, lse = int8_forward.attention(
+        *inputs, **options, scale=None, recipe=RECIPES["sage1"], return_lse=True, capability=ADA
+    )
+    truth, _ = exact.attention(*inputs, **options)
+    assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
+    assert torch.allclose(lse, expected_lse, atol=1e-4)
+
+
+def test_a_row_of_padding_alone_attends_to_all_of_it():
+    """finfo.min is not -inf, as transformers relies on where it pads on the left."""
+    inputs = draw(q_len=20, kv_len=64)
+    mask = torch.zeros(1, 1, 20, 64)
+    mask[:, :, :4] = torch.finfo(torch.float32).min
+    expected, _ = reference.attention(*inputs, RECIPES["sage1"], mask=mask, block_n=64)
+    output, _ = int8_forward.attention(
+        *inputs, mask=mask, is_causal=False, scale=None, recipe=RECIPES["sage1"], return_lse=False, capability=ADA
+    )
+    assert torch.allclose(output, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_any_scale_is_honoured(scale):
+    inputs = draw()
+    expected, _ = reference.attention(*inputs, RECIPES["sage2"], scale=scale, block_n=64)
+    output, _ = int8_forward.attention(
+        *inputs, mask=None, is_causal=False, scale=scale, recipe=RECIPES["sage2"], return_lse=False, capability=ADA
+    )
+    truth, _ = exact.attention(*inputs, scale=scale)
+    assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage1"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_are_those_sequences(recipe, is_causal):
+    q_lengths, kv_lengths, used = [130, 1, 64, 70], [100, 70, 128, 300], [200, 0, 128, 250]
+
+    def pack(lengths):
+        return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 32, generator=generator)
+        for heads, lengths in ((4, q_lengths), (2, kv_lengths), (2, kv_lengths))
+    )
+    lengths = (pack(q_lengths), pack(kv_lengths), 130, 300, torch.tensor(used, dtype=torch.int32))
+    options = {"is_causal": is_causal, "causal_offset": 2, "return_lse": True}
+    output, lse = int8_forward.packed_attention(
+        query, key, value, *lengths, **options, scale=None, recipe=RECIPES[recipe], capability=ADA
+    )
+    parts = [x[0].transpose(0, 1) for x in (query, key, value)]
+    expected, expected_lse = ops.packed_attention(*parts, *lengths[:4], seqused_k=lengths[4], **options, recipe=recipe)
+    truth, _ = ops.packed_attention(*parts, *lengths[:4], seqused_k=lengths[4], **options, recipe="exact")
+    output = output[0].transpose(0, 1)
+    # The reference's tiles hold other keys, so P is rounded relative to other maxima.
+    assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum()
+    assert torch.allclose(lse[0], expected_lse, atol=1e-4)

@@ -1,0 +1,168 @@
+"""The NVFP4 quantisers in Triton's interpreter: bit for bit what the specification gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import reference, transforms
+from sage_kernels.formats import nvfp4
+from sage_kernels.recipe import get_recipe
+from sage_kernels.triton.quantize_nvfp4 import NVFP4Operands, quantize_operands
+from sage_kernels.triton.sequences import Sequences
+
+SAGE3 = get_recipe("sage3")
+
+
+def random_inputs(
+    q_len: int, kv_len: int, head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> list[torch.Tensor]:
+    """Q, K, V with 2 query heads and 1 kv head, loud channels and means."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for heads, tokens, channels in ((2, q_len, head_dim), (1, kv_len, head_dim), (1, kv_len, v_head_dim)):
+        loud = torch.randn(1, heads, 1, channels, generator=generator).mul(1.5).exp()
+        x = torch.randn(1, heads, tokens, channels, generator=generator) + torch.randn(channels, generator=generator)
+        tensors.append((x * loud).to(dtype))
+    return tensors
+
+
+def quantize(query, key, value, recipe=SAGE3, valid=None, return_lse=False) -> NVFP4Operands:
+    sequences = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
+    valid = None if valid is None else valid.int().reshape(-1, key.shape[2])
+    return quantize_operands(query, key, value, recipe, *sequences, valid, return_lse)
+
+
+def values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return nvfp4.NVFP4Tensor(codes, scale.view(torch.float8_e4m3fn), torch.ones(1)).dequantize()
+
+
+def of_blocks(tensor_scale: torch.Tensor) -> torch.Tensor:
+    return tensor_scale.repeat_interleave(reference.BLOCK_M, -1).unsqueeze(-1)
+
+
+def keys_of_rows(rows: int) -> torch.Tensor:
+    """Which key each row of K's operand holds."""
+    p = torch.arange(32)
+    return (torch.arange(0, rows, 32)[:, None] + p // 8 * 2 + p % 8 // 2 * 8 + p % 2).flatten()
+
+
+def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Equal, NaN where the other has NaN."""
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def check(query, key, value, recipe=SAGE3, valid=None) -> None:
+    """Every value of the operands is the reference's, and what lies beyond the inputs is 0."""
+    operands = quantize(query, key, value, recipe, valid)
+    expected = reference.quantize_operands(query, key, value, recipe, valid)
+    q = values(operands.query, operands.query_scale) * of_blocks(operands.query_tensor_scale)
+    k = values(operands.key, operands.key_scale) * of_blocks(operands.key_tensor_scale)
+    k = torch.empty_like(k).index_copy_(2, keys_of_rows(k.shape[2]), k)
+    v = values(operands.value, operands.value_scale).transpose(-1, -2)
+    for name, x, y in (("query", q, expected.query), ("key", k, expected.key), ("value", v, expected.value)):
+        inside = x[:, :, : y.shape[2], : y.shape[3]]
+        assert equal(inside, y), name
+        assert x.nan_to_num().count_nonzero() == inside.nan_to_num().count_nonzero(), name
+    assert torch.equal(operands.value_tensor_scale.flatten(), expected.value_scale.flatten()[:1].expand(1))
+    if recipe.smooth_q:
+        assert torch.equal(operands.query_mean[..., : query.shape[3]], expected.query_mean)
+        assert operands.query_mean[..., query.shape[3] :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim", [(16, 16), (40, 64), (64, 80), (80, 40), (96, 128), (128, 96)])
+def test_operands_are_those_of_the_reference_for_every_head_dim(head_dim, v_head_dim):
+    check(*random_inputs(150, 100, head_dim, v_head_dim, seed=head_dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_operands_are_those_of_the_reference_for_every_dtype(dtype):
+    check(*random_inputs(33, 129, 64, 64, dtype))
+
+
+@pytest.mark.parametrize("name", ["sage3_paper", "no rotation", "four over six"])
+def test_operands_are_those_of_the_reference_for_every_recipe(name):
+    recipes = {
+        "sage3_paper": get_recipe("sage3_paper"),
+        "no rotation": replace(SAGE3, rotate=False, smooth_q=False),
+        "four over six": replace(SAGE3, scale_steps=(0, 4), smooth_v=False),
+    }
+    check(*random_inputs(130, 140, 64, 64), recipes[name])
+
+
+def test_strides_do_not_matter():
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_inputs(40, 70, 80, 64)]
+    check(*inputs)
+    padded = [torch.nn.functional.pad(x, (0, 3))[..., :-3] for x in inputs]
+    check(*padded)
+    check(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs))
+
+
+def test_keys_that_do_not_count_are_zero_and_influence_nothing():
+    query, key, value = random_inputs(40, 100, 64, 64)
+    valid = torch.rand(1, 1, 100, 1, generator=torch.Generator().manual_seed(1)) > 0.3
+    key, value = torch.where(valid, key, 1e30), torch.where(valid, value, torch.nan)
+    check(query, key, value, valid=valid)
+    check(query, key, value, valid=torch.zeros_like(valid))
+
+
+def test_zeros_stay_zeros():
+    query, key, value = random_inputs(120, 100, 64, 64)
+    query[:, :, 60:] = 0
+    check(query, torch.zeros_like(key), torch.zeros_like(value))
+    check(torch.zeros_like(query), key, value, replace(SAGE3, smooth_q=False))
+
+
+def test_tiny_and_huge_values_use_the_tensor_scale():
+    query, key, value = random_inputs(40, 60, 64, 64, torch.float32)
+    check(query * 2.0**-120, key * 2.0**-140, value * 2.0**100)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_spoils_what_it_spoils_in_the_reference(bad):
+    query, key, value = random_inputs(40, 150, 64, 80)
+    query[0, 0, 3, 5], key[0, 0, 7, 2], value[0, 0, 140, 8] = bad, bad, bad
+    check(query, key, value)
+    check(query, key, value, get_recipe("sage3_paper"))
+
+
+def test_codes_and_scales_are_those_of_the_format():
+    """The bits themselves, zeros without a sign, not only the values."""
+    query, key, value = random_inputs(128, 128, 64, 64)
+    operands = quantize(query, key, value)
+    x = transforms.rotate(transforms.smooth_blocks(query.float(), 128)[0])
+    expected = nvfp4.quantize(x, SAGE3.scale_steps)
+    assert torch.equal(operands.query, expected.codes)
+    assert torch.equal(operands.query_scale, expected.scale.view(torch.uint8))
+    x = transforms.smooth(value.float())[0].transpose(-1, -2).contiguous()
+    expected = nvfp4.quantize(x, SAGE3.scale_steps)
+    assert torch.equal(operands.value, expected.codes)
+    assert torch.equal(operands.value_scale, expected.scale.view(torch.uint8))
+
+
+def test_mean_score_is_the_product_with_the_mean_of_k():
+    query, key, value = random_inputs(70, 140, 64, 64)
+    operands = quantize(query, key, value, return_lse=True)
+    expected = query.double() @ transforms.mean_of_tokens(key.float()).double().transpose(-1, -2)
+    # 64 products summed in float32.
+    bound = 64 * 2.0**-24 * (query.double().abs() @ transforms.mean_of_tokens(key.float()).double().abs().mT)
+    assert ((operands.mean_score[:, :, :70, None] - expected).abs() <= bound).all()
+
+
+def test_ragged_sequences_are_quantised_as_if_alone():
+    query, key, value = random_inputs(200, 200, 64, 64)
+    cu_seqlens = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
+    sequences = Sequences.of_cu_seqlens(cu_seqlens, 130, 200)
+    packed = quantize_operands(query, key, value, SAGE3, sequences, sequences)
+    for start, length, first in sequences.ranges.tolist():
+        if length == 0:
+            continue
+        tokens, rows = slice(start, start + length), slice(first, first + -(-length // 128) * 128)
+        alone = quantize(query[:, :, tokens], key[:, :, tokens], value[:, :, tokens])
+        for name in ("query", "query_scale", "key", "key_scale"):
+            assert torch.equal(getattr(packed, name)[:, :, rows], getattr(alone, name)), name
+        blocks = slice(rows.start // 128, rows.stop // 128)
+        for name in ("query_tensor_scale", "query_mean", "key_tensor_scale"):
+            assert torch.equal(getattr(packed, name)[:, :, blocks], getattr(alone, name)), name
+        assert torch.equal(packed.value[..., rows.start // 2 : rows.stop // 2], alone.value)
+        assert torch.equal(packed.value_scale[..., rows.start // 16 : rows.stop // 16], alone.value_scale)
