@@ -93,7 +93,7 @@ def quantize_operands(
     if recipe.smooth_k:
         key, key_mean = transforms.smooth(key, valid)
     if recipe.smooth_v:
-        value, value_mean = transforms.smooth(value, valid)
+        value, value_mean = transforms.smooth_value(value, valid)
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
     pad = -key.shape[-2] % BLOCK_N

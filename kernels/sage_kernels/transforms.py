@@ -1,8 +1,8 @@
 """What is done to Q, K and V before they are quantised. Each transform is exact in real arithmetic.
 
 smooth  x - mean: of K it adds a constant to each row of scores, which softmax ignores (arXiv 2410.02367, section 4.2);
-        of V the mean is added back to the output, because rows of P sum to 1 (arXiv 2411.10958, section 3.4); of Q, per
-        block of rows, the scores get mean·Kᵀ back (arXiv 2411.10958, section 3.1).
+        of V the mean, where it is large enough to matter, is added back to the output, because rows of P sum to 1
+        (arXiv 2411.10958, section 3.4); of Q, per block of rows, the scores get mean·Kᵀ back (the same, section 3.1).
 rotate  the same orthonormal matrix on the head dimension of Q and K leaves every dot product unchanged and spreads loud
         channels over all of them.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 128
+MIN_MEAN = 1 / 64
 ROTATION_SEED = 0x5A6E
 
 
@@ -65,6 +66,19 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Subtract the mean over valid tokens; see `mean_of_tokens` for shapes. Returns (x - mean, mean)."""
     mean = mean_of_tokens(x, valid)
+    return x - mean, mean
+
+
+def smooth_value(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`smooth` of V, for the channels whose mean exceeds MIN_MEAN of the largest finite |x - mean|; others keep theirs.
+
+    V comes on a 16-bit grid. Taking away less than that grid resolves changes no rounded element and leaves the mean
+    itself as their error, all of one sign, which averaging over many keys does not reduce.
+    """
+    mean = mean_of_tokens(x, valid)
+    counts = x.isfinite() if valid is None else x.isfinite() & valid
+    spread = torch.where(counts, (x - mean).abs(), 0.0).amax(-2, keepdim=True)
+    mean = torch.where(mean.abs() > spread * MIN_MEAN, mean, 0.0)
     return x - mean, mean
 
 

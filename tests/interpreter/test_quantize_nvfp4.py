@@ -134,7 +134,7 @@ def test_codes_and_scales_are_those_of_the_format():
     expected = nvfp4.quantize(x, SAGE3.scale_steps)
     assert torch.equal(operands.query, expected.codes)
     assert torch.equal(operands.query_scale, expected.scale.view(torch.uint8))
-    x = transforms.smooth(value.float())[0].transpose(-1, -2).contiguous()
+    x = transforms.smooth_value(value.float())[0].transpose(-1, -2).contiguous()
     expected = nvfp4.quantize(x, SAGE3.scale_steps)
     assert torch.equal(operands.value, expected.codes)
     assert torch.equal(operands.value_scale, expected.scale.view(torch.uint8))

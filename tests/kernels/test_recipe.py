@@ -58,7 +58,7 @@ def test_sage3_operands_are_smoothed_rotated_and_searched():
     operands = reference.quantize_operands(query, key, value, RECIPES["sage3"])
     key, _ = transforms.smooth(key)
     query, query_mean = transforms.smooth_blocks(query, 128)
-    value = transforms.smooth(value)[0].mT
+    value = transforms.smooth_value(value)[0].mT
     assert torch.equal(operands.smooth_key, key)
     assert torch.equal(operands.query_mean, query_mean)
     assert torch.equal(operands.query, in_blocks(transforms.rotate(query), (-2, 6)))
@@ -92,7 +92,7 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
             assert torch.equal(operands.key[..., tokens, :], codes.float())
             assert torch.equal(operands.key_scale[..., tokens, :], scale.float())
     if name == "sage2":
-        codes, scale = fp8.quantize(transforms.smooth(value)[0], dim=-2)
+        codes, scale = fp8.quantize(transforms.smooth_value(value)[0], dim=-2)
     else:
         codes, scale = fp16.quantize(value)
     assert torch.equal(operands.value, codes.float())

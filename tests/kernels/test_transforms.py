@@ -81,6 +81,23 @@ def test_one_bad_token_does_not_spoil_the_others():
     assert smoothed.isnan().sum() == 1
 
 
+def test_only_means_that_stand_out_are_taken_from_v():
+    x = random(1, 2, 300, 4)
+    x = x - x.mean(-2, keepdim=True)
+    x[..., 2] += 10 / 64 * x[..., 2].abs().amax(-1, keepdim=True)
+    x[0, 0, 5, 3] = float("inf")
+    smoothed, mean = transforms.smooth_value(x)
+    assert torch.equal(mean[..., 2], transforms.mean_of_tokens(x)[..., 2]) and mean[..., [0, 1, 3]].count_nonzero() == 0
+    assert torch.equal(smoothed, x - mean)
+
+
+def test_invalid_tokens_do_not_say_which_means_stand_out():
+    x, valid = random(1, 1, 40, 4), torch.arange(40)[:, None] < 20
+    x[:, :, :20] += 1
+    _, mean = transforms.smooth_value(torch.where(valid, x, 1e6), valid)
+    assert torch.equal(mean, transforms.smooth_value(x[:, :, :20])[1])
+
+
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
 def test_blocks_are_smoothed_each_by_its_own_mean(tokens):
     x = random(2, 2, tokens, 16)
@@ -95,5 +112,5 @@ def test_blocks_are_smoothed_each_by_its_own_mean(tokens):
 def test_inputs_are_not_changed():
     x = random(1, 1, 200, 16)
     before = x.clone()
-    transforms.smooth(x), transforms.smooth_blocks(x, 128), transforms.rotate(x)
+    transforms.smooth(x), transforms.smooth_value(x), transforms.smooth_blocks(x, 128), transforms.rotate(x)
     assert torch.equal(x, before)

@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import transforms
 from ..recipe import Recipe
 from .launch import launch
 from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
+MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
 PARTS = tl.constexpr(4)  # of V, for each block and channel: sum, largest, smallest, whether all are finite
 
 
@@ -26,7 +28,7 @@ class Statistics:
 
     Attributes:
         key_mean: (batch, kv_heads, head_dim); zeros without smoothing of K.
-        value_mean: (batch, kv_heads, v_head_dim); zeros without smoothing of V.
+        value_mean: (batch, kv_heads, v_head_dim), of `transforms.smooth_value`; zeros without smoothing of V.
         value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
             element.
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
@@ -338,6 +340,11 @@ def key_statistics(
     tl.store(mean + pair * CHANNELS + tl.arange(0, CHANNELS), k_mean)
 
 
+@triton.jit
+def largest_magnitude(x, y):
+    return tl.maximum(tl.abs(x), tl.abs(y))
+
+
 @triton.jit(do_not_specialize=["tokens", "operand_blocks"])
 def value_statistics(
     parts,
@@ -365,10 +372,6 @@ def value_statistics(
         valid += batch * valid_stride
     parts += first_part * PARTS * CHANNELS
     used = tl.cdiv(length, BLOCK_ROWS)
-    if SMOOTH:
-        v_mean = mean_of_blocks(parts, valid, used, length, PARTS * CHANNELS, CHANNELS, HAS_VALID)
-    else:
-        v_mean = tl.zeros((CHANNELS,), tl.float32)
     row, channel = tl.arange(0, 32), tl.arange(0, CHANNELS)
     largest = tl.full((32, CHANNELS), float("-inf"), tl.float32)
     smallest = tl.full((32, CHANNELS), float("inf"), tl.float32)
@@ -381,8 +384,13 @@ def value_statistics(
         finite = tl.minimum(finite, tl.load(part + 2 * CHANNELS, mask=inside, other=1.0))
     # Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
     v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
-    v_amax = tl.maximum(tl.abs(v_largest - v_mean), tl.abs(v_smallest - v_mean))
-    v_amax = tl.where(v_largest < v_smallest, 0.0, v_amax)
+    v_mean = tl.zeros((CHANNELS,), tl.float32)
+    if SMOOTH:
+        v_mean = mean_of_blocks(parts, valid, used, length, PARTS * CHANNELS, CHANNELS, HAS_VALID)
+        v_mean = tl.where(
+            tl.abs(v_mean) > largest_magnitude(v_largest - v_mean, v_smallest - v_mean) * MIN_MEAN, v_mean, 0.0
+        )
+    v_amax = tl.where(v_largest < v_smallest, 0.0, largest_magnitude(v_largest - v_mean, v_smallest - v_mean))
     tl.store(mean + pair * CHANNELS + channel, v_mean)
     tl.store(tensor_amax + pair, tl.max(v_amax, 0))
     tl.store(amax + pair * CHANNELS + channel, tl.where(tl.min(finite, 0) == 0.0, float("nan"), v_amax))
