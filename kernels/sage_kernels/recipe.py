@@ -7,6 +7,28 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class Backward:
+    """Formats of the products of the backward pass (arXiv 2505.11594, section 4), whose S is that of the forward.
+
+    "16bit" is the dtype of the caller's tensors; S, P and dS themselves are float32.
+
+    Attributes:
+        p: of P and dO in dV = Pᵀ·dO.
+        ds: of dS and of K and Q in dQ = dS·K, dK = dSᵀ·Q. K and Q in 16 bit are the forward's INT8 values.
+        dp: of dO and V in dP = dO·Vᵀ.
+        scales: what shares a scale of P and dS in 8 bit: a row of a tile along the sum ("row"), or a tile ("tile").
+        delta: the sum over a row of P∘dP that softmax's gradient subtracts: of the forward's output, rowsum(dO∘O)
+            ("output"), or of the backward's own P and dP ("consistent", arXiv 2603.00040).
+    """
+
+    p: Literal["16bit", "int8", "fp8"] = "16bit"
+    ds: Literal["16bit", "int8", "fp8"] = "16bit"
+    dp: Literal["16bit", "int8", "fp8"] = "16bit"
+    scales: Literal["row", "tile"] = "row"
+    delta: Literal["output", "consistent"] = "output"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One way to compute attention in few bits.
 
@@ -16,18 +38,19 @@ class Recipe:
             and, in bfloat16, for 16 tokens of K: those of 64 that one thread of the matrix instruction holds
             (`reference.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is too).
         pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel;
-            "fp16".
+            "int8": P with a scale per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); of Q per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
         denominator: rows are divided by the sum of P before ("p") or after ("quantized_p") quantising it.
+        backward: how gradients are computed; None: the recipe has none.
     """
 
     name: str
     qk: Literal["nvfp4", "int8", "exact"]
-    pv: Literal["nvfp4", "fp8", "fp16", "exact"]
+    pv: Literal["nvfp4", "fp8", "int8", "fp16", "exact"]
     smooth_q: bool = False
     smooth_k: bool = False
     smooth_v: bool = False
@@ -35,6 +58,7 @@ class Recipe:
     tensor_scale: bool = True
     scale_steps: tuple[int, int] = (0, 0)
     denominator: Literal["p", "quantized_p"] = "p"
+    backward: Backward | None = None
 
 
 RECIPES: dict[str, Recipe] = {
@@ -54,6 +78,15 @@ RECIPES: dict[str, Recipe] = {
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
         Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True),
         Recipe("sage1", qk="int8", pv="fp16", smooth_k=True),
+        Recipe("sage_bwd", qk="int8", pv="int8", smooth_k=True, smooth_v=True, backward=Backward()),
+        Recipe(
+            "sage_bwd_int8",
+            qk="int8",
+            pv="int8",
+            smooth_k=True,
+            smooth_v=True,
+            backward=Backward(p="int8", ds="int8"),
+        ),
         Recipe("exact", qk="exact", pv="exact"),
     )
 }

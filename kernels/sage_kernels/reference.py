@@ -24,7 +24,7 @@ THREAD_TOKENS = 16
 PADDING_BIAS = -1e4
 # P is multiplied by this before it is quantised, so that it fills the format's range. For NVFP4 that is the first of
 # two levels (arXiv 2505.11594, section 3.2): the e4m3 scales of the groups, the second, then use all of their range.
-P_SCALE = {"nvfp4": fp8.E4M3_MAX * nvfp4.E2M1_MAX, "fp8": fp8.E4M3_MAX, "fp16": 1.0}
+P_SCALE = {"nvfp4": fp8.E4M3_MAX * nvfp4.E2M1_MAX, "fp8": fp8.E4M3_MAX, "int8": 1.0, "fp16": 1.0}
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,9 @@ def _quantize_value(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, 
     if recipe.pv == "fp8":
         codes, scale = fp8.quantize(value, dim=-2)
         return codes.float(), scale
+    if recipe.pv == "int8":
+        codes, scale = int8.quantize(value.mT, 1)
+        return codes.float().mT, scale.mT
     if recipe.pv == "fp16":
         codes, scale = fp16.quantize(value)
         return codes.float(), scale
@@ -297,6 +300,9 @@ def _quantize_p(p: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """P (float32, in [0, P_SCALE]) after quantising and dequantising."""
     if recipe.pv == "fp8":
         return fp8.round_to_e4m3(p).float()
+    if recipe.pv == "int8":
+        codes, scale = int8.quantize(p, 1)
+        return int8.dequantize(codes, scale)
     if recipe.pv == "fp16":
         return p.half().float()
     elements, scale = nvfp4.round_groups(p)

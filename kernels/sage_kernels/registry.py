@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from .recipe import get_recipe
+from .saved import Saved
 
 Fallback = Literal["native", "emulate", "error"]
 FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
@@ -99,6 +100,10 @@ class Kernel:
         run_packed: the same for sequences packed one after the other: (query, key, value, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, seqused_k, *, is_causal, causal_offset, scale, recipe, return_lse), tensors
             (1, heads, total tokens, channels); None: `run` serves one sequence at a time.
+        run_training: the forward pass of a recipe with gradients, (query, key, value, *, lengths, valid, is_causal,
+            causal_offset, scale, recipe) -> (output, Saved), as `saved` documents; None: no gradients.
+        run_backward: its gradients, (output_gradient, value, output, Saved, *, head_dim, lengths, valid, is_causal,
+            causal_offset, scale, recipe) -> (query_gradient, key_gradient, value_gradient).
     """
 
     name: str
@@ -107,6 +112,8 @@ class Kernel:
     unsupported: Callable[[Request], str]
     run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     run_packed: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    run_training: Callable[..., tuple[torch.Tensor, Saved]] | None = None
+    run_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
