@@ -9,6 +9,7 @@ from sage_kernels import exact, reference
 from sage_kernels.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
+from sage_kernels.triton.launch import recording
 from sage_kernels.triton.quantize_nvfp4 import quantize_operands
 from sage_kernels.triton.sequences import Sequences
 
@@ -185,7 +186,7 @@ def test_the_scores_of_the_means_are_accurate_to_float32():
     sequences = Sequences.equal(300), Sequences.equal(200)
     operands = quantize_operands(query, key, value, RECIPES["sage3"], *sequences)
     delta = torch.full((1, 2, 3, 256), torch.nan)
-    nvfp4_forward.delta_scores(operands, key, None, *sequences, 0, delta)
+    nvfp4_forward.delta_scores(operands, key, None, *sequences, 0, 0, delta)
     p = torch.arange(256)
     keys = p // 32 * 32 + p % 32 // 8 * 2 + p % 8 // 2 * 8 + p % 2
     smooth_key = torch.nn.functional.pad(key.double() - key.double().mean(2, keepdim=True), (0, 0, 0, 56))[:, :, keys]
@@ -195,7 +196,9 @@ def test_the_scores_of_the_means_are_accurate_to_float32():
     assert ((delta * factor - mean @ smooth_key.mT).abs() <= bound).all()
 
 
-def test_packed_sequences_are_attended_as_if_alone():
+@pytest.mark.parametrize("delta_share", [nvfp4_forward.DELTA_SHARE, 1e-9])
+def test_packed_sequences_are_attended_as_if_alone(monkeypatch, delta_share):
+    monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", delta_share)
     query, key, value = random_inputs(300, 280, q_heads=2)
     recipe = RECIPES["sage3"]
     q_starts, k_starts = [0, 130, 130, 300], [0, 90, 100, 280]
@@ -219,3 +222,19 @@ def test_packed_sequences_are_attended_as_if_alone():
 def test_every_tile_gives_the_error_of_its_reference(monkeypatch, block_n):
     monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(64, block_n, 4, 2))
     check(*random_inputs(70, 300))
+
+
+def test_the_workspace_of_q_s_means_stays_small_beside_one_long_sequence_among_many_short_ones():
+    lengths = torch.tensor([32768] + [16] * 1000)
+    total = int(lengths.sum())
+    query, key, value = (torch.empty(1, heads, total, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8))
+    cu_seqlens = torch.empty(1002, dtype=torch.int32, device="meta")
+    with recording() as launches:
+        nvfp4_forward.packed_attention(
+            query, key, value, cu_seqlens, cu_seqlens, 32768, 32768, None,
+            recipe=RECIPES["sage3"], native=False, capability=HOPPER, is_causal=True, scale=None, return_lse=False,
+        )  # fmt: skip
+    workspaces = {arg for launch in launches if launch.kernel.__name__ == "delta_scores_of_means" for arg in launch.args
+                  if isinstance(arg, torch.Tensor) and arg.dim() == 4 and arg.shape[-1] == 32768}  # fmt: skip
+    (workspace,) = workspaces
+    assert workspace.nbytes <= sum(x.nbytes for x in (query, key, value))

@@ -21,24 +21,25 @@ def delta_scores(
     tiles: MaskTiles | None,
     q_sequences: Sequences,
     kv_sequences: Sequences,
+    first_sequence: int,
     first_block: int,
     delta: torch.Tensor,
 ) -> None:
-    """Write what smoothing took from the scores of the blocks of rows from `first_block` on.
+    """Write what smoothing took from the scores of some blocks of rows of some sequences, from the first ones given on.
 
     Args:
-        delta: float32 (batch, q_heads, blocks, keys), written: the block's mean · (K - its mean), divided by the tensor
-            scales of Q and K, keys in the order of the operands' rows: what the accumulators start from.
+        delta: float32 (sequences, q_heads, blocks, keys), written: the block's mean · (K - its mean), divided by the
+            tensor scales of Q and K, keys in the order of the operands' rows: what the accumulators start from.
     """
     assert operands.query_mean is not None
-    batch, q_heads, blocks, columns = delta.shape
-    channels = operands.query_mean.shape[-1]
     key_mean = operands.statistics.key_mean
+    sequences, q_heads, blocks, columns = delta.shape
+    channels = operands.query_mean.shape[-1]
     valid = None if tiles is None else tiles.valid
     keys = 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: at most 64 KiB
     launch(
         delta_scores_of_means,
-        (ceil_div(columns, keys), ceil_div(blocks, 16), batch * q_heads),
+        (ceil_div(columns, keys), ceil_div(blocks, 16), min(sequences, key_mean.shape[0] - first_sequence) * q_heads),
         operands.query_mean,
         operands.query_tensor_scale,
         key,
@@ -54,6 +55,7 @@ def delta_scores(
         kv_sequences.rows // BLOCK,
         columns,
         blocks,
+        first_sequence,
         first_block,
         q_heads,
         q_heads // key_mean.shape[1],
@@ -72,7 +74,7 @@ def delta_scores(
     )
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "first_block", "blocks"])
+@triton.jit(do_not_specialize=["q_len", "kv_len", "first_sequence", "first_block", "blocks"])
 def delta_scores_of_means(
     query_mean,
     query_tensor_scale,
@@ -89,6 +91,7 @@ def delta_scores_of_means(
     kv_blocks,
     columns,
     blocks,
+    first_sequence,
     first_block,
     q_heads,
     group,
@@ -107,7 +110,7 @@ def delta_scores_of_means(
 ):
     """16 blocks of rows and BLOCK_N keys of one (batch, q head)."""
     first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
-    batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
+    batch, head = first_sequence + (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     kv_head, kv_heads = head // group, q_heads // group
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     k_start, kv_len, k_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def forward(
     native: bool,
     capability: tuple[int, int],
 ) -> None:
-    """Attention of quantised operands, some blocks of rows at a time where the means of Q need a workspace.
+    """Attention of quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
         operands: see `quantize_nvfp4.quantize_operands`.
@@ -148,19 +149,20 @@ def forward(
     batch, kv_heads = operands.value_tensor_scale.shape
     q_heads, v_head_dim = output.shape[1], output.shape[3]
     config = nvfp4_forward_config(capability, max(channels, v_channels), native)
-    blocks, columns, delta = q_sequences.blocks, kv_sequences.blocks * BLOCK, None
+    sequences, blocks, columns, delta = batch, q_sequences.blocks, kv_sequences.blocks * BLOCK, None
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
-        block_bytes = 4 * batch * q_heads * columns
-        blocks = min(blocks, max(1, int(DELTA_SHARE * bytes_of_inputs) // block_bytes))
-        delta = output.new_empty((batch, q_heads, blocks, columns), dtype=torch.float32)
-    for first_block in range(0, q_sequences.blocks, blocks):
+        most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * columns))
+        blocks = min(blocks, max(1, most // batch))
+        sequences = min(batch, most // blocks)
+        delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
+    for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:
-            delta_scores(operands, key, tiles, q_sequences, kv_sequences, first_block, delta)
+            delta_scores(operands, key, tiles, q_sequences, kv_sequences, first_sequence, first_block, delta)
         rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
         launch(
             nvfp4_forward,
-            (ceil_div(rows, config.block_m), q_heads, batch),
+            (ceil_div(rows, config.block_m), q_heads, min(sequences, batch - first_sequence)),
             operands.query,
             operands.query_scale,
             operands.query_tensor_scale,
@@ -185,6 +187,7 @@ def forward(
             kv_sequences.rows // BLOCK,
             columns,
             blocks,
+            first_sequence,
             first_block * BLOCK,
             kv_heads,
             operands.value_mean.shape[-1],
@@ -382,7 +385,7 @@ def attend_tile(
     return row_max, total, denominator, accumulator
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset", "first_row", "delta_blocks"])
+@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset", "first_sequence", "first_row", "delta_blocks"])
 def nvfp4_forward(
     query,
     query_scale,
@@ -408,6 +411,7 @@ def nvfp4_forward(
     kv_blocks,
     delta_columns,
     delta_blocks,
+    first_sequence,
     first_row,
     kv_heads,
     mean_channels,
@@ -441,10 +445,10 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """BLOCK_M rows, from `first_row` on, of one (batch, q head)."""
+    """BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on."""
     # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), first_sequence + tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)
     kv_head = head // (q_heads // kv_heads)
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
@@ -472,7 +476,8 @@ def nvfp4_forward(
         value_scales += tl.arange(0, BLOCK_N // GROUP)[None, :]
         deltas = delta
         if SMOOTH_Q:
-            deltas += ((batch * q_heads + head) * delta_blocks + delta_block) * delta_columns + tl.arange(0, BLOCK_N)
+            pair = (batch - first_sequence) * q_heads + head
+            deltas += (pair * delta_blocks + delta_block) * delta_columns + tl.arange(0, BLOCK_N)
 
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M, 4), tl.float32)
