@@ -108,7 +108,7 @@ def quantize_operands(
     if recipe.qk == "int8":
         query_codes, query_scale = int8.quantize(query, 1)
         key_parts = int8.quantize(thread_order(key), THREAD_TOKENS, torch.bfloat16)
-        query, (key, key_scale) = query_codes.float(), (_natural_order(part).float() for part in key_parts)
+        query, (key, key_scale) = query_codes.float(), (natural_order(part).float() for part in key_parts)
     else:
         query, query_scale = _quantize_nvfp4(query, recipe)
         key, key_scale = _quantize_nvfp4(key, recipe)
@@ -161,18 +161,65 @@ def attention(
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
-    output = query.new_zeros(batch, q_len, q_heads, v_head_dim).transpose(1, 2)
-    lse = query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
     if 0 in (batch, q_heads, q_len, kv_len):
-        return output, lse
+        return nothing_attended(query, v_head_dim, query.dtype)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     operands = quantize_operands(query, key, value, recipe, valid_keys(mask))
+    output, lse = attend(
+        operands,
+        recipe,
+        kv_len,
+        dtype=query.dtype,
+        mask=mask,
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        block_n=block_n,
+    )
+    if operands.key_mean is not None:
+        lse += scale * per_group(query.float(), kv_heads).matmul(
+            operands.key_mean.unsqueeze(2).transpose(-1, -2)
+        ).flatten(1, 2).squeeze(-1)
+    return output, lse
+
+
+def nothing_attended(query: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention`'s output and lse where no row may attend to anything: 0 and -inf."""
+    batch, q_heads, q_len, _ = query.shape
+    output = query.new_zeros(batch, q_len, q_heads, v_head_dim, dtype=dtype).transpose(1, 2)
+    return output, query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
+
+
+def attend(
+    operands: Operands,
+    recipe: Recipe,
+    kv_len: int,
+    *,
+    dtype: torch.dtype,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float,
+    block_n: int = BLOCK_N,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of operands that are quantised already.
+
+    Args:
+        operands: of `quantize_operands`.
+        kv_len: keys that exist; operands hold padding beyond them.
+        dtype: of the output.
+        mask: 4-D; see `attention` for it and the rest.
+
+    Returns:
+        (output, lse) as `attention` does, but lse of the scores against K without its mean.
+    """
+    batch, q_heads, q_len, _ = operands.query.shape
+    output, lse = nothing_attended(operands.query, operands.value.shape[-1], dtype)
     if mask is not None:
         mask = mask.expand(batch, q_heads, q_len, kv_len)
-
     rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
     for start in range(0, q_len, rows):
         chunk = slice(start, min(start + rows, q_len))
@@ -180,11 +227,7 @@ def attention(
             operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n
         )
         # A rounded V can exceed the largest of the unrounded ones, and so its dtype.
-        output[:, :, chunk] = attended.clamp(torch.finfo(output.dtype).min, torch.finfo(output.dtype).max)
-    if operands.key_mean is not None:
-        lse += scale * _per_group(query.float(), kv_heads).matmul(
-            operands.key_mean.unsqueeze(2).transpose(-1, -2)
-        ).flatten(1, 2).squeeze(-1)
+        output[:, :, chunk] = attended.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return output, lse
 
 
@@ -201,7 +244,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (float32) and lse of the query rows in `chunk`, whose start is a multiple of BLOCK_M."""
     kv_heads = operands.key.shape[1]
-    query = _per_group(operands.query[:, :, chunk], kv_heads)
+    query = per_group(operands.query[:, :, chunk], kv_heads)
     query_scale = operands.query_scale[:, :, chunk] * scale
     p_scale = P_SCALE[recipe.pv]
     maximum = query_scale.new_full((*query_scale.shape[:3], 1), -torch.inf)
@@ -211,13 +254,11 @@ def _attend(
     last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
     for column in range(0, last_column, block_n):
         tile = slice(column, column + block_n)
-        scores = (query @ operands.key[:, :, tile].unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
-        key_scale = operands.key_scale[:, :, tile].transpose(-1, -2).repeat_interleave(query.shape[2], 1)
-        scores.mul_(query_scale).mul_(key_scale)
+        scores = scores_of(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
         if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
             smooth_key = operands.smooth_key[:, :, tile].unsqueeze(2).transpose(-1, -2)
-            delta = (_per_group(mean, kv_heads) @ smooth_key).flatten(1, 2)
+            delta = (per_group(mean, kv_heads) @ smooth_key).flatten(1, 2)
             for block, block_scores in enumerate(scores.split(BLOCK_M, 2)):
                 block_scores.add_(delta[:, :, block : block + 1], alpha=scale)
         scores[..., kv_len - column :] = -torch.inf
@@ -230,7 +271,7 @@ def _attend(
         decay = torch.exp(maximum - offset)
         quantized_p = _quantize_p(p, recipe)
         value = operands.value[:, :, tile].unsqueeze(2)
-        output = output * decay + (_per_group(quantized_p, kv_heads) @ value).flatten(1, 2)
+        output = output * decay + (per_group(quantized_p, kv_heads) @ value).flatten(1, 2)
         total = total * decay + p.sum(-1, keepdim=True)
         summed = quantized_p if recipe.denominator == "quantized_p" else p
         denominator = denominator * decay + summed.sum(-1, keepdim=True)
@@ -245,7 +286,21 @@ def _attend(
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
 
 
-def _per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def scores_of(
+    query: torch.Tensor, query_scale: torch.Tensor, key: torch.Tensor, key_scale: torch.Tensor
+) -> torch.Tensor:
+    """Scores of some rows and some keys: (batch, q_heads, rows, keys).
+
+    Args:
+        query: (batch, kv_heads, q_heads / kv_heads, rows, d) element values.
+        query_scale: (batch, q_heads, rows, 1), with the softmax scale in it.
+        key, key_scale: (batch, kv_heads, keys, d) element values, (batch, kv_heads, keys, 1).
+    """
+    scores = (query @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    return scores.mul_(query_scale).mul_(key_scale.transpose(-1, -2).repeat_interleave(query.shape[2], 1))
+
+
+def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(batch, q_heads, ...) -> (batch, kv_heads, q_heads / kv_heads, ...)."""
     return x.unflatten(1, (kv_heads, -1))
 
@@ -262,7 +317,7 @@ def thread_order(key: torch.Tensor) -> torch.Tensor:
     return key.unflatten(-2, (-1, 8, 4, 2)).transpose(-4, -3).flatten(-5, -2)
 
 
-def _natural_order(key: torch.Tensor) -> torch.Tensor:
+def natural_order(key: torch.Tensor) -> torch.Tensor:
     """The inverse of `thread_order`."""
     return key.unflatten(-2, (-1, 4, 8, 2)).transpose(-4, -3).flatten(-5, -2)
 

@@ -1,0 +1,395 @@
+"""Recipes with gradients in plain PyTorch: the forward that keeps what the backward needs, and the backward.
+
+With S from the INT8 of Q and K that the forward kept, and δ = rowsum(dO∘O), P = exp(S - lse) and dS = P∘(dO·Vᵀ - δ);
+then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594, algorithm 3). K and Q are the
+values that their INT8 stands for: K without its mean, which changes nothing, because rows of dS sum to 0. Like
+`reference`, this is the specification of the kernels, the CPU path and the emulation; memory is linear in length.
+
+Sums are float32, or float64 for callers with float64 tensors, whose 16-bit formats then round nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .exact import rows_per_chunk
+from .formats import fp8, int8
+from .recipe import Recipe
+from .reference import (
+    BLOCK_M,
+    THREAD_TOKENS,
+    Operands,
+    attend,
+    natural_order,
+    nothing_attended,
+    per_group,
+    quantize_operands,
+    scores_of,
+    thread_order,
+    valid_keys,
+)
+from .saved import KEY_BLOCK, Lengths, Saved, padded_channels, padded_rows
+
+GRADIENT_BLOCK = 64  # queries whose dO shares a scale in 8 bit
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    *,
+    lengths: Lengths | None = None,
+    valid: torch.Tensor | None = None,
+    is_causal: bool,
+    causal_offset: int = 0,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, Saved]:
+    """`reference.attention`, and what the backward needs of it.
+
+    Args:
+        query, key, value, recipe, is_causal, causal_offset, scale: as in `reference.attention`.
+        lengths: sequences packed one after the other in a batch of 1; each attends to itself.
+        valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
+
+    Returns:
+        (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
+        v_head_dim); see `Saved`.
+
+    Raises:
+        ValueError: the recipe has no gradients, or both lengths and valid are given.
+    """
+    _check(recipe, lengths, valid)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
+    if lengths is None:
+        return _forward(query, key, value, recipe, valid, **options)
+    output, lse = nothing_attended(query, value.shape[-1], query.dtype)
+    sequences = len(lengths.cu_seqlens_q) - 1
+    saved = _empty(query, key, lse, padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences))
+    for queries, keys, query_rows, key_rows in _sequences(lengths):
+        output[:, :, queries], part = _forward(
+            query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, **options
+        )
+        for whole, of_sequence in zip(_of_sequence(saved, queries, query_rows, key_rows), part, strict=True):
+            whole.copy_(of_sequence)
+    return output, saved
+
+
+def backward(
+    output_gradient: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    saved: Saved,
+    recipe: Recipe,
+    *,
+    head_dim: int,
+    lengths: Lengths | None = None,
+    valid: torch.Tensor | None = None,
+    is_causal: bool,
+    causal_offset: int = 0,
+    scale: float | None = None,
+    block_m: int = 64,
+    block_n: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of Q, K and V.
+
+    Args:
+        output_gradient: (batch, q_heads, q_len, v_head_dim), value's dtype, any strides.
+        value: (batch, kv_heads, kv_len, v_head_dim), as the forward got it.
+        output, saved: of the forward.
+        head_dim: of Q and K.
+        recipe, lengths, valid, is_causal, causal_offset, scale: as the forward got them.
+        block_m, block_n: queries and keys a tile, 16, 32, 64 or 128: those that share a scale of P or dS in 8 bit.
+
+    Returns:
+        (query_gradient, key_gradient, value_gradient) in value's dtype, each laid out as (batch, tokens, heads,
+        channels). A row that attends to nothing has gradient 0 and gives none; so has a key that does not exist. What
+        is not finite in a row's dO makes the gradients not finite of its query and of the keys that it attends to.
+
+    Raises:
+        ValueError: the recipe has no gradients, both lengths and valid are given, or the tile is not supported.
+    """
+    _check(recipe, lengths, valid)
+    for name, block in (("block_m", block_m), ("block_n", block_n)):
+        if block not in (16, 32, 64, 128):
+            raise ValueError(f"{name} {block} is not supported: use 16, 32, 64 or 128")
+    batch, q_heads, q_len, _ = output_gradient.shape
+    kv_heads, kv_len = value.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
+    options |= {"block_m": block_m, "block_n": block_n}
+    if lengths is None:
+        return _backward(output_gradient, value, output, saved, recipe, valid, head_dim, **options)
+    gradients = (
+        value.new_zeros(batch, q_len, q_heads, head_dim).transpose(1, 2),
+        value.new_zeros(batch, kv_len, kv_heads, head_dim).transpose(1, 2),
+        value.new_zeros(batch, kv_len, kv_heads, value.shape[-1]).transpose(1, 2),
+    )
+    for queries, keys, query_rows, key_rows in _sequences(lengths):
+        parts = _backward(
+            output_gradient[:, :, queries],
+            value[:, :, keys],
+            output[:, :, queries],
+            _of_sequence(saved, queries, query_rows, key_rows),
+            recipe,
+            None,
+            head_dim,
+            **options,
+        )
+        for gradient, tokens, part in zip(gradients, (queries, keys, keys), parts, strict=True):
+            gradient[:, :, tokens] = part
+    return gradients
+
+
+def save(operands: Operands, lse: torch.Tensor) -> Saved:
+    """What the backward needs of one ordinary batch.
+
+    Args:
+        operands: of a recipe with Q and K in INT8.
+        lse: of `reference.attend`.
+    """
+
+    def padded(codes: torch.Tensor) -> torch.Tensor:
+        rows, channels = codes.shape[-2:]
+        return F.pad(codes, (0, padded_channels(channels) - channels, 0, padded_rows(rows) - rows)).to(torch.int8)
+
+    q_len = operands.query.shape[-2]
+    query_scale = F.pad(operands.query_scale.squeeze(-1), (0, padded_rows(q_len) - q_len))
+    by_thread = thread_order(operands.key_scale).unflatten(-2, (-1, KEY_BLOCK // THREAD_TOKENS, THREAD_TOKENS))
+    key_scale = by_thread[..., 0, 0].to(torch.bfloat16)
+    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, lse)
+
+
+def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
+    if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q or recipe.rotate:
+        raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
+    if lengths is not None and valid is not None:
+        raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
+
+
+def _empty(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int) -> Saved:
+    """`Saved` of zeros."""
+    channels = padded_channels(query.shape[-1])
+    return Saved(
+        query.new_zeros(*query.shape[:2], query_rows, channels, dtype=torch.int8),
+        query.new_zeros(*query.shape[:2], query_rows, dtype=torch.float32),
+        key.new_zeros(*key.shape[:2], key_rows, channels, dtype=torch.int8),
+        key.new_zeros(*key.shape[:2], key_rows // KEY_BLOCK, KEY_BLOCK // THREAD_TOKENS, dtype=torch.bfloat16),
+        lse,
+    )
+
+
+def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Of each sequence: its queries, its keys that count, and the rows of `Saved` that hold the ones and the others."""
+    q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+    stored = lengths.cu_seqlens_k.diff()
+    k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
+    for index, (start, stop, k_start, k_length) in enumerate(
+        zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False)
+    ):
+        first, k_first = padded_rows(start, index), padded_rows(k_start, index)
+        query_rows = slice(first, first + padded_rows(stop - start))
+        key_rows = slice(k_first, k_first + padded_rows(k_length))
+        yield slice(start, stop), slice(k_start, k_start + k_length), query_rows, key_rows
+
+
+def _of_sequence(saved: Saved, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
+    """One sequence's share of what packed sequences keep."""
+    scales = slice(key_rows.start // KEY_BLOCK, key_rows.stop // KEY_BLOCK)
+    return Saved(
+        saved.query[:, :, query_rows],
+        saved.query_scale[:, :, query_rows],
+        saved.key[:, :, key_rows],
+        saved.key_scale[:, :, scales],
+        saved.lse[:, :, queries],
+    )
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    valid: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float,
+) -> tuple[torch.Tensor, Saved]:
+    """`forward` of an ordinary batch."""
+    if 0 in (*query.shape[:3], key.shape[2]):
+        output, lse = nothing_attended(query, value.shape[-1], query.dtype)
+        return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]))
+    mask = None if valid is None else valid[:, None, None]
+    operands = quantize_operands(query.contiguous(), key.contiguous(), value.contiguous(), recipe, valid_keys(mask))
+    output, lse = attend(
+        operands,
+        recipe,
+        key.shape[2],
+        dtype=query.dtype,
+        mask=mask,
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+    )
+    return output, save(operands, lse)
+
+
+def _backward(
+    output_gradient: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    saved: Saved,
+    recipe: Recipe,
+    valid: torch.Tensor | None,
+    head_dim: int,
+    *,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float,
+    block_m: int,
+    block_n: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` of an ordinary batch."""
+    formats = recipe.backward
+    assert formats is not None
+    dtype = value.dtype
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    (batch, q_heads, q_len), (kv_heads, kv_len) = output_gradient.shape[:3], value.shape[1:3]
+    if 0 in (batch, q_heads, q_len, kv_len):
+        return (
+            _tokens_first(value.new_zeros(batch, q_heads, q_len, head_dim), dtype),
+            _tokens_first(value.new_zeros(batch, kv_heads, kv_len, head_dim), dtype),
+            _tokens_first(torch.zeros_like(value), dtype),
+        )
+    query_pad, key_pad = saved.query.shape[2] - q_len, saved.key.shape[2] - kv_len
+
+    exists = value.new_ones(1, kv_len, dtype=torch.bool) if valid is None else valid
+    exists = F.pad(exists, (0, key_pad))[:, None, None]
+    # An lse of infinity makes P 0 in the rows that attend to nothing, and in the padding.
+    lse = F.pad(saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf), (0, query_pad), value=torch.inf)
+    lse = lse.to(sums).unsqueeze(-1)
+    output_gradient = F.pad(output_gradient.to(sums), (0, 0, 0, query_pad)).masked_fill(lse == torch.inf, 0.0)
+    value = F.pad(value.to(sums), (0, 0, 0, key_pad)).masked_fill(~exists.transpose(-1, -2), 0.0)
+    delta = (output_gradient * F.pad(output.to(sums), (0, 0, 0, query_pad))).sum(-1, keepdim=True)
+    query, query_scale = saved.query.to(sums), saved.query_scale.to(sums).unsqueeze(-1)
+    key = saved.key.to(sums)
+    key_scale = natural_order(saved.key_scale.to(sums).flatten(-2).repeat_interleave(THREAD_TOKENS, -1).unsqueeze(-1))
+
+    query_operand, query_factor = _operand(query, query_scale, formats.ds, dtype)
+    key_operand, key_factor = _operand(key, key_scale, formats.ds, dtype)
+    gradient_operand = _round_blocks(output_gradient, formats.p, GRADIENT_BLOCK, dtype)
+    dp_gradient = _round_blocks(output_gradient, formats.dp, 1 if formats.scales == "row" else block_m, dtype)
+    dp_value = _round_blocks(value, formats.dp, 1 if formats.scales == "row" else block_n, dtype)
+
+    query_gradient = torch.zeros_like(query)
+    key_gradient, value_gradient = torch.zeros_like(key), torch.zeros_like(value)
+    rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
+
+    def tiles(chunk: slice) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of the rows in `chunk`, tile by tile of keys: the tile, where it may be attended to, P and dP."""
+        last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
+        for column in range(0, last_column, block_n):
+            tile = slice(column, column + block_n)
+            scores = scores_of(
+                per_group(query[:, :, chunk], kv_heads),
+                query_scale[:, :, chunk] * scale,
+                key[:, :, tile],
+                key_scale[:, :, tile],
+            )
+            allowed = exists[..., tile] & (lse[:, :, chunk] != torch.inf)
+            if is_causal:
+                row = torch.arange(chunk.start, chunk.stop, device=value.device).unsqueeze(-1)
+                allowed = allowed & (torch.arange(column, tile.stop, device=value.device) <= row + causal_offset)
+            p = scores.sub_(lse[:, :, chunk]).exp_().masked_fill_(~allowed, 0.0)
+            dp = per_group(dp_gradient[:, :, chunk], kv_heads) @ dp_value[:, :, tile].unsqueeze(2).transpose(-1, -2)
+            yield tile, allowed, p, dp.flatten(1, 2)
+
+    for start in range(0, query.shape[2], rows):
+        chunk = slice(start, min(start + rows, query.shape[2]))
+        subtracted = delta[:, :, chunk]
+        if formats.delta == "consistent":
+            subtracted = torch.zeros_like(subtracted)
+            for _, allowed, p, dp in tiles(chunk):
+                subtracted += (p * dp).masked_fill_(~allowed, 0.0).sum(-1, keepdim=True)
+        for tile, allowed, p, dp in tiles(chunk):
+            ds = dp.sub_(subtracted).mul_(p).masked_fill_(~allowed, 0.0)
+            rounded = _round_tile(p, formats.p, formats.scales, block_m, -2, dtype)
+            value_gradient[:, :, tile] += _summed(rounded, gradient_operand[:, :, chunk], kv_heads)
+            rounded = _round_tile(ds * query_factor[:, :, chunk], formats.ds, formats.scales, block_m, -2, dtype)
+            key_gradient[:, :, tile] += _summed(rounded, query_operand[:, :, chunk], kv_heads)
+            factor = key_factor[:, :, tile].transpose(-1, -2).repeat_interleave(q_heads // kv_heads, 1)
+            rounded = _round_tile(ds * factor, formats.ds, formats.scales, block_m, -1, dtype)
+            product = per_group(rounded, kv_heads) @ key_operand[:, :, tile].unsqueeze(2)
+            query_gradient[:, :, chunk] += product.flatten(1, 2)
+
+    # What is not finite in dO, times a P of 0, is not 0.
+    value_gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
+    return (
+        _tokens_first(query_gradient[:, :, :q_len, :head_dim] * scale, dtype),
+        _tokens_first(key_gradient[:, :, :kv_len, :head_dim] * scale, dtype),
+        _tokens_first(value_gradient[:, :, :kv_len], dtype),
+    )
+
+
+def _operand(
+    codes: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q or K as a product with dS takes it, and what dS is multiplied by for it before it is rounded.
+
+    In 8 bit those are the codes and their scales, which lie along the sum and so cannot be taken out of it.
+    """
+    if kind == "16bit":
+        return (codes * scale).to(dtype).to(codes.dtype), torch.ones_like(scale)
+    return (codes if kind == "int8" else fp8.round_to_e4m3(codes).to(codes.dtype)), scale
+
+
+def _round_blocks(x: torch.Tensor, kind: str, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """x (batch, heads, rows, channels) after rounding; in 8 bit, that many tokens share a scale."""
+    return _rounded(x.unflatten(-2, (-1, tokens)).flatten(-2), kind, dtype).view_as(x)
+
+
+def _round_tile(x: torch.Tensor, kind: str, scales: str, block_m: int, summed: int, dtype: torch.dtype) -> torch.Tensor:
+    """P or dS of a tile of keys (batch, q_heads, rows, block_n) after rounding, for a sum over its dimension `summed`.
+
+    In 8 bit what shares a scale lies within block_m rows: along the sum, or all of it.
+    """
+    if kind == "16bit":
+        return _rounded(x, kind, dtype)
+    tiles = x.unflatten(-2, (-1, block_m))
+    if scales == "tile":
+        return _rounded(tiles.flatten(-2), kind, dtype).view_as(x)
+    if summed == -1:
+        return _rounded(x, kind, dtype)
+    return _rounded(tiles.transpose(-1, -2), kind, dtype).transpose(-1, -2).flatten(-3, -2)
+
+
+def _rounded(x: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """x (..., groups, elements) after rounding to `dtype` ("16bit"), INT8 or e4m3, these with a scale per group."""
+    if kind == "16bit":
+        return x.to(dtype).to(x.dtype)
+    codes, scale = int8.quantize(x, 1) if kind == "int8" else fp8.quantize(x, -1)
+    return codes.to(x.dtype) * scale
+
+
+def _summed(weights: torch.Tensor, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """weightsᵀ·x, summed over the query heads of each group too.
+
+    Args:
+        weights, x: (batch, q_heads, rows, keys), (batch, q_heads, rows, channels).
+
+    Returns:
+        (batch, kv_heads, keys, channels).
+    """
+    weights, x = (per_group(part, kv_heads).flatten(2, 3) for part in (weights, x))
+    return weights.transpose(-1, -2) @ x
+
+
+def _tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x (batch, heads, tokens, channels) in another dtype, laid out as (batch, tokens, heads, channels)."""
+    return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
