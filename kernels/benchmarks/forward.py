@@ -23,9 +23,11 @@ def git_commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str | None = __doc__, training: bool = False) -> None:
+    """The whole of a benchmark's script."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_arguments(parser)
+    parser.set_defaults(training=training)
     parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: plot and table of this file")
     args = parser.parse_args()

@@ -5,43 +5,46 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from sage_hf.bench import measure, plots, tables
-from sage_hf.bench.peers import PROVIDERS
-from sage_hf.bench.shapes import SHAPES
+from sage_hf.bench import measure, measure_training, plots, tables
+from sage_hf.bench.peers import PROVIDERS, Provider
+from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
+from sage_hf.bench.training_peers import TRAINING_PROVIDERS
+
+Named = TypeVar("Named", Shape, Provider)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `execute`."""
-    shapes, providers = [shape.name for shape in SHAPES], list(dict.fromkeys(one.name for one in PROVIDERS))
-    parser.add_argument(
-        "--shapes", nargs="+", choices=shapes, default=shapes, metavar="SHAPE", help=f"of {', '.join(shapes)}"
+    parser.add_argument("--training", action="store_true", help="forward and backward (default: forward)")
+    names = (
+        ("--shapes", "SHAPE", _names(SHAPES), _names(TRAINING_SHAPES)),
+        ("--providers", "NAME", _names(PROVIDERS), _names(TRAINING_PROVIDERS)),
     )
-    parser.add_argument(
-        "--providers",
-        nargs="+",
-        choices=providers,
-        default=providers,
-        metavar="NAME",
-        help=f"of {', '.join(providers)}",
-    )
+    for option, metavar, forward, training in names:
+        text = f"of {forward}; with --training of {training} (default: all)"
+        parser.add_argument(option, nargs="+", metavar=metavar, help=text)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="default: output")
 
 
 def execute(args: argparse.Namespace, commit: str = "") -> None:
-    """Measure, write <gpu>-forward.json and .png into the output folder, print the tables.
+    """Measure, write <gpu>-forward.json (or -forward_backward) and .png into the output folder, print the tables.
 
     Args:
         args: of `add_arguments`.
         commit: of the source measured, for the record.
 
     Raises:
-        ValueError: no CUDA device, or no matplotlib.
+        ValueError: no CUDA device, no matplotlib, or an unknown name of a shape or provider.
     """
+    shapes = _chosen("--shapes", args.shapes, TRAINING_SHAPES if args.training else SHAPES)
+    providers = _chosen("--providers", args.providers, TRAINING_PROVIDERS if args.training else PROVIDERS)
     device = torch.device(args.device)
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
@@ -49,16 +52,23 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
             f"{torch.cuda.device_count()} here; `sage-hf env` shows what runs without one"
         )
     plots.require_matplotlib()
-    result = measure.run(
-        device,
-        [shape for shape in SHAPES if shape.name in args.shapes],
-        [one for one in PROVIDERS if one.name in args.providers],
-        commit,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    run = measure_training.run if args.training else measure.run
+    result = run(device, shapes, providers, commit, lambda line: print(line, file=sys.stderr, flush=True))
     args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-forward.json"
+    benchmark = "forward_backward" if args.training else "forward"
+    path = args.output / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
     path.write_text(tables.to_json(result), encoding="utf-8")
     print(tables.text(result))
     plots.plot(result, path.with_suffix(".png"))
     print(f"\nwrote {path} and {path.with_suffix('.png').name}")
+
+
+def _names(known: Sequence[Named]) -> str:
+    return ", ".join(dict.fromkeys(one.name for one in known))
+
+
+def _chosen(option: str, names: Sequence[str] | None, known: Sequence[Named]) -> list[Named]:
+    """Those of `known` that have one of the names, all where none are given."""
+    if unknown := set(names or ()).difference(one.name for one in known):
+        raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(known)}")
+    return [one for one in known if names is None or one.name in names]

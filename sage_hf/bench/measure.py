@@ -1,4 +1,4 @@
-"""Timing, memory and errors of every provider at every shape, on one GPU, in one process."""
+"""Timing, memory and errors of every provider's forward pass at every shape, on one GPU, in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ QUANTIZER_TOKENS = 16384
 # Errors are those of some rows of the first and the last head, against all their keys.
 ERROR_ROWS = 256
 
-QUANTIZER_TOKENS = 16384
+
+Kind = Literal["normal", "biased"]
+KINDS: tuple[Kind, ...] = ("normal", "biased")
+
+Steps = tuple[Sequence[Callable[[], object]], int]
+"""The steps of a call, one after the other, and how often to call."""
 
 
 def run(
@@ -58,7 +63,7 @@ def run(
         or, where the provider is missing or refuses, "unavailable": why.
     """
     with torch.cuda.device(device), torch.no_grad():
-        facts = _facts(device, commit)
+        machine = facts(device, commit)
         bandwidth = copy_bandwidth(device)
         rows = []
         for shape in shapes:
@@ -67,14 +72,14 @@ def run(
                 rows += _measure_shape(shape, [one for one in providers if one.scope == scope], device)
         progress("quantizers")
         return {
-            **facts,
+            **machine,
             "copy_bandwidth": bandwidth,
             "quantizers": _measure_quantizers(device, bandwidth),
             "rows": rows,
         }
 
 
-def draw(shape: Shape, kind: Literal["normal", "biased"], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def draw(shape: Shape, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, bfloat16 (batch, heads, tokens, head_dim), always the same.
 
     "normal": independent and standard normal. "biased": to each channel of K a mean of 3 deviations is added, to each
@@ -96,17 +101,31 @@ def draw(shape: Shape, kind: Literal["normal", "biased"], device: torch.device) 
 
 def median_ms(calls: dict[Any, tuple[Callable[[], object], int]]) -> dict[Any, float]:
     """Median time of a call, by key -> (call, how often); all take turns, so that heat and clocks are shared."""
-    events: dict[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in calls}
+    steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
+    return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
+
+
+def median_steps_ms(calls: dict[Any, Steps]) -> dict[Any, list[float]]:
+    """As `median_ms` for calls of several steps: the median of the whole, then those of each step."""
+    events: dict[Any, list[list[torch.cuda.Event]]] = {key: [] for key in calls}
     for turn in range(max((count for _, count in calls.values()), default=0)):
-        for key, (call, count) in calls.items():
+        for key, (steps, count) in calls.items():
             if turn < count:
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                call()
-                end.record()
-                events[key].append((start, end))
+                marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+                marks[0].record()
+                for step, mark in zip(steps, marks[1:], strict=True):
+                    step()
+                    mark.record()
+                events[key].append(marks)
     torch.cuda.synchronize()
-    return {key: statistics.median(start.elapsed_time(end) for start, end in pairs) for key, pairs in events.items()}
+
+    def median(turns: list[list[torch.cuda.Event]], first: int, last: int) -> float:
+        return statistics.median(marks[first].elapsed_time(marks[last]) for marks in turns)
+
+    return {
+        key: [median(events[key], 0, -1), *(median(events[key], step, step + 1) for step in range(len(steps)))]
+        for key, (steps, _) in calls.items()
+    }
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -142,15 +161,14 @@ class SampledErrors:
 
 def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
     """The rows of one shape and one scope."""
-    rows = {provider.name: _row(shape, provider) for provider in providers}
+    rows = {provider.name: new_row(shape, provider) for provider in providers}
     calls: dict[str, tuple[Callable[[], object], int]] = {}
-    kinds: tuple[Literal["normal", "biased"], ...] = ("normal", "biased")
-    for kind in kinds:
+    for kind in KINDS:
         try:
             inputs = draw(shape, kind, device)
             errors = SampledErrors(*inputs, shape.causal)
         except torch.OutOfMemoryError as error:
-            return [_row(shape, provider) | {"unavailable": _reason(error)} for provider in providers]
+            return [new_row(shape, provider) | {"unavailable": reason(error)} for provider in providers]
         for provider in providers:
             row = rows[provider.name]
             if "unavailable" in row:
@@ -162,7 +180,7 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
                     calls[provider.name] = prepared.call, _first_calls(prepared.call, row, shape)
                 found = errors.of(prepared.call(), prepared.output_scale)
             except Exception as error:  # Whatever keeps a provider from running is what its row says.
-                rows[provider.name] = _row(shape, provider) | {"unavailable": _reason(error)}
+                rows[provider.name] = new_row(shape, provider) | {"unavailable": reason(error)}
                 calls.pop(provider.name, None)
             else:
                 suffix = "" if kind == "normal" else "_biased"
@@ -173,7 +191,8 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
     return list(rows.values())
 
 
-def _row(shape: Shape, provider: Provider) -> dict[str, Any]:
+def new_row(shape: Shape, provider: Provider, direction: str = "forward") -> dict[str, Any]:
+    """What a row says before anything is measured."""
     return {
         "shape": shape.name,
         "batch": shape.batch,
@@ -183,7 +202,7 @@ def _row(shape: Shape, provider: Provider) -> dict[str, Any]:
         "kv_len": shape.tokens,
         "head_dim": shape.head_dim,
         "causal": shape.causal,
-        "direction": "forward",
+        "direction": direction,
         "scope": provider.scope,
         "provider": provider.name,
     }
@@ -191,14 +210,25 @@ def _row(shape: Shape, provider: Provider) -> dict[str, Any]:
 
 def _first_calls(call: Callable[[], object], row: dict[str, Any], shape: Shape) -> int:
     """Call twice, note what that shows in the row, and return how often to call for the timing."""
+    row["compile_s"], peak, count = first_calls(call)
+    if row["scope"] == "end_to_end":
+        row["peak_extra_bytes"] = max(0, peak - shape.output_bytes)
+    return count
+
+
+def first_calls(call: Callable[[], object]) -> tuple[float, int, int]:
+    """Call twice.
+
+    Returns:
+        (seconds that the first call took longer, bytes at most allocated during the second, how often to call for the
+        timing).
+    """
     first = _seconds(call)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     second = _seconds(call)
-    row["compile_s"] = max(0.0, first - second)
-    if row["scope"] == "end_to_end":
-        row["peak_extra_bytes"] = max(0, torch.cuda.max_memory_allocated() - before - shape.output_bytes)
-    return max(MIN_CALLS, min(MAX_CALLS, int(SECONDS / second)))
+    peak = torch.cuda.max_memory_allocated() - before
+    return max(0.0, first - second), peak, max(MIN_CALLS, min(MAX_CALLS, int(SECONDS / second)))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -212,25 +242,27 @@ def _measure_quantizers(device: torch.device, bandwidth: float) -> list[dict[str
     rows: list[dict[str, Any]] = []
     for head_dim in (128, 64):
         shape = Shape("quantizers", 2, 32, 32, QUANTIZER_TOKENS, head_dim)
-        facts = {"batch": shape.batch, "heads": shape.q_heads, "tokens": shape.tokens, "head_dim": head_dim}
+        sizes = {"batch": shape.batch, "heads": shape.q_heads, "tokens": shape.tokens, "head_dim": head_dim}
         try:
             found = quantizers(*draw(shape, "normal", device))
             times = median_ms({name: (call, MAX_CALLS) for name, (call, _) in found.items()})
         except Exception as error:  # As for providers.
-            rows.append(facts | {"unavailable": _reason(error)})
+            rows.append(sizes | {"unavailable": reason(error)})
             continue
         for name, (_, moved) in found.items():
             share = moved / (times[name] * 1e-3) / bandwidth
-            rows.append({"name": name, **facts, "bytes": moved, "ms": times[name], "share_of_copy_bandwidth": share})
+            rows.append({"name": name, **sizes, "bytes": moved, "ms": times[name], "share_of_copy_bandwidth": share})
     return rows
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """The first line of an error, for a row's "unavailable"."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _facts(device: torch.device, commit: str) -> dict[str, Any]:
+def facts(device: torch.device, commit: str) -> dict[str, Any]:
+    """About the machine and the versions, for the record."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

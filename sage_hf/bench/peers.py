@@ -111,7 +111,9 @@ def _int8_operands(
     return quantize_operands(query, key, value, get_recipe(recipe), *sequences), sequences
 
 
-def _sdpa(backend: SDPBackend) -> Prepare:
+def prepare_sdpa(backend: SDPBackend) -> Prepare:
+    """PyTorch's scaled_dot_product_attention by one backend; it raises where that does not serve the call."""
+
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
         grouped = query.shape[1] != key.shape[1]
 
@@ -288,8 +290,8 @@ def _sageattention(generation: Literal[1, 2]) -> ModuleType:
 
 
 PROVIDERS: tuple[Provider, ...] = (
-    Provider("sdpa_fa2", "FA2", "end_to_end", _sdpa(SDPBackend.FLASH_ATTENTION)),
-    Provider("cudnn", "cuDNN", "end_to_end", _sdpa(SDPBackend.CUDNN_ATTENTION)),
+    Provider("sdpa_fa2", "FA2", "end_to_end", prepare_sdpa(SDPBackend.FLASH_ATTENTION)),
+    Provider("cudnn", "cuDNN", "end_to_end", prepare_sdpa(SDPBackend.CUDNN_ATTENTION)),
     Provider("fa3", "FA3", "end_to_end", _fa3),
     Provider("sageattention1", "SageAttn1", "end_to_end", _sageattention1),
     Provider("sageattention2", "SageAttn2", "end_to_end", _sageattention2),

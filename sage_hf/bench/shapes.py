@@ -1,13 +1,15 @@
-"""The attention calls that are measured."""
+"""The attention calls that are measured, and what a kernel must do and keep for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sage_kernels.saved import KEY_BLOCK, padded_channels, padded_rows
+
 
 @dataclass(frozen=True)
 class Shape:
-    """One forward call, with as many queries as keys.
+    """One call, with as many queries as keys.
 
     Attributes:
         name: short, for the command line and tables.
@@ -30,6 +32,11 @@ class Shape:
         return full / 2 if self.causal else full
 
     @property
+    def training_operations(self) -> float:
+        """Of forward and backward: two matrix products and five, one of them S again."""
+        return 3.5 * self.operations
+
+    @property
     def input_bytes(self) -> int:
         """Of query, key and value in bfloat16."""
         return 2 * self.batch * (self.q_heads + 2 * self.kv_heads) * self.tokens * self.head_dim
@@ -38,6 +45,20 @@ class Shape:
     def output_bytes(self) -> int:
         """Of the output in bfloat16."""
         return 2 * self.batch * self.q_heads * self.tokens * self.head_dim
+
+    @property
+    def saved_bytes(self) -> int:
+        """What 16-bit attention keeps for its backward pass: query, key, value and output in bfloat16, and the LSE."""
+        return self.input_bytes + self.output_bytes + 4 * self.batch * self.q_heads * self.tokens
+
+    @property
+    def low_bit_saved_bytes(self) -> int:
+        """What ours keeps: INT8 query and key with their scales, value and output in bfloat16, and the LSE."""
+        rows, channels = padded_rows(self.tokens), padded_channels(self.head_dim)
+        query = self.q_heads * rows * (channels + 4)
+        key = self.kv_heads * (rows * channels + rows // KEY_BLOCK * 4 * 2)
+        value = 2 * self.kv_heads * self.tokens * self.head_dim
+        return self.batch * (query + key + value + 4 * self.q_heads * self.tokens) + self.output_bytes
 
     def __str__(self) -> str:
         heads = str(self.q_heads) if self.q_heads == self.kv_heads else f"{self.q_heads}/{self.kv_heads}"
@@ -60,4 +81,13 @@ SHAPES: tuple[Shape, ...] = (
     Shape("hunyuanvideo-720p", 1, 24, 24, 119056, 128),
     Shape("flux", 1, 24, 24, 4608, 128),
     Shape("llama-3-prefill", 1, 32, 8, 32768, 128, causal=True),
+)
+
+# What models are trained on: plain, causal, a small head_dim, a language model's grouped queries, a video's tokens.
+TRAINING_SHAPES: tuple[Shape, ...] = (
+    Shape("8k-128", 2, 32, 32, 8192, 128),
+    Shape("8k-128-causal", 2, 32, 32, 8192, 128, causal=True),
+    Shape("8k-64", 2, 32, 32, 8192, 64),
+    Shape("llama-3-training", 1, 32, 8, 16384, 128, causal=True),
+    Shape("cogvideox-2b-training", 1, 30, 30, 17776, 64),
 )

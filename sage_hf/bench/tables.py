@@ -8,18 +8,19 @@ from typing import Any
 
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import Shape
+from sage_hf.bench.training_peers import TRAINING_PROVIDERS
 from sage_hf.report import text_table
 
 MISSING = "–"
 
 
 def to_json(result: dict[str, Any]) -> str:
-    """The result of `measure.run`, a row a line."""
+    """The result of `measure.run` or `measure_training.run`, a row a line."""
 
     def lines(rows: Sequence[dict[str, Any]]) -> str:
         return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
 
-    tables = {name: lines(result[name]) for name in ("quantizers", "rows")}
+    tables = {name: lines(result[name]) for name in ("quantizers", "rows") if name in result}
     facts = [
         f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
         for name, value in result.items()
@@ -29,18 +30,29 @@ def to_json(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Speed of every provider at every shape, as the README shows it: the fastest end to end is bold."""
-    header, cells = _speeds(result)
-    lines = [header, ["---"] * len(header), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_caption(result)}"
+    """Speed of every provider at every shape, as the README shows it: the fastest end to end is bold.
+
+    Of training also the errors and the memory at one shape.
+    """
+    parts = [_markdown_table(*_speeds(result)), _caption(result)]
+    if is_training(result) and (columns := measured(result)):
+        shape = common_shape(columns)
+        parts += [_markdown_table(*_training_at_shape(columns, shape)), _training_caption(shape)]
+    return "\n\n".join(parts)
+
+
+def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells))
 
 
 def text(result: dict[str, Any]) -> str:
     """The same for a terminal, then errors and memory at one shape, the quantizers, and who could not run and why."""
     parts = [_caption(result), text_table(*_speeds(result, bold=False))]
     if columns := measured(result):
-        parts += _at_shape(columns, common_shape(columns))
-    copied = [row for row in result["quantizers"] if "ms" in row]
+        shape = common_shape(columns)
+        at_shape = _training_at_shape if is_training(result) else _at_shape
+        parts += [f"At {shape}:", text_table(*at_shape(columns, shape))]
+    copied = [row for row in result.get("quantizers", ()) if "ms" in row]
     if copied:
         header = ["quantizer", "shape", "ms", "of a copy's bandwidth"]
         cells = [
@@ -72,9 +84,15 @@ def shape_of(row: dict[str, Any]) -> Shape:
 
 
 def measured(result: dict[str, Any]) -> dict[Provider, dict[Shape, dict[str, Any]]]:
-    """The rows of each provider that measured any, in the order of PROVIDERS."""
-    found = {provider: rows_of(result, provider) for provider in PROVIDERS}
+    """The rows of each provider that measured any, in the order of PROVIDERS, or of TRAINING_PROVIDERS."""
+    providers = TRAINING_PROVIDERS if is_training(result) else PROVIDERS
+    found = {provider: rows_of(result, provider) for provider in providers}
     return {provider: rows for provider, rows in found.items() if rows}
+
+
+def is_training(result: dict[str, Any]) -> bool:
+    """Whether the result is one of `measure_training.run`."""
+    return any(row["direction"] == "forward_backward" for row in result["rows"])
 
 
 def _speeds(result: dict[str, Any], bold: bool = True) -> tuple[list[str], list[list[str]]]:
@@ -98,7 +116,7 @@ def common_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]]) -> Shape:
     return max(shapes, key=lambda shape: (sum(shape in rows for rows in columns.values()), shape.operations))
 
 
-def _at_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]], shape: Shape) -> list[str]:
+def _at_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]], shape: Shape) -> tuple[list[str], list[list[str]]]:
     header = ["provider", "ms", "rel-L1", "rel-L1, K and V biased", "extra memory / Q, K, V", "first call, s"]
     cells = []
     for one, rows in columns.items():
@@ -106,7 +124,36 @@ def _at_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]], shape: Shape
             memory = f"{row['peak_extra_bytes'] / shape.input_bytes:.2f}" if "peak_extra_bytes" in row else MISSING
             errors = [f"{row[name]:.4f}" for name in ("rel_l1", "rel_l1_biased")]
             cells.append([heading(one), f"{row['ms']:.2f}", *errors, memory, f"{row['compile_s']:.1f}"])
-    return [f"At {shape}:", text_table(header, cells)]
+    return header, cells
+
+
+def _training_at_shape(
+    columns: dict[Provider, dict[Shape, dict[str, Any]]], shape: Shape
+) -> tuple[list[str], list[list[str]]]:
+    header = ["provider", "forward, ms", "backward, ms"]
+    header += [f"{name} rel-L1 (biased)" for name in ("O", "dQ", "dK", "dV")]
+    header += ["kept for backward, MB", "(counted)", "extra memory / Q, K, V", "first step, s"]
+    cells = []
+    for one, rows in columns.items():
+        if row := rows.get(shape):
+            errors = [
+                f"{row[f'{name}_rel_l1']:.4f} ({row[f'{name}_rel_l1_biased']:.4f})"
+                for name in ("output", "dq", "dk", "dv")
+            ]
+            counted = shape.low_bit_saved_bytes if one.name.startswith("sage_hf") else shape.saved_bytes
+            memory = [f"{row['saved_bytes'] / 1e6:.0f}", f"{counted / 1e6:.0f}"]
+            memory += [f"{row['peak_extra_bytes'] / shape.input_bytes:.2f}"]
+            times = [f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}"]
+            cells.append([heading(one), *times, *errors, *memory, f"{row['compile_s']:.1f}"])
+    return header, cells
+
+
+def _training_caption(shape: Shape) -> str:
+    return (
+        f"At {shape}. Errors of the output and of the gradients against exact attention in float64, on standard normal "
+        "tensors and, in brackets, where K and V have means. Kept for backward: allocated between the passes, with "
+        "query, key, value and output where the graph keeps them, as measured and as counted from the sizes."
+    )
 
 
 def heading(provider: Provider) -> str:
@@ -117,10 +164,15 @@ def heading(provider: Provider) -> str:
 def _caption(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
     source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
-    return (
-        f"TFLOP/s on {result['gpu']}, forward; batch × heads (query/key) × tokens × head_dim; bfloat16 in and out with "
-        f"quantisation included; (kernel): quantised before, attention alone. {versions}, {source}{result['date']}."
-    )
+    sizes = "batch × heads (query/key) × tokens × head_dim"
+    if is_training(result):
+        what = f"forward and backward, 3.5 × forward's operations; {sizes}; bfloat16 in and out, every pass included"
+    else:
+        what = (
+            f"forward; {sizes}; bfloat16 in and out with quantisation included; (kernel): quantised before, attention "
+            "alone"
+        )
+    return f"TFLOP/s on {result['gpu']}, {what}. {versions}, {source}{result['date']}."
 
 
 def _unavailable(result: dict[str, Any]) -> list[str]:
@@ -129,7 +181,7 @@ def _unavailable(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         if "unavailable" in row:
             missing.setdefault(f"{row['provider']}, {row['scope']}: {row['unavailable']}", []).append(row["shape"])
-    for row in result["quantizers"]:
+    for row in result.get("quantizers", ()):
         if "unavailable" in row:
             missing.setdefault(f"quantizers: {row['unavailable']}", []).append(f"head_dim {row['head_dim']}")
     lines = [

@@ -1,0 +1,13 @@
+"""Attention forward and backward: our recipes with gradients beside SDPA, cuDNN and FA3, on this machine's GPU.
+
+python kernels/benchmarks/forward_backward.py --output kernels/benchmarks/results
+python kernels/benchmarks/forward_backward.py --render kernels/benchmarks/results/nvidia-h200-forward_backward.json
+
+The first measures and writes <gpu>-forward_backward.json and .png, as `sage-hf bench --training` does on a user's GPU.
+The second draws the plot of a JSON again and prints the README's tables.
+"""
+
+import forward
+
+if __name__ == "__main__":
+    forward.main(__doc__, training=True)
