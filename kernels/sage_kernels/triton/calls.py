@@ -54,7 +54,7 @@ def attention(
     tiles = None
     if mask is not None:
         tiles = mask_tiles(mask, (batch, q_heads, q_len, kv_len), is_causal, causal_offset, *masked_tile)
-    query, scale = _positive_scale(query, scale)
+    query, scale = positive_scale(query, scale)
     attend(
         query,
         key,
@@ -95,7 +95,7 @@ def packed_attention(
     if 0 in (cu_seqlens_q.shape[0] - 1, q_heads, q_total, key.shape[2], max_seqlen_q, max_seqlen_k):
         return output, lse
     causal_offset = max(-max_seqlen_q, min(causal_offset, max_seqlen_k))
-    query, scale = _positive_scale(query, scale)
+    query, scale = positive_scale(query, scale)
     attend(
         query,
         key,
@@ -112,7 +112,7 @@ def packed_attention(
     return output, lse
 
 
-def _positive_scale(query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+def positive_scale(query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
     """(query, scale) with the same products; kernels take the largest score of a tile before they scale it."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return (-query, -scale) if scale < 0 else (query, scale)

@@ -16,7 +16,7 @@ class Config:
     maxnreg: int | None = None
 
 
-def int8_forward_config(capability: tuple[int, int], head_dim: int, fp8: bool, masked: bool) -> Config:
+def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, masked: bool) -> Config:
     """Of `int8_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
 
     Hopper, measured on an H200 (TFLOP/s of the kernel at 64 heads × 16,384 tokens): several small programs a
@@ -32,7 +32,7 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, fp8: bool, m
     if capability[0] == 9:
         if head_dim <= 64:
             return Config(64, 128, 4, 2, 128)
-        return Config(64, 128, 4, 2, 168 if fp8 else None)
+        return Config(64, 128, 4, 2, 168 if pv == "fp8" else None)
     return Config(128, 64, 4 if head_dim <= 64 else 8, 3)
 
 

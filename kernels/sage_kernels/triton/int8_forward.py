@@ -1,10 +1,10 @@
-"""The kernel of recipes `sage1` (INT8·FP16) and `sage2` (INT8·FP8): Q·Kᵀ in INT8, P·V in e4m3 or float16.
+"""The forward kernel of all INT8 recipes: Q·Kᵀ in INT8, P·V in float16 (`sage1`), e4m3 (`sage2`) or INT8 (`sage_bwd`).
 
 A tile of scores comes out of the matrix units as integers. A thread needs one scale of K for each 64 keys
 (`reference.thread_order`), so its maxima are taken of integers, and scaling is one multiplication of the maximum and
-part of the exponent's fused multiply-add. For e4m3, P goes from the one product's registers into the other's: V's
-tokens lie in the order that takes (`quantize_v`). Each tile's P·V is a sum of its own that is added in float32: the
-e4m3 matrix instructions of Hopper keep fewer bits than that.
+part of the exponent's fused multiply-add. In 8 bit, P goes from the one product's registers into the other's: V's
+tokens lie in the order that takes (`quantize_v`). Each tile's P·V is then a sum of its own that is added in float32:
+the e4m3 matrix instructions of Hopper keep fewer bits than that, and INT8 has a scale per row and tile.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..formats.int8 import INT8_MAX
 from ..recipe import Recipe
 from ..reference import P_SCALE
 from . import calls
 from .configs import int8_forward_config
+from .key_padding import KeyPadding, key_tiles
 from .launch import launch
 from .mask_tiles import MaskTiles
-from .quantize_int8 import quantize_key, quantize_query
-from .quantize_v import quantize_value
+from .operand_tiles import as_operand, load_key, load_key_scale, load_value
+from .quantize_int8 import quantize_key, quantize_query, round_to_byte
+from .quantize_v import DTYPES, quantize_value
 from .scores import LN2, LOG2E, base_2, store_clamped
 from .sequences import Sequences, ceil_div, operand_row, power_of_two, sequence_range
 from .statistics import token_statistics
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["fp8"]))
+PV_OF_DTYPE = {dtype: pv for pv, dtype in DTYPES.items()}
+INT8_MAX_LOG2 = tl.constexpr(math.log2(INT8_MAX))
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Int8Operands:
     Attributes:
         query, query_scale, key, key_scale, value, value_scale: codes and their scales.
         value_mean: float32 (batch, kv_heads, channels), added to the output.
-        mean_score: float32 (operand batch, q_heads, rows), Q's products with K's mean, for the LSE; or None.
+        mean_score: float32 (operand batch, q_heads, rows), Q's products with K's mean, which the LSE gets; or None.
     """
 
     query: torch.Tensor
@@ -72,7 +77,7 @@ def quantize_operands(
         codes,
         scale,
         *quantize_key(key, kv_sequences, batch, statistics, valid),
-        *quantize_value(value, kv_sequences, batch, statistics, valid, recipe.pv == "fp8"),
+        *quantize_value(value, kv_sequences, batch, statistics, valid, recipe.pv),
         statistics.value_mean,
         mean_score,
     )
@@ -91,7 +96,7 @@ def attention(
 
     Args:
         query, key, value: as there.
-        recipe: `sage1` or `sage2`.
+        recipe: one with Q and K in INT8.
         capability: the GPU's; it chooses the tile.
         call: mask, is_causal, causal_offset, scale and return_lse, as there.
 
@@ -99,7 +104,7 @@ def attention(
         (output, lse or None), as there.
     """
     channels = power_of_two(max(query.shape[-1], value.shape[-1]))
-    config = int8_forward_config(capability, channels, recipe.pv == "fp8", masked=True)
+    config = int8_forward_config(capability, channels, recipe.pv, masked=True)
     attend = partial(_attend, recipe=recipe, capability=capability)
     return calls.attention(attend, (config.block_m, config.block_n), query, key, value, **call)
 
@@ -158,6 +163,7 @@ def forward(
     causal_offset: int,
     tiles: MaskTiles | None,
     capability: tuple[int, int],
+    padding: KeyPadding | None = None,
 ) -> None:
     """Attention of quantised operands.
 
@@ -165,22 +171,34 @@ def forward(
         operands: see `quantize_operands`.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
-        lse: float32 (batch, q_heads, tokens), written; or None.
+        lse: float32 (batch, q_heads, tokens), written; or None. It is that of the scores against K without its mean
+            where the operands have no mean_score.
         q_sequences, kv_sequences: the token axes.
         scale, is_causal, causal_offset, capability: see `attention`.
         tiles: what the mask says, or None without one.
+        padding: which keys exist; None: all. Not beside a mask.
     """
-    fp8 = operands.value.dtype == torch.float8_e4m3fn
+    pv = PV_OF_DTYPE[operands.value.dtype]
     channels, v_channels = operands.query.shape[-1], operands.value_scale.shape[-1]
     batch, kv_heads = operands.value_scale.shape[:2]
     q_heads, v_head_dim = output.shape[1], output.shape[3]
-    config = int8_forward_config(capability, max(channels, v_channels), fp8, masked=tiles is not None)
+    config = int8_forward_config(capability, max(channels, v_channels), pv, masked=tiles is not None)
     tma = capability[0] >= 9
     key, value = operands.key, operands.value
     if tma:
         key = TensorDescriptor.from_tensor(key.view(-1, channels), [config.block_n, channels])
-        block = [v_channels, config.block_n] if fp8 else [config.block_n, v_channels]
+        block = [v_channels, config.block_n] if pv != "fp16" else [config.block_n, v_channels]
         value = TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), block)
+    kind, mask, entries = "none", None, None
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    entry_strides: tuple[int, ...] = (0, 0, 0)
+    if padding is not None:
+        kind, mask, entries = "keys", padding.valid, padding.spans
+        valid_stride, spans_stride = padding.strides
+        mask_strides, entry_strides = (valid_stride, 0, 0, 1), (spans_stride, 0, 0)
+    elif tiles is not None:
+        kind, mask, entries = "bool" if tiles.mask.dtype == torch.uint8 else "additive", tiles.mask, tiles.tiles
+        mask_strides, entry_strides = tiles.mask.stride(), tiles.tile_strides
     launch(
         int8_forward,
         (ceil_div(q_sequences.tokens, config.block_m), q_heads, batch),
@@ -194,8 +212,8 @@ def forward(
         operands.mean_score,
         output,
         lse,
-        None if tiles is None else tiles.mask,
-        None if tiles is None else tiles.tiles,
+        mask,
+        entries,
         q_sequences.ranges,
         kv_sequences.ranges,
         q_sequences.tokens,
@@ -209,15 +227,15 @@ def forward(
         0 if q_sequences.packed else output.stride(0),
         *output.stride()[1:],
         *((0, 0, 0) if lse is None else (0 if q_sequences.packed else lse.stride(0), *lse.stride()[1:])),
-        *((0, 0, 0, 0) if tiles is None else tiles.mask.stride()),
-        *((0, 0, 0) if tiles is None else tiles.tile_strides),
+        *mask_strides,
+        *entry_strides,
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        FP8=fp8,
+        PV=pv,
         CAUSAL=is_causal,
-        MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
+        MASK=kind,
         LSE=lse is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
@@ -229,72 +247,64 @@ def forward(
 
 
 @triton.jit
-def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.constexpr):
-    """Keys `row`… of the operand: (BLOCK_N, CHANNELS)."""
-    if TMA:
-        return key.load([row.to(tl.int32), 0])
+def shift(PV: tl.constexpr):
+    """log2 of what P is multiplied by, so that it fills its format."""
+    if PV == "fp8":
+        return P_SCALE_LOG2
+    elif PV == "int8":
+        return INT8_MAX_LOG2
     else:
-        token = row + tl.arange(0, BLOCK_N)
-        return tl.load(key + token.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :])
+        return 0.0
 
 
 @triton.jit
-def load_key_scale(key_scale, row, BLOCK_N: tl.constexpr):
-    """Scales of keys `row`… by block of 64 and thread: float32 (BLOCK_N / 64, 4)."""
-    scale = tl.load(key_scale + row // 16 + tl.arange(0, BLOCK_N // 16)).to(tl.float32)
-    return tl.reshape(scale, (BLOCK_N // 64, 4))
+def add_to_sum(row_sum, decay, tile_sum, gain, PV: tl.constexpr):
+    """Sums by thread, (BLOCK_M, 4), with those of a tile."""
+    if PV == "int8":
+        tile_sum = tile_sum * gain[:, None]
+    return row_sum * decay[:, None] + tile_sum
 
 
 @triton.jit
-def load_value(
-    value, head, row, rows, BLOCK_N: tl.constexpr, V_CHANNELS: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr
-):
-    """Values of the same keys, (BLOCK_N, V_CHANNELS); `row` counts from the head's first."""
-    if not FP8:
-        return load_key(value, head * rows + row, BLOCK_N, V_CHANNELS, TMA)
-    elif TMA:
-        return value.load([(head * V_CHANNELS).to(tl.int32), row.to(tl.int32)]).T
-    else:
-        channel = head * V_CHANNELS + tl.arange(0, V_CHANNELS)
-        return tl.load(value + channel[:, None] * rows + (row + tl.arange(0, BLOCK_N))[None, :]).T
-
-
-@triton.jit
-def softmax_tile(
-    s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
+def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PV: tl.constexpr):
     """One tile of the online softmax, of unmasked integer scores.
 
     Args:
         s: int32 (BLOCK_M, BLOCK_N).
         scale: float32 (BLOCK_M, BLOCK_N / 64, 4), of each row and the keys of one thread, times log2(e).
         row_max, row_sum: float32 (BLOCK_M,) and (BLOCK_M, 4), so far; sums are kept by thread.
-        SHIFT: log2 of what P is multiplied by.
+        PV: the product it is for.
 
     Returns:
-        (p, decay, row_max, row_sum): p float32 (BLOCK_M, BLOCK_N); what was summed before is worth `decay` now.
+        (p, gain, decay, row_max, row_sum): p float32 (BLOCK_M, BLOCK_N), relative to the row's maximum so far, or for
+        INT8 to that of the tile, which is worth `gain` of the other; what was summed before is worth `decay` now.
     """
     s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2))
     tile_max = tl.max(tl.max(tl.max(tl.max(s, 4), 2).to(tl.float32) * scale, 1), 1)
     new_max = tl.maximum(row_max, tile_max)
     decay = tl.exp2(row_max - new_max)
-    p = tl.exp2(s.to(tl.float32) * scale[:, :, None, :, None] + (-new_max + SHIFT)[:, None, None, None, None])
-    row_sum = row_sum * decay[:, None] + tl.sum(tl.sum(tl.sum(p, 4), 2), 1)
-    return tl.reshape(p, (BLOCK_M, BLOCK_N)), decay, new_max, row_sum
+    reference = tile_max if PV == "int8" else new_max
+    gain = tl.exp2(reference - new_max)
+    p = tl.exp2(s.to(tl.float32) * scale[:, :, None, :, None] + (-reference + shift(PV))[:, None, None, None, None])
+    row_sum = add_to_sum(row_sum, decay, tl.sum(tl.sum(tl.sum(p, 4), 2), 1), gain, PV)
+    return tl.reshape(p, (BLOCK_M, BLOCK_N)), gain, decay, new_max, row_sum
 
 
 @triton.jit
-def masked_softmax_tile(
-    x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
+def masked_softmax_tile(x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PV: tl.constexpr):
     """`softmax_tile` of scaled scores x, -inf where masked."""
-    new_max = tl.maximum(row_max, tl.max(x, 1))
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    decay = tl.exp2(row_max - reference)
-    p = tl.exp2(x + (-reference + SHIFT)[:, None])
+    tile_max = tl.max(x, 1)
+    new_max = tl.maximum(row_max, tile_max)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - finite_max)
+    gain = tl.exp2(tile_max - finite_max)
+    reference = finite_max
+    if PV == "int8":
+        reference = tl.where(tile_max == float("-inf"), 0.0, tile_max)
+    p = tl.exp2(x + (-reference + shift(PV))[:, None])
     p_of_thread = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
-    row_sum = row_sum * decay[:, None] + tl.sum(tl.sum(p_of_thread, 3), 1)
-    return p, decay, new_max, row_sum
+    row_sum = add_to_sum(row_sum, decay, tl.sum(tl.sum(p_of_thread, 3), 1), gain, PV)
+    return p, gain, decay, new_max, row_sum
 
 
 @triton.jit
@@ -304,14 +314,15 @@ def scale_scores(s, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def weigh_values(p, v, acc, decay, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr):
-    """acc · decay + P·V."""
-    if FP8:
-        p = tl.permute(tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-        p = tl.reshape(p, (BLOCK_M, BLOCK_N)).to(tl.float8e4nv)
-        return acc * decay[:, None] + tl.dot(p, v)
-    else:
+def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
+    """acc · decay + P·V · gain."""
+    if PV == "fp16":
         return tl.dot(p.to(tl.float16), v, acc * decay[:, None])
+    elif PV == "fp8":
+        return acc * decay[:, None] + tl.dot(as_operand(p).to(tl.float8e4nv), v)
+    else:
+        product = tl.dot(round_to_byte(as_operand(p)), v).to(tl.float32)
+        return acc * decay[:, None] + product * gain[:, None]
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
@@ -356,7 +367,7 @@ def int8_forward(
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
+    PV: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     LSE: tl.constexpr,
@@ -365,7 +376,7 @@ def int8_forward(
     TMA: tl.constexpr,
 ):
     """BLOCK_M rows of one (batch, q head)."""
-    SHIFT: tl.constexpr = P_SCALE_LOG2 if FP8 else 0.0
+    TRANSPOSED: tl.constexpr = PV != "fp16"
     # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -385,37 +396,46 @@ def int8_forward(
         acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         row_sum = tl.zeros((BLOCK_M, 4), tl.float32)
-        if MASK == "none":
-            columns = kv_len
-            full = kv_len // BLOCK_N
+        if MASK == "none" or MASK == "keys":
+            if MASK == "keys":
+                mask += batch * mask_stride_batch
+            # Tiles begin…full_begin - 1 and full_end… need a mask, those between need none.
+            begin, full_begin, full_end, columns = key_tiles(
+                tiles, batch, tiles_stride_batch, kv_len, BLOCK_N, MASK == "keys"
+            )
             if CAUSAL:
-                columns = tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset)
-                full = tl.minimum(full, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
-            for tile in range(0, full):
+                columns = tl.minimum(columns, (block + 1) * BLOCK_M + causal_offset)
+                full_end = tl.minimum(full_end, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+            full_end = tl.maximum(full_begin, full_end)
+            for tile in range(full_begin, full_end):
                 k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
                 k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
                 s = tl.dot(q, k.T)
                 scale = q_scale[:, None, None] * k_scale[None, :, :]
-                p, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, SHIFT)
+                p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
                 v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, FP8, TMA
+                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
                 )
-                acc = weigh_values(p, v, acc, decay, BLOCK_M, BLOCK_N, FP8)
-            for tile in range(full, tl.cdiv(columns, BLOCK_N)):
+                acc = weigh_values(p, gain, v, acc, decay, PV)
+            before = full_begin - begin
+            for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
+                tile = index + tl.where(index < before, begin, full_end - before)
                 k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
                 k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
                 s = tl.dot(q, k.T)
                 x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
                 column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 allowed = (column < kv_len)[None, :]
+                if MASK == "keys":
+                    allowed = allowed & (tl.load(mask + column, mask=column < kv_len, other=0) != 0)[None, :]
                 if CAUSAL:
                     allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
                 x = tl.where(allowed, x, float("-inf"))
-                p, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, SHIFT)
+                p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
                 v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, FP8, TMA
+                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
                 )
-                acc = weigh_values(p, v, acc, decay, BLOCK_M, BLOCK_N, FP8)
+                acc = weigh_values(p, gain, v, acc, decay, PV)
         else:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
@@ -438,11 +458,11 @@ def int8_forward(
                     if CAUSAL:
                         allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
                     x = tl.where(allowed, x, float("-inf"))
-                p, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, SHIFT)
+                p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
                 v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, FP8, TMA
+                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
                 )
-                acc = weigh_values(p, v, acc, decay, BLOCK_M, BLOCK_N, FP8)
+                acc = weigh_values(p, gain, v, acc, decay, PV)
 
         total = tl.sum(row_sum, 1)
         channel = tl.arange(0, V_CHANNELS)
@@ -455,6 +475,8 @@ def int8_forward(
         into += channel[None, :] * output_stride_channel
         store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
         if LSE:
-            natural = (row_max + tl.log2(total) - SHIFT) * LN2 + softmax_scale * tl.load(mean_score + q_row)
+            natural = (row_max + tl.log2(total) - shift(PV)) * LN2
+            if mean_score is not None:
+                natural += softmax_scale * tl.load(mean_score + q_row)
             at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token
             tl.store(at, tl.where(total == 0.0, float("-inf"), natural), mask=inside)

@@ -1,4 +1,4 @@
-"""V for P·V in 8 and 16 bit, bit for bit as `formats.fp8` and `formats.fp16` quantise it after `transforms.smooth`."""
+"""V for P·V in 8 and 16 bit, bit for bit as `reference.quantize_operands` has it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import triton.language as tl
 
 from ..formats.fp8 import E4M3_MAX
 from ..formats.fp16 import FP16_HEADROOM
+from ..formats.int8 import INT8_MAX
 from ..formats.reciprocal import SMALLEST_NORMAL
 from .launch import launch
+from .quantize_int8 import round_to_int8
 from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range, stride_of
 from .statistics import Statistics, load_tokens
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
+ONE_127TH = tl.constexpr(1 / INT8_MAX)
 ONE_448TH = tl.constexpr(1 / E4M3_MAX)
 SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
 HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "fp16": torch.float16}
 MIN_CHANNELS = 16
 CHUNK = 64  # channels of a program at most: registers for more programs in flight
 
@@ -29,39 +33,37 @@ def quantize_value(
     batch: int,
     statistics: Statistics,
     valid: torch.Tensor | None,
-    fp8: bool,
+    pv: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V without its mean, in e4m3 or float16.
+    """V without its mean, in e4m3, INT8 or float16.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
         statistics: V's mean and extrema.
-        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
-        fp8: e4m3 with a scale per channel; otherwise float16 with one per (batch, head).
+        valid: int32 or uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
+        pv: "fp8" (e4m3) or "int8", with a scale per channel; or "fp16", with one per (batch, head).
 
     Returns:
-        (values, scale): e4m3 (operand batch, kv_heads, channels, rows), or float16 (operand batch, kv_heads, rows,
-        channels); float32 (batch, kv_heads, channels). e4m3 values are transposed and the tokens of each 16 are in the
+        (values, scale): in 8 bit (operand batch, kv_heads, channels, rows), in 16 bit (operand batch, kv_heads, rows,
+        channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and the tokens of each 16 are in the
         order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: as a thread's scores come out of the one matrix product, its
         weights go into the other.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
     channels = max(MIN_CHANNELS, power_of_two(v_head_dim))
     operand_batch = 1 if sequences.packed else batch
-    if fp8:
-        values = value.new_empty((operand_batch, kv_heads, channels, sequences.rows), dtype=torch.float8_e4m3fn)
-    else:
-        values = value.new_empty((operand_batch, kv_heads, sequences.rows, channels), dtype=torch.float16)
+    shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
+    values = value.new_empty((operand_batch, kv_heads, *shape), dtype=DTYPES[pv])
     scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
     launch(
-        quantize_value_fp8 if fp8 else quantize_value_fp16,
+        quantize_value_fp16 if pv == "fp16" else quantize_value_8bit,
         (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
         value,
         values,
         scale,
         statistics.value_mean,
-        statistics.value_amax if fp8 else statistics.value_tensor_amax,
+        statistics.value_tensor_amax if pv == "fp16" else statistics.value_amax,
         valid,
         sequences.ranges,
         sequences.tokens,
@@ -83,7 +85,7 @@ def quantize_value(
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
-def quantize_value_fp8(
+def quantize_value_8bit(
     value,
     values,
     scale,
@@ -113,7 +115,7 @@ def quantize_value_fp8(
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     of_pair = pair.to(tl.int64) * CHANNELS + channel
-    channel_scale = tl.load(value_amax + of_pair) * ONE_448TH
+    channel_scale = tl.load(value_amax + of_pair) * (ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH)
     if block == 0:
         tl.store(scale + of_pair, channel_scale)
     if block * BLOCK_ROWS < length:
@@ -131,7 +133,10 @@ def quantize_value_fp8(
         row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel
         first = tl.multiple_of(operand_start, BLOCK_ROWS) + block * BLOCK_ROWS
         into = values + row[:, None] * rows + (first + position)[None, :]
-        tl.store(into, tl.trans(x.to(tl.float8e4nv)))
+        if values.dtype.element_ty == tl.int8:
+            tl.store(into, tl.trans(round_to_int8(x)))
+        else:
+            tl.store(into, tl.trans(x.to(tl.float8e4nv)))
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])

@@ -14,7 +14,7 @@ from ..registry import SUPPORTED_DTYPES, Kernel, Request, register
 MAX_HEAD_DIM = 256
 MAX_GRID = 65535  # programs along the second and third axis of a launch
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
-INT8, NVFP4 = frozenset(["sage1", "sage2"]), frozenset(["sage3", "sage3_paper"])
+INT8, NVFP4 = frozenset(["sage1", "sage2", "sage_bwd", "sage_bwd_int8"]), frozenset(["sage3", "sage3_paper"])
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}

@@ -1,0 +1,43 @@
+"""Loading tiles of the operands that the quantisers wrote: always whole, so without masks."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.constexpr):
+    """Keys `row`… of the operand: (BLOCK_N, CHANNELS)."""
+    if TMA:
+        return key.load([row.to(tl.int32), 0])
+    else:
+        token = row + tl.arange(0, BLOCK_N)
+        return tl.load(key + token.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :])
+
+
+@triton.jit
+def load_key_scale(key_scale, row, BLOCK_N: tl.constexpr):
+    """Scales of keys `row`… by block of 64 and thread: float32 (BLOCK_N / 64, 4)."""
+    scale = tl.load(key_scale + row // 16 + tl.arange(0, BLOCK_N // 16)).to(tl.float32)
+    return tl.reshape(scale, (BLOCK_N // 64, 4))
+
+
+@triton.jit
+def load_value(
+    value, head, row, rows, BLOCK_N: tl.constexpr, V_CHANNELS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr
+):
+    """Values of the same keys, (BLOCK_N, V_CHANNELS); `row` counts from the head's first."""
+    if not TRANSPOSED:
+        return load_key(value, head * rows + row, BLOCK_N, V_CHANNELS, TMA)
+    elif TMA:
+        return value.load([(head * V_CHANNELS).to(tl.int32), row.to(tl.int32)]).T
+    else:
+        channel = head * V_CHANNELS + tl.arange(0, V_CHANNELS)
+        return tl.load(value + channel[:, None] * rows + (row + tl.arange(0, BLOCK_N))[None, :]).T
+
+
+@triton.jit
+def as_operand(x):
+    """A product's float32 accumulator (rows, columns), its columns in the order in which the same registers are the
+    8-bit left operand of the next product: that of the tokens in transposed operands."""
+    columns = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(columns, (0, 1, 3, 2, 4)), (x.shape[0], x.shape[1]))
