@@ -1,0 +1,422 @@
+"""Trains small language models with exact and with INT8 attention and compares them, then runs them in FP4.
+
+    python examples/train_language_model.py pretrain    # 1. from nothing: without QK-norm (Llama) and with it (Qwen 3)
+    python examples/train_language_model.py finetune    # 2. the first Llama of step 1, continued on other text
+    python examples/train_language_model.py evaluate    # 3. the models of step 2, with exact, 8-bit and FP4 attention
+    python examples/train_language_model.py all         # all three
+
+The text is Python source, byte by byte: the standard library's to pre-train, torch's own to fine-tune. Every recipe
+sees the same data in the same order, from the same initial weights; several seeds tell a difference from noise. The
+held-out loss is always computed with exact attention: it judges the weights.
+
+A run is kept in ``--run-dir`` and not repeated, so an interrupted command goes on with the run that it was at. Each
+command writes its section of ``<output>/language_model.json``, draws its curves beside it, and prints a table. Training
+is in bfloat16 on a GPU and in float32 on a CPU, where ``--size tiny --pretrain-steps 200`` takes a few minutes.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from source_text import (
+    VOCABULARY,
+    Text,
+    held_out_windows,
+    package_sources,
+    read_text,
+    standard_library,
+    training_windows,
+)
+from torch import Tensor
+from tqdm.auto import tqdm
+from training_report import (
+    compare,
+    comparison_table,
+    facts,
+    finite,
+    markdown,
+    mean_and_spread,
+    plot_curves,
+    resume_or_run,
+    update_result,
+)
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
+
+import sage_hf
+
+# One model without and one with QK-norm; nothing else differs.
+ARCHITECTURES = {
+    "llama": ("Llama (no QK-norm)", LlamaConfig, LlamaForCausalLM),
+    "qwen3": ("Qwen 3 (QK-norm)", Qwen3Config, Qwen3ForCausalLM),
+}
+TRAINING_RECIPES = ("exact", "sage_bwd", "sage_bwd_int8")
+INFERENCE_RECIPES = ("exact", "sage_bwd", "sage2", "sage3")
+DEFAULT_OUTPUT = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Extents of the model and of a step."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len: int
+    batch_size: int
+    held_out_windows: int
+
+
+SIZES = {
+    "small": Size(512, 1536, 8, 8, 4, seq_len=2048, batch_size=16, held_out_windows=64),
+    "tiny": Size(64, 128, 2, 2, 1, seq_len=128, batch_size=8, held_out_windows=16),
+}
+
+
+def build_model(architecture: str, size: Size, seed: int) -> PreTrainedModel:
+    """A model with random weights that depend on the seed alone."""
+    _, config_class, model_class = ARCHITECTURES[architecture]
+    torch.manual_seed(seed)
+    return model_class(
+        config_class(
+            vocab_size=VOCABULARY,
+            hidden_size=size.hidden_size,
+            intermediate_size=size.intermediate_size,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_kv_heads,
+            head_dim=size.hidden_size // size.num_heads,
+            max_position_embeddings=size.seq_len,
+            tie_word_embeddings=False,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def operations_per_token(model: PreTrainedModel, size: Size) -> float:
+    """Floating-point operations to train on one token: 6 a weight, and causal attention's products."""
+    weights = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    return 6 * weights + 6 * size.num_layers * size.seq_len * size.hidden_size
+
+
+def use_recipe(model: PreTrainedModel, recipe: str) -> None:
+    """Switches attention; "exact" is transformers' own use of PyTorch's, without this project."""
+    model.set_attn_implementation("sdpa" if recipe == "exact" else recipe)
+
+
+def kernels_that_ran(model: PreTrainedModel, recipe: str) -> list[str]:
+    """What ran for a recipe, as "recipe · kernel · native or emulated".
+
+    Raises:
+        RuntimeError: exact attention ran in its place, so that a comparison would be one of exact with itself.
+    """
+    if recipe == "exact":
+        return ["PyTorch's scaled_dot_product_attention"]
+    rows = [row for row in sage_hf.explain(model).rows if row.asked == recipe and row.calls]
+    if not rows or any(row.recipe != recipe for row in rows):
+        raise RuntimeError(f"asked for {recipe}, but this ran:\n{sage_hf.explain(model)}")
+    return sorted({f"{row.recipe} · {row.kernel} · {row.numerics}" for row in rows})
+
+
+@torch.no_grad()
+def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Tensor, size: Size, recipe: str) -> float:
+    """Mean loss in nats a byte over windows, uint8 (count, seq_len), with one recipe."""
+    use_recipe(model, recipe)
+    model.eval()
+    losses = []
+    for batch in windows.split(size.batch_size):
+        with accelerator.autocast():
+            losses.append(model(batch.long(), labels=batch.long()).loss * len(batch))
+    return float(torch.stack(losses).sum() / len(windows))
+
+
+def train(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    text: Text,
+    size: Size,
+    *,
+    recipe: str,
+    seed: int,
+    steps: int,
+    lr: float,
+    points: int,
+    title: str,
+) -> dict[str, Any]:
+    """Trains a model in place.
+
+    Args:
+        recipe: Of the attention in training.
+        seed: Of the data's order.
+        points: How often along the way to note the losses.
+        title: Of the progress bar.
+
+    Returns:
+        "curve": rows of "step", "train_loss" (mean since the row before), "largest_gradient_norm" (likewise) and
+        "held_out_loss"; what is not finite is None. "kernels", "tokens_per_second", "peak_memory_bytes".
+    """
+    device = accelerator.device
+    training = text.training.to(device)
+    windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(device)
+    # Matrices decay, gains do not.
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    loss = held_out_loss(accelerator, model, windows, size, "exact")
+    curve = [{"step": 0, "train_loss": None, "largest_gradient_norm": None, "held_out_loss": finite(loss)}]
+    noted = {round(steps * point / points) for point in range(1, points + 1)}
+    losses, norms, kernels, seconds, timed_steps = [], [], [], 0.0, 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    with tqdm(total=steps, desc=title, mininterval=2.0) as bar:
+        for step in range(1, steps + 1):
+            if not losses:
+                use_recipe(model, recipe)
+                model.train()
+            batch = training_windows(training, size.seq_len, size.batch_size, seed * 1_000_003 + step).long()
+            loss = model(batch, labels=batch).loss
+            accelerator.backward(loss)
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            losses.append(loss.detach())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if step == 1:
+                kernels = kernels_that_ran(model, recipe)
+            bar.update()
+            if step in noted:
+                row = {
+                    "step": step,
+                    "train_loss": finite(torch.stack(losses).mean().item()),
+                    "largest_gradient_norm": finite(torch.stack(norms).max().item()),
+                }
+                # The first interval compiles the kernels.
+                if len(curve) > 1 or points == 1:
+                    seconds += time.perf_counter() - started
+                    timed_steps += len(losses)
+                row["held_out_loss"] = finite(held_out_loss(accelerator, model, windows, size, "exact"))
+                curve.append(row)
+                bar.set_postfix({name: row[name] for name in ("train_loss", "held_out_loss")})
+                losses, norms, started = [], [], time.perf_counter()
+    return {
+        "curve": curve,
+        "kernels": kernels,
+        "tokens_per_second": round(timed_steps * size.batch_size * size.seq_len / seconds),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }
+
+
+class Experiments:
+    """The three commands: what they share is read once."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.size = SIZES[args.size]
+        self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+        if self.accelerator.num_processes > 1:
+            raise SystemExit("a run takes one process: on several GPUs start a process on each, with its own --seeds")
+        self.result = args.output / "language_model.json"
+
+    def one_run(
+        self, folder: str, architecture: str, recipe: str, seed: int, text: Text, base: Path | None = None
+    ) -> dict[str, Any]:
+        """A run of a recipe and a seed, from ``base`` or from nothing, or what was kept of it. Keeps its weights."""
+        args, path = self.args, self.args.run_dir / folder / f"{recipe}-{seed}"
+        stage = "pretrain" if base is None else "finetune"
+        steps, lr = getattr(args, f"{stage}_steps"), getattr(args, f"{stage}_lr")
+        settings = {
+            "stage": stage,
+            "architecture": architecture,
+            "recipe": recipe,
+            "seed": seed,
+            "steps": steps,
+            "lr": lr,
+            "points": args.points,
+            "size": asdict(self.size),
+            "text": text.facts,
+        }
+        if base is not None:
+            settings |= {"base": base.name, "pretrain_steps": args.pretrain_steps, "pretrain_lr": args.pretrain_lr}
+
+        def run() -> dict[str, Any]:
+            model = build_model(architecture, self.size, seed)
+            if base is not None:
+                model = type(model).from_pretrained(base, dtype=torch.float32)
+            trained = train(
+                self.accelerator,
+                model.to(self.accelerator.device),
+                text,
+                self.size,
+                recipe=recipe,
+                seed=seed,
+                steps=steps,
+                lr=lr,
+                points=args.points,
+                title=f"{folder} {path.name}",
+            )
+            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False).save_pretrained(path)
+            self.accelerator.free_memory()
+            return {**trained, "facts": facts(self.accelerator.device)}
+
+        return resume_or_run(path.with_suffix(".json"), settings, run)
+
+    def pretraining_text(self) -> Text:
+        return read_text(self.args.text or standard_library(), "the Python standard library")
+
+    def finetuning_text(self) -> Text:
+        return read_text(self.args.finetune_text or package_sources("torch"), "the Python sources of torch")
+
+    def announce(self, architecture: str, stage: str, runs: int) -> None:
+        """Says how long the runs of a stage would take at 40 % of the GPU's peak."""
+        tokens = runs * getattr(self.args, f"{stage}_steps") * self.size.batch_size * self.size.seq_len
+        model = build_model(architecture, self.size, seed=0)
+        operations = tokens * operations_per_token(model, self.size)
+        rate = 0.4 * self.args.peak_tflops * 1e12
+        print(
+            f"{stage}: {runs} runs of {model.num_parameters() / 1e6:.1f} M weights, {tokens / 1e6:.1f} M tokens: "
+            f"{operations / rate / 60:.1f} minutes ({tokens * rate / operations:,.0f} tokens/s) at 40 % of "
+            f"{self.args.peak_tflops:g} TFLOP/s",
+            flush=True,
+        )
+
+    def finish(self, stage: str, groups: dict[str, list[dict[str, Any]]]) -> None:
+        """Writes, draws and prints what the runs of a stage say."""
+        section: dict[str, Any] = {}
+        for title, runs in groups.items():
+            final: dict[str, dict[int, float | None]] = {}
+            for run in runs:
+                settings = run["settings"]
+                final.setdefault(settings["recipe"], {})[settings["seed"]] = run["curve"][-1]["held_out_loss"]
+            section[title] = {"comparison": compare(final), "runs": runs}
+            print(f"\n{stage}: {title}, {len(final)} recipes, seeds {', '.join(map(str, self.args.seeds))}")
+            print(comparison_table(section[title]["comparison"]), flush=True)
+        update_result(self.result, stage, section)
+        plot_curves(groups, self.args.output / f"language_model_{stage}.png")
+
+    def pretrain(self) -> None:
+        args, text = self.args, self.pretraining_text()
+        self.announce("llama", "pretrain", len(ARCHITECTURES) * len(args.recipes) * len(args.seeds))
+        groups = {
+            title: [
+                self.one_run(f"pretrain-{architecture}", architecture, recipe, seed, text)
+                for seed in args.seeds
+                for recipe in args.recipes
+            ]
+            for architecture, (title, *_) in ARCHITECTURES.items()
+        }
+        self.finish("pretrain", groups)
+
+    def base(self) -> Path:
+        """The weights to fine-tune: pre-trained with exact attention from the first seed."""
+        seed = self.args.seeds[0]
+        self.one_run("pretrain-llama", "llama", "exact", seed, self.pretraining_text())
+        return self.args.run_dir / "pretrain-llama" / f"exact-{seed}"
+
+    def finetuned(self) -> list[dict[str, Any]]:
+        base, text = self.base(), self.finetuning_text()
+        return [
+            self.one_run("finetune-llama", "llama", recipe, seed, text, base)
+            for seed in self.args.seeds
+            for recipe in self.args.recipes
+        ]
+
+    def finetune(self) -> None:
+        self.announce("llama", "finetune", len(self.args.recipes) * len(self.args.seeds))
+        self.finish("finetune", {"Llama, fine-tuned on other text": self.finetuned()})
+
+    def evaluate(self) -> None:
+        """Held-out perplexity a byte of the fine-tuning text, of every fine-tuned model with every inference recipe."""
+        size, folders = self.size, {"not fine-tuned": [self.base()]}
+        for run in self.finetuned():
+            recipe, seed = run["settings"]["recipe"], run["settings"]["seed"]
+            folders.setdefault(recipe, []).append(self.args.run_dir / "finetune-llama" / f"{recipe}-{seed}")
+        text = self.finetuning_text()
+        device = self.accelerator.device
+        windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(device)
+        rows: list[dict[str, Any]] = []
+        kernels: dict[str, list[str]] = {}
+        with tqdm(total=sum(map(len, folders.values())) * len(INFERENCE_RECIPES), desc="evaluate") as bar:
+            for trained_with, models in folders.items():
+                perplexity: dict[str, list[float | None]] = {recipe: [] for recipe in INFERENCE_RECIPES}
+                for folder in models:
+                    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+                    for recipe in INFERENCE_RECIPES:
+                        loss = held_out_loss(self.accelerator, model, windows, size, recipe)
+                        perplexity[recipe].append(finite(math.exp(loss)))
+                        kernels[recipe] = kernels_that_ran(model, recipe)
+                        bar.update()
+                rows.append({"trained_with": trained_with, "perplexity": perplexity})
+        header = ["trained with", *(f"run with {recipe}" for recipe in INFERENCE_RECIPES)]
+        table = markdown(
+            header, [[row["trained_with"], *map(mean_and_spread, row["perplexity"].values())] for row in rows]
+        )
+        print(f"\nheld-out perplexity a byte, {text.facts['name']}\n{table}", flush=True)
+        section = {
+            "text": text.facts,
+            "seeds": self.args.seeds,
+            "kernels": kernels,
+            "rows": rows,
+            "facts": facts(device),
+        }
+        update_result(self.result, "evaluate", section)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("pretrain", "finetune", "evaluate", "all"))
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="tiny: for a CPU")
+    parser.add_argument("--recipes", nargs="+", choices=TRAINING_RECIPES, default=list(TRAINING_RECIPES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--pretrain-steps", type=int, default=800)
+    parser.add_argument("--pretrain-lr", type=float, default=1e-3)
+    parser.add_argument("--finetune-steps", type=int, default=300)
+    parser.add_argument("--finetune-lr", type=float, default=2e-4)
+    parser.add_argument("--points", type=int, default=20, help="of a curve")
+    parser.add_argument("--text", type=Path, help="folder of Python files; default: the standard library")
+    parser.add_argument("--finetune-text", type=Path, help="folder of Python files; default: torch's")
+    parser.add_argument("--peak-tflops", type=float, default=989, help="the GPU's, in bfloat16, to estimate time by")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/language_model"), help="weights and parts")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plots")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    # A recipe's own numerics everywhere, never another recipe's.
+    sage_hf.set_default_fallback("emulate")
+    torch.set_float32_matmul_precision("high")
+    experiments = Experiments(args)
+    commands: dict[str, Callable[[], None]] = {
+        "pretrain": experiments.pretrain,
+        "finetune": experiments.finetune,
+        "evaluate": experiments.evaluate,
+    }
+    for name, command in commands.items():
+        if args.command in (name, "all"):
+            command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What the training experiments share: resumable parts of a result, comparison over seeds, tables and curves."""
+
+import json
+import math
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BASELINE = "exact"
+PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate")
+
+
+def finite(value: float) -> float | None:
+    """The number, shortened for JSON, or None where it is NaN or infinite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """The machine, the versions and the commit that a result comes from."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "gpu": gpu,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "cuda": torch.version.cuda,
+        "commit": commit,
+        "date": date.today().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def resume_or_run(path: Path, settings: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The part of a result that `path` holds, else what `run` returns, which is then written there.
+
+    Args:
+        path: A JSON file.
+        settings: Everything that the part depends on, as plain data; kept with it.
+        run: Makes the part.
+
+    Raises:
+        SystemExit: the file was made with other settings.
+    """
+    settings = json.loads(json.dumps(settings))
+    if path.exists():
+        part = json.loads(path.read_text())
+        differing = [name for name in settings if part["settings"].get(name) != settings[name]]
+        if differing:
+            raise SystemExit(
+                f"{path} was made with another {', '.join(differing)}: delete it, or give another --run-dir"
+            )
+        return part
+    part = {"settings": settings, **run()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(part, indent=1, allow_nan=False) + "\n")
+    unfinished.rename(path)
+    return part
+
+
+def update_result(path: Path, section: str, value: dict[str, Any]) -> None:
+    """Sets one section of a result's JSON file, which need not exist yet."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content[section] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[str, Any]]:
+    """Final losses of every recipe against exact attention's.
+
+    Args:
+        final_losses: recipe → seed → loss, None where the run diverged. Runs of one seed saw the same data in the same
+            order from the same initial weights, so their difference is the recipe's doing.
+
+    Returns:
+        recipe → "mean" and "spread" (standard deviation over the seeds); and, where exact attention ran the same seeds,
+        "differences" to it by seed, their "mean_difference" and "difference_spread", and "within_seed_noise": whether
+        the mean difference is at most the spread of exact attention. What cannot be told is None.
+    """
+    baseline = final_losses.get(BASELINE, {})
+    noise = _spread(baseline.values())
+    table = {}
+    for recipe, by_seed in final_losses.items():
+        row: dict[str, Any] = {
+            "diverged": sum(loss is None for loss in by_seed.values()),
+            "mean": _mean(by_seed.values()),
+            "spread": _spread(by_seed.values()),
+        }
+        if recipe != BASELINE and by_seed.keys() <= baseline.keys():
+            differences = {
+                seed: None if loss is None or baseline[seed] is None else loss - baseline[seed]
+                for seed, loss in by_seed.items()
+            }
+            mean = _mean(differences.values())
+            row |= {
+                "differences": {str(seed): finite(d) if d is not None else None for seed, d in differences.items()},
+                "mean_difference": mean,
+                "difference_spread": _spread(differences.values()),
+                "within_seed_noise": None if mean is None or noise is None else abs(mean) <= noise,
+            }
+        table[recipe] = row
+    return table
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    values = list(values)
+    return None if not values or None in values else finite(statistics.fmean(values))
+
+
+def _spread(values: Sequence[float | None]) -> float | None:
+    values = list(values)
+    return None if len(values) < 2 or None in values else finite(statistics.stdev(values))
+
+
+def number(value: float | bool | None, digits: int = 4) -> str:
+    """A cell of a table; a dash where there is no value."""
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, bool) else f"{value:.{digits}f}"
+
+
+def mean_and_spread(values: Sequence[float | None], digits: int = 4) -> str:
+    """A cell "mean ± standard deviation over seeds"; without the latter for a single value."""
+    spread = _spread(values)
+    return number(_mean(values), digits) + ("" if spread is None else f" ± {number(spread, digits)}")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
+    """What `compare` returns, as markdown."""
+    header = ["trained with", "final held-out loss", "spread over seeds", "mean difference to exact", "its spread"]
+    rows = [
+        [
+            recipe + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
+            number(row["mean"]),
+            number(row["spread"]),
+            number(row.get("mean_difference"), 5),
+            number(row.get("difference_spread"), 5),
+            number(row.get("within_seed_noise")),
+        ]
+        for recipe, row in comparison.items()
+    ]
+    return markdown([*header, "within seed noise"], rows)
+
+
+def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draws held-out loss against steps, and the difference of each run to exact attention's of its seed.
+
+    Args:
+        groups: title → runs with "settings" ("recipe", "seed") and "curve": rows of "step", "held_out_loss" (None where
+            it is not finite, which leaves a gap). A row of axes each.
+        path: Of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5 * len(groups)), layout="constrained")
+    for (title, runs), (losses, differences) in zip(
+        groups.items(), figure.subplots(len(groups), 2, squeeze=False), strict=True
+    ):
+        curves: dict[str, dict[int, dict[int, float]]] = {}
+        for run in runs:
+            curve = {
+                row["step"]: math.nan if row["held_out_loss"] is None else row["held_out_loss"] for row in run["curve"]
+            }
+            curves.setdefault(run["settings"]["recipe"], {})[run["settings"]["seed"]] = curve
+        for color, (recipe, by_seed) in enumerate(curves.items()):
+            for seed, curve in by_seed.items():
+                style = {"color": f"C{color}", "alpha": 0.7, "label": recipe if seed == min(by_seed) else None}
+                losses.plot(curve.keys(), curve.values(), **style)
+                if recipe != BASELINE and seed in curves.get(BASELINE, {}):
+                    exact = curves[BASELINE][seed]
+                    differences.plot(curve.keys(), [curve[step] - exact[step] for step in curve], **style)
+        final = [list(curve.values())[-1] for curve in curves.get(BASELINE, {}).values()]
+        if len(final) > 1:
+            noise = statistics.stdev(final)
+            differences.axhspan(-noise, noise, color="C0", alpha=0.15, label="spread of exact over seeds, at the end")
+        differences.axhline(0, color="C0")
+        losses.set(title=title, xlabel="step", ylabel="held-out loss (nats)")
+        differences.set(title="difference to exact attention, same seed", xlabel="step", ylabel="nats")
+        # The first steps differ most and matter least: they may leave the frame.
+        shown = [
+            abs(y)
+            for line in differences.lines
+            for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+            if math.isfinite(y) and x > 0.1 * losses.get_xlim()[1]
+        ]
+        if shown and max(shown):
+            differences.set_ylim(-1.1 * max(shown), 1.1 * max(shown))
+        for axes in (losses, differences):
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
