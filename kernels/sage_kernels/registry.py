@@ -23,7 +23,8 @@ SUBSTITUTES: dict[str, tuple[str, ...]] = {
 }
 
 # Below these a call is bound by its launch, not its arithmetic: fewer query rows than one matrix instruction takes
-# (decoding), fewer keys than one tile.
+# (decoding), fewer keys than one tile. A call with gradients is low-bit at any length: training must not change its
+# numerics from one batch to the next.
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64
 
@@ -36,7 +37,7 @@ class KernelUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One call's facts."""
+    """One call's facts. `grad`: gradients are wanted, so `run_training` and `run_backward` of a kernel."""
 
     recipe: str
     device_type: str
@@ -52,6 +53,7 @@ class Request:
     mask: Literal["none", "bool", "additive"]
     is_causal: bool
     return_lse: bool
+    grad: bool = False
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class Request:
         is_causal: bool = False,
         recipe: str = "sage3",
         return_lse: bool = False,
+        grad: bool = False,
     ) -> Request:
         """The facts of a call with these tensors; shapes as in `ops.attention`."""
         batch, q_heads, q_len, head_dim = query.shape
@@ -82,6 +85,7 @@ class Request:
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
             is_causal=is_causal,
             return_lse=return_lse,
+            grad=grad,
         )
 
 
@@ -198,8 +202,8 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
     Args:
         request: the call's facts.
         fallback: "native": the recipe natively, else the best recipe this device runs natively, else exact attention;
-            on a CPU the recipe's emulation; very short calls are exact. "emulate": the recipe's own numerics, natively
-            or emulated, else exact attention. "error": natively or not at all.
+            on a CPU the recipe's emulation; very short calls without gradients are exact. "emulate": the recipe's own
+            numerics, natively or emulated, else exact attention. "error": natively or not at all.
 
     Raises:
         ValueError: unknown recipe or fallback.
@@ -210,18 +214,24 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
     if request.recipe == "exact":
         return exact_plan(request)
-    if fallback == "native" and (request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN):
+    short = request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN
+    if fallback == "native" and short and not request.grad:
         limit = f"fewer than {MIN_QUERY_LEN} queries or {MIN_KV_LEN} keys: too short to gain from low-bit attention"
         return exact_plan(request, ("", limit))
     emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
     recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
     passed_over: list[tuple[str, str]] = []
+    if request.grad and get_recipe(request.recipe).backward is None:
+        recipes = ()
+        passed_over.append(("", f"{request.recipe} is forward only and gradients are wanted"))
     for recipe in recipes:
         candidate = replace(request, recipe=recipe)
         for kernel in sorted(_kernels.values(), key=lambda kernel: not kernel.native):
             if recipe not in kernel.recipes:
                 continue
             reason = kernel.unsupported(candidate)
+            if request.grad and kernel.run_backward is None:
+                reason = "forward only"
             if not reason and (kernel.native or emulation):
                 return Plan(request, kernel.name, recipe, "native" if kernel.native else "emulated", tuple(passed_over))
             if kernel.native or reason:
