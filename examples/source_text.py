@@ -68,15 +68,18 @@ def read_text(folder: Path, name: str) -> Text:
     training = b"".join(file for index, file in enumerate(files) if index % HELD_OUT_ONE_IN)
     if not training:
         raise ValueError(f"{folder} has {len(files)} Python files outside of tests: at least 2 are needed")
-    facts = {
+    facts: dict[str, str | int] = {
         "name": name,
         "files": len(files),
         "training_bytes": len(training),
         "held_out_bytes": len(held_out),
         "crc32": zlib.crc32(held_out, zlib.crc32(training)),
     }
-    as_tensor = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (training, held_out)]
-    return Text(*as_tensor, facts)
+    return Text(_as_tensor(training), _as_tensor(held_out), facts)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def training_windows(text: Tensor, length: int, count: int, seed: int) -> Tensor:

@@ -16,7 +16,6 @@ is in bfloat16 on a GPU and in float32 on a CPU, where ``--size tiny --pretrain-
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from source_text import (
 )
 from torch import Tensor
 from tqdm.auto import tqdm
+from training_loop import build_accelerator, fit, kernels_that_ran
 from training_report import (
     compare,
     comparison_table,
@@ -52,7 +52,6 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
-    get_cosine_schedule_with_warmup,
 )
 
 import sage_hf
@@ -120,112 +119,36 @@ def use_recipe(model: PreTrainedModel, recipe: str) -> None:
     model.set_attn_implementation("sdpa" if recipe == "exact" else recipe)
 
 
-def kernels_that_ran(model: PreTrainedModel, recipe: str) -> list[str]:
-    """What ran for a recipe, as "recipe · kernel · native or emulated".
-
-    Raises:
-        RuntimeError: exact attention ran in its place, so that a comparison would be one of exact with itself.
-    """
-    if recipe == "exact":
-        return ["PyTorch's scaled_dot_product_attention"]
-    rows = [row for row in sage_hf.explain(model).rows if row.asked == recipe and row.calls]
-    if not rows or any(row.recipe != recipe for row in rows):
-        raise RuntimeError(f"asked for {recipe}, but this ran:\n{sage_hf.explain(model)}")
-    return sorted({f"{row.recipe} · {row.kernel} · {row.numerics}" for row in rows})
-
-
-@torch.no_grad()
-def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Tensor, size: Size, recipe: str) -> float:
-    """Mean loss in nats a byte over windows, uint8 (count, seq_len), with one recipe."""
-    use_recipe(model, recipe)
-    model.eval()
+def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
+    """Mean loss in nats a byte over windows, uint8 (count, seq_len)."""
     losses = []
-    for batch in windows.split(size.batch_size):
+    for batch in windows.split(batch_size):
         with accelerator.autocast():
             losses.append(model(batch.long(), labels=batch.long()).loss * len(batch))
     return float(torch.stack(losses).sum() / len(windows))
 
 
 def train(
-    accelerator: Accelerator,
-    model: PreTrainedModel,
-    text: Text,
-    size: Size,
-    *,
-    recipe: str,
-    seed: int,
-    steps: int,
-    lr: float,
-    points: int,
-    title: str,
+    accelerator: Accelerator, model: PreTrainedModel, text: Text, size: Size, seed: int, **how: Any
 ) -> dict[str, Any]:
-    """Trains a model in place.
+    """Trains a model in place on windows whose order depends on the seed alone; ``how`` and result as `fit`."""
+    model = accelerator.prepare(model)
+    training = text.training.to(accelerator.device)
+    windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(accelerator.device)
 
-    Args:
-        recipe: Of the attention in training.
-        seed: Of the data's order.
-        points: How often along the way to note the losses.
-        title: Of the progress bar.
+    def loss_of_step(step: int) -> Tensor:
+        batch = training_windows(training, size.seq_len, size.batch_size, seed * 1_000_003 + step).long()
+        return model(batch, labels=batch).loss
 
-    Returns:
-        "curve": rows of "step", "train_loss" (mean since the row before), "largest_gradient_norm" (likewise) and
-        "held_out_loss"; what is not finite is None. "kernels", "tokens_per_second", "peak_memory_bytes".
-    """
-    device = accelerator.device
-    training = text.training.to(device)
-    windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(device)
-    # Matrices decay, gains do not.
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-    schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    loss = held_out_loss(accelerator, model, windows, size, "exact")
-    curve = [{"step": 0, "train_loss": None, "largest_gradient_norm": None, "held_out_loss": finite(loss)}]
-    noted = {round(steps * point / points) for point in range(1, points + 1)}
-    losses, norms, kernels, seconds, timed_steps = [], [], [], 0.0, 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    started = time.perf_counter()
-    with tqdm(total=steps, desc=title, mininterval=2.0) as bar:
-        for step in range(1, steps + 1):
-            if not losses:
-                use_recipe(model, recipe)
-                model.train()
-            batch = training_windows(training, size.seq_len, size.batch_size, seed * 1_000_003 + step).long()
-            loss = model(batch, labels=batch).loss
-            accelerator.backward(loss)
-            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-            losses.append(loss.detach())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if step == 1:
-                kernels = kernels_that_ran(model, recipe)
-            bar.update()
-            if step in noted:
-                row = {
-                    "step": step,
-                    "train_loss": finite(torch.stack(losses).mean().item()),
-                    "largest_gradient_norm": finite(torch.stack(norms).max().item()),
-                }
-                # The first interval compiles the kernels.
-                if len(curve) > 1 or points == 1:
-                    seconds += time.perf_counter() - started
-                    timed_steps += len(losses)
-                row["held_out_loss"] = finite(held_out_loss(accelerator, model, windows, size, "exact"))
-                curve.append(row)
-                bar.set_postfix({name: row[name] for name in ("train_loss", "held_out_loss")})
-                losses, norms, started = [], [], time.perf_counter()
-    return {
-        "curve": curve,
-        "kernels": kernels,
-        "tokens_per_second": round(timed_steps * size.batch_size * size.seq_len / seconds),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-    }
+    return fit(
+        accelerator,
+        model,
+        loss_of_step,
+        lambda: held_out_loss(accelerator, model, windows, size.batch_size),
+        use_recipe,
+        tokens_per_step=size.batch_size * size.seq_len,
+        **how,
+    )
 
 
 class Experiments:
@@ -234,9 +157,7 @@ class Experiments:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.size = SIZES[args.size]
-        self.accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-        if self.accelerator.num_processes > 1:
-            raise SystemExit("a run takes one process: on several GPUs start a process on each, with its own --seeds")
+        self.accelerator = build_accelerator()
         self.result = args.output / "language_model.json"
 
     def one_run(
@@ -264,18 +185,8 @@ class Experiments:
             model = build_model(architecture, self.size, seed)
             if base is not None:
                 model = type(model).from_pretrained(base, dtype=torch.float32)
-            trained = train(
-                self.accelerator,
-                model.to(self.accelerator.device),
-                text,
-                self.size,
-                recipe=recipe,
-                seed=seed,
-                steps=steps,
-                lr=lr,
-                points=args.points,
-                title=f"{folder} {path.name}",
-            )
+            how = {"recipe": recipe, "lr": lr, "steps": steps, "points": args.points}
+            trained = train(self.accelerator, model, text, self.size, seed, title=f"{folder} {path.name}", **how)
             self.accelerator.unwrap_model(model, keep_fp32_wrapper=False).save_pretrained(path)
             self.accelerator.free_memory()
             return {**trained, "facts": facts(self.accelerator.device)}
@@ -346,6 +257,7 @@ class Experiments:
         self.announce("llama", "finetune", len(self.args.recipes) * len(self.args.seeds))
         self.finish("finetune", {"Llama, fine-tuned on other text": self.finetuned()})
 
+    @torch.no_grad()
     def evaluate(self) -> None:
         """Held-out perplexity a byte of the fine-tuning text, of every fine-tuned model with every inference recipe."""
         size, folders = self.size, {"not fine-tuned": [self.base()]}
@@ -361,9 +273,10 @@ class Experiments:
             for trained_with, models in folders.items():
                 perplexity: dict[str, list[float | None]] = {recipe: [] for recipe in INFERENCE_RECIPES}
                 for folder in models:
-                    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+                    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
                     for recipe in INFERENCE_RECIPES:
-                        loss = held_out_loss(self.accelerator, model, windows, size, recipe)
+                        use_recipe(model, recipe)
+                        loss = held_out_loss(self.accelerator, model, windows, size.batch_size)
                         perplexity[recipe].append(finite(math.exp(loss)))
                         kernels[recipe] = kernels_that_ran(model, recipe)
                         bar.update()

@@ -5,7 +5,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -95,7 +95,7 @@ def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str,
     """
     baseline = final_losses.get(BASELINE, {})
     noise = _spread(baseline.values())
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for recipe, by_seed in final_losses.items():
         row: dict[str, Any] = {
             "diverged": sum(loss is None for loss in by_seed.values()),
@@ -103,13 +103,13 @@ def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str,
             "spread": _spread(by_seed.values()),
         }
         if recipe != BASELINE and by_seed.keys() <= baseline.keys():
-            differences = {
-                seed: None if loss is None or baseline[seed] is None else loss - baseline[seed]
-                for seed, loss in by_seed.items()
-            }
+            differences: dict[str, float | None] = {}
+            for seed, loss in by_seed.items():
+                exact = baseline[seed]
+                differences[str(seed)] = None if loss is None or exact is None else finite(loss - exact)
             mean = _mean(differences.values())
             row |= {
-                "differences": {str(seed): finite(d) if d is not None else None for seed, d in differences.items()},
+                "differences": differences,
                 "mean_difference": mean,
                 "difference_spread": _spread(differences.values()),
                 "within_seed_noise": None if mean is None or noise is None else abs(mean) <= noise,
@@ -118,14 +118,23 @@ def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str,
     return table
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    values = list(values)
-    return None if not values or None in values else finite(statistics.fmean(values))
+def _mean(values: Iterable[float | None]) -> float | None:
+    """None where a value is None, or there is none."""
+    known = _known(values)
+    return finite(statistics.fmean(known)) if known else None
 
 
-def _spread(values: Sequence[float | None]) -> float | None:
+def _spread(values: Iterable[float | None]) -> float | None:
+    """Standard deviation; None where a value is None, or there are fewer than two."""
+    known = _known(values)
+    return finite(statistics.stdev(known)) if len(known) > 1 else None
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    """The values, or none at all where one is None."""
     values = list(values)
-    return None if len(values) < 2 or None in values else finite(statistics.stdev(values))
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
 
 
 def number(value: float | bool | None, digits: int = 4) -> str:
@@ -135,8 +144,9 @@ def number(value: float | bool | None, digits: int = 4) -> str:
     return str(value) if isinstance(value, bool) else f"{value:.{digits}f}"
 
 
-def mean_and_spread(values: Sequence[float | None], digits: int = 4) -> str:
+def mean_and_spread(values: Iterable[float | None], digits: int = 4) -> str:
     """A cell "mean ± standard deviation over seeds"; without the latter for a single value."""
+    values = list(values)
     spread = _spread(values)
     return number(_mean(values), digits) + ("" if spread is None else f" ± {number(spread, digits)}")
 
@@ -191,9 +201,8 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
                 if recipe != BASELINE and seed in curves.get(BASELINE, {}):
                     exact = curves[BASELINE][seed]
                     differences.plot(curve.keys(), [curve[step] - exact[step] for step in curve], **style)
-        final = [list(curve.values())[-1] for curve in curves.get(BASELINE, {}).values()]
-        if len(final) > 1:
-            noise = statistics.stdev(final)
+        noise = _spread(run["curve"][-1]["held_out_loss"] for run in runs if run["settings"]["recipe"] == BASELINE)
+        if noise is not None:
             differences.axhspan(-noise, noise, color="C0", alpha=0.15, label="spread of exact over seeds, at the end")
         differences.axhline(0, color="C0")
         losses.set(title=title, xlabel="step", ylabel="held-out loss (nats)")
@@ -205,8 +214,9 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
             for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
             if math.isfinite(y) and x > 0.1 * losses.get_xlim()[1]
         ]
-        if shown and max(shown):
-            differences.set_ylim(-1.1 * max(shown), 1.1 * max(shown))
+        limit = 1.1 * max([*shown, noise or 0.0])
+        if limit:
+            differences.set_ylim(-limit, limit)
         for axes in (losses, differences):
             axes.grid(alpha=0.3)
             if axes.get_legend_handles_labels()[0]:

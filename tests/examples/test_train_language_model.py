@@ -10,7 +10,8 @@ import torch
 import train_language_model
 from accelerate import Accelerator
 from source_text import held_out_windows, read_text, standard_library, training_windows
-from train_language_model import SIZES, build_model, kernels_that_ran, operations_per_token, train, use_recipe
+from train_language_model import SIZES, build_model, operations_per_token, train, use_recipe
+from training_loop import kernels_that_ran
 
 EXAMPLES = Path(train_language_model.__file__).parent
 PRETRAIN_STEPS, FINETUNE_STEPS, POINTS = 30, 12, 3
@@ -139,8 +140,8 @@ def test_a_run_is_repeated_exactly_by_its_seed_and_another_seed_sees_other_data(
 
     def losses(seed: int) -> list[float]:
         model = build_model("llama", size, 0)
-        how = {"recipe": "exact", "seed": seed, "steps": 4, "lr": 1e-3, "points": 2, "title": ""}
-        return [row["held_out_loss"] for row in train(Accelerator(), model, text, size, **how)["curve"]]
+        how = {"recipe": "exact", "steps": 4, "lr": 1e-3, "points": 2, "title": ""}
+        return [row["held_out_loss"] for row in train(Accelerator(), model, text, size, seed, **how)["curve"]]
 
     assert losses(0) == losses(0)
     assert losses(0)[0] == losses(1)[0] and losses(0)[-1] != losses(1)[-1]
