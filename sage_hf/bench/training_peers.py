@@ -5,7 +5,6 @@ A provider's call is the forward pass, to be differentiated by autograd; query, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 
 from torch import Tensor
@@ -19,8 +18,7 @@ from sage_kernels.registry import Request, select
 def _ours(recipe: str) -> Prepare:
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
         grouped = query.shape[1] != key.shape[1]
-        request = Request.of(query, key, value, is_causal=is_causal, recipe=recipe)
-        plan = select(replace(request, grad=True), "error")
+        plan = select(Request.of(query, key, value, is_causal=is_causal, recipe=recipe, grad=True), "error")
 
         def call() -> Tensor:
             return sage_attention(

@@ -1,0 +1,236 @@
+"""What a kernel's gradients are judged by: its recipe's reference, and exact attention's in float64.
+
+Kernel and reference have the same INT8 of Q and K to the bit. What differs is the order of float32 sums and, where
+their tiles differ, what shares a scale of P or dS. So the kernel's errors are as large as the reference's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from judge import NO_KERNELS, Error
+
+from sage_hf import record
+from sage_hf.bench.exact_gradients import Gradients, exact_gradients
+from sage_kernels import reference_backward, training
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import Request, get_kernel, select
+from sage_kernels.saved import Lengths, Saved, padded_rows
+
+TRAINING = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+NAMES = ("output", "query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call with gradients; shapes and meanings as in `registry.Kernel.run_training`."""
+
+    recipe: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output_gradient: torch.Tensor
+    lengths: Lengths | None = None
+    valid: torch.Tensor | None = None
+    is_causal: bool = False
+    causal_offset: int = 0
+    scale: float | None = None
+
+    @property
+    def options(self):
+        return {
+            "lengths": self.lengths,
+            "valid": self.valid,
+            "is_causal": self.is_causal,
+            "causal_offset": self.causal_offset,
+            "scale": self.scale,
+        }
+
+
+def train(query, key, value, output_gradient, recipe, attend=training.attention, **options):
+    """Output and gradients of the recipe by a GPU kernel, native or emulated, through the operators and autograd."""
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    layer = torch.nn.Identity()
+    result = record.run_in_layer(layer, attend, *inputs, recipe=recipe, fallback="emulate", **options)
+    (plan,) = record.last_plans(layer)
+    assert plan.recipe == recipe
+    assert plan.kernel not in NO_KERNELS
+    output = result[0] if isinstance(result, tuple) else result
+    return Gradients(output.detach(), *torch.autograd.grad(output, inputs, output_gradient))
+
+
+def assert_equal(found, expected):
+    for name, x, y in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(x, y), name
+
+
+def of_kernel(call: Call) -> tuple[Gradients, Saved]:
+    """By the kernel that serves the call."""
+    request = Request.of(call.query, call.key, call.value, recipe=call.recipe, grad=True)
+    plan = select(request, "emulate")
+    assert plan.recipe == call.recipe
+    assert plan.kernel not in NO_KERNELS
+    kernel = get_kernel(plan.kernel)
+    return _both_passes(call, kernel.run_training, kernel.run_backward)
+
+
+def of_reference(call: Call) -> tuple[Gradients, Saved]:
+    """By the recipe's specification."""
+
+    def forward(query, key, value, *, recipe, **options):
+        return reference_backward.forward(query, key, value, recipe, **options)
+
+    def backward(*tensors, recipe, **options):
+        return reference_backward.backward(*tensors, recipe, **options)
+
+    return _both_passes(call, forward, backward)
+
+
+def _both_passes(call, forward, backward):
+    options = {**call.options, "recipe": RECIPES[call.recipe]}
+    output, saved = forward(call.query, call.key, call.value, **options)
+    gradients = backward(call.output_gradient, call.value, output, saved, head_dim=call.query.shape[3], **options)
+    return Gradients(output, *gradients), saved
+
+
+def of_exact_attention(call: Call) -> Gradients:
+    """In float64."""
+    options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
+    tensors = call.output_gradient, call.query, call.key, call.value
+    if call.lengths is None:
+        mask = None if call.valid is None else call.valid[:, None, None]
+        return exact_gradients(*tensors, mask=mask, **options)
+    found = Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in tensors))
+    for queries, keys in sequences(call.lengths):
+        spans = queries, queries, keys, keys
+        parts = exact_gradients(*(x[:, :, span] for x, span in zip(tensors, spans, strict=True)), **options)
+        for whole, part, span in zip(found, parts, spans, strict=True):
+            whole[:, :, span] = part
+    return found
+
+
+def sequences(lengths: Lengths) -> list[tuple[slice, slice]]:
+    """Queries, and keys that count, of each sequence."""
+    found = []
+    q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+    for index in range(len(q_starts) - 1):
+        stop = k_starts[index + 1]
+        if lengths.seqused_k is not None:
+            stop = min(stop, k_starts[index] + lengths.seqused_k[index].item())
+        found.append((slice(q_starts[index], q_starts[index + 1]), slice(k_starts[index], stop)))
+    return found
+
+
+@dataclass
+class GradientErrors:
+    """`Error` of the output and of each gradient, by the names of `Gradients`."""
+
+    of: dict[str, Error]
+
+    @classmethod
+    def none(cls):
+        return cls({name: Error() for name in NAMES})
+
+    def __add__(self, other):
+        return GradientErrors({name: self.of[name] + other.of[name] for name in NAMES})
+
+    def assert_as_small_as_the_references(self):
+        """A kernel and its reference differ by roundings that fall differently; on average they are equally far off."""
+        for name, error in self.of.items():
+            assert error.kernel <= 1.05 * error.reference + 2**-20 * error.size, (name, error)
+
+
+def judge_training(call: Call) -> GradientErrors:
+    """Assert that every head's output and gradients are as near to the reference's as those are to exact attention's.
+
+    Where roundings fall differently, kernel and reference are two of one distribution around exact attention, √2 of
+    its size apart. Float32 sums in another order add `_float32_noise`.
+
+    Returns the call's errors.
+    """
+    (found, _), (expected, _), truth = of_kernel(call), of_reference(call), of_exact_attention(call)
+    errors = {}
+    for name, x, y, exact, noise in zip(NAMES, found, expected, truth, _float32_noise(call), strict=True):
+        assert x.shape == exact.shape, name
+        assert x.dtype == call.query.dtype, name
+        assert x.isfinite().all(), name
+
+        def per_head(difference):
+            return difference.double().abs().sum((-2, -1))
+
+        distance, own = per_head(x.double() - y), per_head(y - exact)
+        rounding = torch.finfo(x.dtype).eps * per_head(exact)
+        assert (distance <= 2**0.5 * own + rounding + noise).all(), (name, distance, own, rounding, noise)
+        errors[name] = Error(per_head(x - exact).sum().item(), own.sum().item(), per_head(exact).sum().item())
+    return GradientErrors(errors)
+
+
+def _float32_noise(call: Call) -> tuple[float, float, float, float]:
+    """Bounds of what float32 leaves uncertain in a head's sums of |O|, |dQ|, |dK|, |dV|, and a rounded O in its δ.
+
+    Rows of P sum to 1, and rows of |dS| to at most 2·|dO_i|·max|V_j|; P is as uncertain as its scores are.
+    """
+    if 0 in (*call.query.shape, *call.key.shape):
+        return 0.0, 0.0, 0.0, 0.0
+    scale = call.query.shape[3] ** -0.5 if call.scale is None else abs(call.scale)
+    rows, group = call.query.shape[2], call.query.shape[1] // call.key.shape[1]
+
+    def largest(x, order):
+        return x.double().nan_to_num().norm(order, -1).amax().item()
+
+    unit = 2**-18 * (1 + scale * largest(call.query, 2) * largest(call.key, 2))
+    value, gradient = largest(call.value, 2), largest(call.output_gradient, 2)
+    ds = (2 * unit + torch.finfo(call.query.dtype).eps) * value * gradient * rows * scale
+    output = unit * largest(call.value, 1) * rows
+    value_gradient = unit * largest(call.output_gradient, 1) * rows * group
+    return output, ds * largest(call.key, 1), ds * largest(call.query, 1) * group, value_gradient
+
+
+def rows_of_sequences(spans: Sequence[slice], rows: int) -> torch.Tensor:
+    """Which rows of a packed `Saved` belong to a sequence, its padding included: bool (rows,)."""
+    belongs = torch.zeros(rows, dtype=torch.bool)
+    for index, span in enumerate(spans):
+        first = padded_rows(span.start, index)
+        belongs[first : first + padded_rows(span.stop - span.start)] = True
+    return belongs
+
+
+class Draw:
+    """Standard normal tensors of one generator, other values at every call."""
+
+    def __init__(self, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device, self._dtype = device, dtype
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator, device=self._device).to(self._dtype)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """Float32 in [0, 1)."""
+        return torch.rand(*shape, generator=self._generator, device=self._device)
+
+    def lengths(self, q_lengths: list[int], k_lengths: list[int], used: list[int] | None = None) -> Lengths:
+        """Packed sequences of these lengths, of whose keys only so many are used."""
+
+        def tensor(numbers):
+            return torch.tensor(list(numbers), dtype=torch.int32, device=self._device)
+
+        starts = (tensor(accumulate(lengths, initial=0)) for lengths in (q_lengths, k_lengths))
+        return Lengths(*starts, max(q_lengths), max(k_lengths), None if used is None else tensor(used))
+
+    def call(
+        self, recipe: str, batch: int, q_heads: int, kv_heads: int, q_len: int, kv_len: int, *dims: int, **options
+    ) -> Call:
+        """A call with such sizes; dims: head_dim and, where it differs, v_head_dim. K and V have means."""
+        head_dim, v_head_dim = dims[0], dims[-1]
+        normal = partial(self, batch)
+        return Call(
+            recipe,
+            normal(q_heads, q_len, head_dim),
+            normal(kv_heads, kv_len, head_dim) + self(1, kv_heads, 1, head_dim),
+            normal(kv_heads, kv_len, v_head_dim) + self(1, kv_heads, 1, v_head_dim) / 2,
+            normal(q_heads, q_len, v_head_dim),
+            **options,
+        )
