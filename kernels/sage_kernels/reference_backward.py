@@ -267,6 +267,8 @@ def _backward(
             _tokens_first(value.new_zeros(batch, kv_heads, kv_len, head_dim), dtype),
             _tokens_first(torch.zeros_like(value), dtype),
         )
+    # Contiguous, so that sums are taken in the same order whatever the caller's strides.
+    output_gradient, value, output = output_gradient.contiguous(), value.contiguous(), output.contiguous()
     query_pad, key_pad = saved.query.shape[2] - q_len, saved.key.shape[2] - kv_len
 
     exists = value.new_ones(1, kv_len, dtype=torch.bool) if valid is None else valid

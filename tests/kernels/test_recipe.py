@@ -5,7 +5,7 @@ import torch
 
 from sage_kernels import exact, reference, transforms
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
-from sage_kernels.recipe import RECIPES, Recipe, get_recipe
+from sage_kernels.recipe import RECIPES, Backward, Recipe, get_recipe
 
 
 def draw(tokens=256, head_dim=64):
@@ -16,6 +16,7 @@ def draw(tokens=256, head_dim=64):
 
 def test_the_recipes_are_those_of_the_table():
     nvfp4_both = {"qk": "nvfp4", "pv": "nvfp4", "smooth_q": True, "smooth_k": True}
+    int8_both = {"qk": "int8", "pv": "int8", "smooth_k": True, "smooth_v": True}
     assert {
         "sage3": Recipe(
             "sage3",
@@ -38,13 +39,23 @@ def test_the_recipes_are_those_of_the_table():
             denominator="p",
         ),
         "sage1": Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, denominator="p"),
+        "sage_bwd": Recipe(
+            "sage_bwd", **int8_both, backward=Backward(p="16bit", ds="16bit", dp="16bit", delta="output")
+        ),
+        "sage_bwd_int8": Recipe(
+            "sage_bwd_int8",
+            **int8_both,
+            backward=Backward(p="int8", ds="int8", dp="16bit", scales="row", delta="output"),
+        ),
         "exact": Recipe("exact", qk="exact", pv="exact"),
     } == RECIPES
 
 
 @pytest.mark.parametrize("name", ["sage4", ["sage3"], None])
 def test_what_is_no_recipe_is_refused_with_the_list(name):
-    with pytest.raises(ValueError, match="recipes are: exact, sage1, sage2, sage3, sage3_paper"):
+    with pytest.raises(
+        ValueError, match="recipes are: exact, sage1, sage2, sage3, sage3_paper, sage_bwd, sage_bwd_int8"
+    ):
         get_recipe(name)
 
 
@@ -77,7 +88,7 @@ def test_sage3_paper_operands_are_smoothed_in_the_published_format():
     assert operands.value_mean is None
 
 
-@pytest.mark.parametrize("name", ["sage2", "sage1"])
+@pytest.mark.parametrize("name", ["sage2", "sage1", "sage_bwd"])
 def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
     query, key, value = draw()
     operands = reference.quantize_operands(query, key, value, RECIPES[name])
@@ -93,13 +104,15 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
             assert torch.equal(operands.key_scale[..., tokens, :], scale.float())
     if name == "sage2":
         codes, scale = fp8.quantize(transforms.smooth_value(value)[0], dim=-2)
+    elif name == "sage_bwd":
+        codes, scale = (part.mT for part in int8.quantize(transforms.smooth_value(value)[0].mT, 1))
     else:
         codes, scale = fp16.quantize(value)
     assert torch.equal(operands.value, codes.float())
     assert torch.equal(operands.value_scale, scale)
 
 
-@pytest.mark.parametrize("name", ["sage3", "sage3_paper", "sage2", "sage1"])
+@pytest.mark.parametrize("name", ["sage3", "sage3_paper", "sage2", "sage1", "sage_bwd"])
 def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denominator(name):
     """One tile of keys, so the online softmax is the plain one and can be redone in a few lines."""
     recipe = RECIPES[name]
@@ -114,6 +127,9 @@ def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denomin
         quantized = (elements * scale).flatten(-2) / (448 * 6)
     elif recipe.pv == "fp8":
         quantized = fp8.round_to_e4m3(p * 448).float() / 448
+    elif recipe.pv == "int8":
+        largest = p.amax(-1, keepdim=True)
+        quantized = (p / largest * 127).round() * largest / 127
     else:
         quantized = p.half().float()
     denominator = quantized if recipe.denominator == "quantized_p" else p
