@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,17 @@ class Config:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What `launch` gets of it."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
+        }
 
 
 def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, masked: bool) -> Config:
@@ -49,3 +61,11 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
     if native:
         return Config(128, 128, 8, 3)
     return Config(128 if capability[0] == 9 else 64, 64, 8, 2)
+
+
+def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
+    return Config(64, 64, 4, 2)
+
+
+def int8_backward_query_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
+    return Config(64, 64, 4, 2)

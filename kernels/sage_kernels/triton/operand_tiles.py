@@ -16,9 +16,10 @@ def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.co
 
 @triton.jit
 def load_key_scale(key_scale, row, BLOCK_N: tl.constexpr):
-    """Scales of keys `row`… by block of 64 and thread: float32 (BLOCK_N / 64, 4)."""
-    scale = tl.load(key_scale + row // 16 + tl.arange(0, BLOCK_N // 16)).to(tl.float32)
-    return tl.reshape(scale, (BLOCK_N // 64, 4))
+    """Scales of keys `row`… by block of 64, of which a tile may be a part, and thread: float32 (blocks, 4)."""
+    BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
+    scale = tl.load(key_scale + row // 64 * 4 + tl.arange(0, BLOCKS * 4)).to(tl.float32)
+    return tl.reshape(scale, (BLOCKS, 4))
 
 
 @triton.jit
@@ -41,3 +42,9 @@ def as_operand(x):
     8-bit left operand of the next product: that of the tokens in transposed operands."""
     columns = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
     return tl.reshape(tl.permute(columns, (0, 1, 3, 2, 4)), (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def operand_token(position):
+    """The token at a position of a transposed operand; among each 16: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15."""
+    return position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2

@@ -13,6 +13,7 @@ from ..formats.fp16 import FP16_HEADROOM
 from ..formats.int8 import INT8_MAX
 from ..formats.reciprocal import SMALLEST_NORMAL
 from .launch import launch
+from .operand_tiles import operand_token
 from .quantize_int8 import round_to_int8
 from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range, stride_of
 from .statistics import Statistics, load_tokens
@@ -46,9 +47,9 @@ def quantize_value(
 
     Returns:
         (values, scale): in 8 bit (operand batch, kv_heads, channels, rows), in 16 bit (operand batch, kv_heads, rows,
-        channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and the tokens of each 16 are in the
-        order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: as a thread's scores come out of the one matrix product, its
-        weights go into the other.
+        channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and their tokens are in the order of
+        `operand_tiles.operand_token`: as a thread's scores come out of the one matrix product, its weights go into the
+        other.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
     channels = max(MIN_CHANNELS, power_of_two(v_head_dim))
@@ -120,7 +121,7 @@ def quantize_value_8bit(
         tl.store(scale + of_pair, channel_scale)
     if block * BLOCK_ROWS < length:
         position = tl.arange(0, BLOCK_ROWS)
-        token = block * BLOCK_ROWS + position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+        token = block * BLOCK_ROWS + operand_token(position)
         base = value + batch * stride_batch + head * stride_head
         if HAS_VALID:
             valid += batch * valid_stride

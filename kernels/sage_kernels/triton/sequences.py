@@ -67,6 +67,11 @@ class Sequences:
         """Blocks of 128 tokens of the longest sequence."""
         return ceil_div(self.tokens, BLOCK)
 
+    @property
+    def rows_of_longest(self) -> int:
+        """Rows of the longest sequence in the operands."""
+        return self.blocks * BLOCK
+
 
 def stride_of(valid: torch.Tensor | None) -> int:
     """Batch stride of a `valid`, (batch or 1, tokens) or None: 0 where all batch elements share it."""

@@ -1,0 +1,304 @@
+"""What the backward kernels read: dO, V, Q and K once more, padded and in the formats of their products.
+
+The main loops then load whole tiles, and know nothing of strides, lengths and rows without a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..saved import KEY_BLOCK, Saved, padded_channels
+from .key_padding import KeyPadding
+from .launch import launch
+from .operand_tiles import operand_token
+from .quantize_int8 import int8_scale, magnitude, round_to_int8
+from .scores import LOG2E
+from .sequences import Sequences, operand_row, sequence_range
+from .statistics import load_tokens
+
+BLOCK_ROWS = tl.constexpr(KEY_BLOCK)
+
+
+@dataclass(frozen=True)
+class BackwardOperands:
+    """Operands of the backward kernels; rows are those of `Saved`, channels powers of two. 0 beyond a sequence.
+
+    "16 bit" is the dtype of the caller's tensors. "Transposed" is int8 (operand batch, heads, channels, rows) with the
+    tokens of each 16 in the order of `operand_tiles.as_operand`.
+
+    Attributes:
+        gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels); 0 in rows without a key.
+        value: V in 16 bit (operand batch, kv_heads, rows, v_channels); 0 for keys that do not exist.
+        lse: float32 (operand batch, q_heads, rows), of scores in base 2; +inf in rows without a key, so that their P
+            is 0.
+        delta: float32, the same shape: rowsum(dO∘O).
+        query, key: what the saved codes stand for in 16 bit (operand batch, heads, rows, channels); or, where dS is
+            INT8, the codes transposed.
+        gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
+            where P is not INT8.
+    """
+
+    gradient: torch.Tensor
+    value: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    gradient_codes: torch.Tensor | None
+    gradient_scale: torch.Tensor | None
+
+
+def backward_operands(
+    output_gradient: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    saved: Saved,
+    batch: int,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    padding: KeyPadding | None,
+    int8: bool,
+) -> BackwardOperands:
+    """Make them.
+
+    Args:
+        output_gradient, output: (batch, q_heads, tokens, v_head_dim), any strides; (1, q_heads, total tokens,
+            v_head_dim) when packed.
+        value: (batch, kv_heads, tokens, v_head_dim), or packed likewise.
+        saved: what the forward kept.
+        batch: number of sequences.
+        q_sequences, kv_sequences: the token axes.
+        padding: which keys exist; None: all.
+        int8: P and dS are multiplied in INT8.
+    """
+    kv_heads, v_head_dim = value.shape[1], value.shape[3]
+    operand_batch, q_heads, rows, channels = saved.query.shape
+    kv_rows, v_channels = saved.key.shape[2], padded_channels(v_head_dim)
+    dtype, options = value.dtype, {"PACKED": q_sequences.packed, "RAGGED": q_sequences.ranges is not None}
+    num_warps = 8 if max(channels, v_channels) > 128 else 4
+
+    def again(codes: torch.Tensor) -> torch.Tensor:
+        if int8:
+            return codes.new_empty((*codes.shape[:2], codes.shape[3], codes.shape[2]))
+        return torch.empty_like(codes, dtype=dtype)
+
+    operands = BackwardOperands(
+        gradient=value.new_empty((operand_batch, q_heads, rows, v_channels)),
+        value=value.new_empty((operand_batch, kv_heads, kv_rows, v_channels)),
+        lse=torch.empty_like(saved.query_scale),
+        delta=torch.empty_like(saved.query_scale),
+        query=again(saved.query),
+        key=again(saved.key),
+        gradient_codes=saved.query.new_empty((operand_batch, q_heads, v_channels, rows)) if int8 else None,
+        gradient_scale=saved.lse.new_empty((operand_batch, q_heads, rows // KEY_BLOCK)) if int8 else None,
+    )
+    blocks = q_sequences.rows_of_longest // KEY_BLOCK
+    launch(
+        prepare_queries,
+        (blocks * batch * q_heads,),
+        output_gradient,
+        output,
+        saved.lse,
+        saved.query,
+        saved.query_scale,
+        operands.gradient,
+        operands.lse,
+        operands.delta,
+        operands.query,
+        operands.gradient_codes,
+        operands.gradient_scale,
+        q_sequences.ranges,
+        q_sequences.tokens,
+        blocks,
+        q_heads,
+        v_head_dim,
+        rows,
+        *batch_strides(output_gradient, q_sequences),
+        *batch_strides(output, q_sequences),
+        *batch_strides(saved.lse, q_sequences),
+        CHANNELS=channels,
+        V_CHANNELS=v_channels,
+        INT8=int8,
+        **options,
+        num_warps=num_warps,
+    )
+    blocks = kv_sequences.rows_of_longest // KEY_BLOCK
+    launch(
+        prepare_keys,
+        (blocks * batch * kv_heads,),
+        value,
+        saved.key,
+        saved.key_scale,
+        operands.value,
+        operands.key,
+        None if padding is None else padding.valid,
+        kv_sequences.ranges,
+        kv_sequences.tokens,
+        blocks,
+        kv_heads,
+        v_head_dim,
+        kv_rows,
+        *batch_strides(value, kv_sequences),
+        0 if padding is None else padding.strides[0],
+        CHANNELS=channels,
+        V_CHANNELS=v_channels,
+        INT8=int8,
+        HAS_VALID=padding is not None,
+        **options,
+        num_warps=num_warps,
+    )
+    return operands
+
+
+def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
+    """Strides of a caller's tensor, that of the batch 0 where its sequences are packed."""
+    return (0 if sequences.packed else x.stride(0), *x.stride()[1:])
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def prepare_queries(
+    output_gradient,
+    output,
+    lse,
+    codes,
+    codes_scale,
+    gradient,
+    operand_lse,
+    delta,
+    query,
+    gradient_codes,
+    gradient_scale,
+    ranges,
+    tokens,
+    blocks,
+    q_heads,
+    v_head_dim,
+    rows,
+    gradient_stride_batch,
+    gradient_stride_head,
+    gradient_stride_token,
+    gradient_stride_channel,
+    output_stride_batch,
+    output_stride_head,
+    output_stride_token,
+    output_stride_channel,
+    lse_stride_batch,
+    lse_stride_head,
+    lse_stride_token,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    INT8: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """A block of 64 tokens of one (batch, q head)."""
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    if block // 2 * 128 < length:
+        position = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        token = operand_token(position)
+        channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
+        at = lse + batch * lse_stride_batch + head * lse_stride_head + (start + token).to(tl.int64) * lse_stride_token
+        natural = tl.load(at, mask=token < length, other=float("-inf"))
+        has_key = natural != float("-inf")
+        base = output_gradient + batch * gradient_stride_batch + head * gradient_stride_head
+        dy, _counts = load_tokens(
+            base,
+            None,
+            start,
+            token,
+            length,
+            v_channel,
+            v_head_dim,
+            gradient_stride_token,
+            gradient_stride_channel,
+            False,
+        )
+        dy = tl.where(has_key[:, None], dy, 0.0)
+        base = output + batch * output_stride_batch + head * output_stride_head
+        y, _counts = load_tokens(
+            base, None, start, token, length, v_channel, v_head_dim, output_stride_token, output_stride_channel, False
+        )
+        first = operand_row(batch, head, q_heads, rows, operand_start, PACKED)
+        row = first + token
+        tl.store(operand_lse + row, tl.where(has_key, natural * LOG2E, float("inf")))
+        tl.store(delta + row, tl.sum(dy * y, 1))
+        tl.store(gradient + row[:, None] * V_CHANNELS + v_channel[None, :], dy.to(gradient.dtype.element_ty))
+        q = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
+        if INT8:
+            scale, inverse = int8_scale(tl.max(tl.max(magnitude(dy), 1), 0), False)
+            tl.store(gradient_scale + first // BLOCK_ROWS + block, scale)
+            of_head = operand_row(batch, head, q_heads, 1, 0, PACKED)
+            store_transposed(
+                gradient_codes, round_to_int8(dy * inverse), of_head * V_CHANNELS, operand_start + position, rows
+            )
+            store_transposed(query, q, of_head * CHANNELS, operand_start + position, rows)
+        else:
+            values = q.to(tl.float32) * tl.load(codes_scale + row)[:, None]
+            tl.store(query + row[:, None] * CHANNELS + channel[None, :], values.to(query.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def prepare_keys(
+    value,
+    codes,
+    codes_scale,
+    operand_value,
+    key,
+    valid,
+    ranges,
+    tokens,
+    blocks,
+    kv_heads,
+    v_head_dim,
+    rows,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    valid_stride,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    INT8: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """A block of 64 tokens of one (batch, kv head)."""
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
+    if block // 2 * 128 < length:
+        position = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        token = operand_token(position)
+        channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
+        base = value + batch * stride_batch + head * stride_head
+        if HAS_VALID:
+            valid += batch * valid_stride
+        v, _counts = load_tokens(
+            base, valid, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+        )
+        first = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
+        row = first + token
+        into = operand_value + row[:, None] * V_CHANNELS + v_channel[None, :]
+        tl.store(into, v.to(operand_value.dtype.element_ty))
+        k = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
+        if INT8:
+            of_head = operand_row(batch, head, kv_heads, 1, 0, PACKED)
+            store_transposed(key, k, of_head * CHANNELS, operand_start + position, rows)
+        else:
+            scale = tl.load(codes_scale + row // 64 * 4 + row % 8 // 2).to(tl.float32)
+            values = k.to(tl.float32) * scale[:, None]
+            tl.store(key + row[:, None] * CHANNELS + channel[None, :], values.to(key.dtype.element_ty))
+
+
+@triton.jit
+def store_transposed(into, x, first_channel, column, rows):
+    """Tokens `column` of a transposed operand, of x (tokens, channels)."""
+    channel = first_channel + tl.arange(0, x.shape[1])
+    tl.store(into + channel.to(tl.int64)[:, None] * rows + column[None, :], tl.trans(x))
