@@ -1,7 +1,8 @@
 """Low-bit attention for Hugging Face diffusers and transformers.
 
-Importing this package registers the attention implementations "sage3", "sage2", "sage1" with transformers and the
-backends of the same names with diffusers, each when that library is imported; it imports neither of them itself.
+Importing this package registers the attention implementations "sage3", "sage2", "sage1", "sage_bwd" with
+transformers and the backends of the same names with diffusers, each when that library is imported; it imports neither
+of them itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from sage_hf.transformers import register
 
 __version__ = "0.1.0"
 
-_PROCESSORS = ("SageAttn1Processor", "SageAttn2Processor", "SageAttn3Processor", "SageAttnProcessor")
+_PROCESSORS = (
+    "SageAttn1Processor",
+    "SageAttn2Processor",
+    "SageAttn3Processor",
+    "SageAttnProcessor",
+    "SageBwdProcessor",
+)
 
 __all__ = ["SageConfig", "apply", "explain", "sage_attention", "set_default_fallback", *_PROCESSORS]
 

@@ -133,7 +133,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
     processors = {}
     for name, layer in target.layers.items():
         try:
-            processors[name] = bind(layer, _recipe(config, name), config.fallback)
+            processors[name] = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise
@@ -157,7 +157,8 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
     model: Any = getattr(target.model, "_orig_mod", target.model)
     if config.steps:
         timestep_argument(model)
-    implementation = name_of(config.recipe, None)
+    # Transformers makes the masks that the implementation's name asks for: those that training can use.
+    implementation = name_of(config.training or config.recipe, None)
 
     def change(undo: list[Callable[[], None]]) -> None:
         for model_config in _configs(model):
@@ -166,6 +167,7 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
         model.set_attn_implementation(implementation)
         for name, layer in target.layers.items():
             _set_attribute(layer, "sage_recipe", _recipe(config, name), undo)
+            _set_attribute(layer, "sage_training", config.training_recipe(name), undo)
             _set_attribute(layer, "sage_fallback", config.fallback, undo)
             _set_attribute(layer, "sage_implementation", implementation, undo)
 
@@ -173,7 +175,7 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
 
 
 def _recipe(config: SageConfig, layer: str) -> str:
-    """The layer's recipe outside of the steps that a rule excepts."""
+    """The layer's recipe in evaluation mode, outside of the steps that a rule excepts."""
     rule = config.layer_rule(layer)
     return config.recipe if rule is None else rule.recipe
 

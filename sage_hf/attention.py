@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Literal, overload
 
 import torch
-from torch.autograd import forward_ad
 
 from sage_hf import record
-from sage_kernels import exact, ops
+from sage_kernels import exact, ops, training
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import (
     FALLBACKS,
@@ -110,7 +109,8 @@ def sage_attention(
         is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; excludes attn_mask.
         scale: factor of the scores; default head_dim ** -0.5.
         enable_gqa: allow q_heads to be a multiple of kv_heads.
-        recipe: "sage3", "sage2", "sage1", "sage3_paper", or "exact" for PyTorch's own attention.
+        recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd", "sage_bwd_int8", which have gradients; "exact" for
+            PyTorch's own attention.
         fallback: what to do where the recipe has no native kernel: "native" (run the best this device has, else exact
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
@@ -119,33 +119,89 @@ def sage_attention(
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
         float32. A row that may attend to nothing gives output 0 and lse -inf (with recipe="exact" the output is
-        PyTorch's, which on a GPU need not be 0). When gradients are wanted the output
-        comes from exact attention and carries them; lse carries none. (Reentrant checkpointing runs its first
-        forward pass without gradients, so in low bits: use `use_reentrant=False`.)
+        PyTorch's, which on a GPU need not be 0). lse carries no gradient.
+
+    When gradients are wanted, a recipe that has them computes both passes in few bits, at any length, without a mask or
+    with a bool one that is the same for all queries and heads (padding). Otherwise, and for the other recipes, the
+    output comes from exact attention and carries its gradients, and that is logged. Reentrant checkpointing runs its
+    first forward pass without gradients, so as inference: use `use_reentrant=False`.
 
     Raises:
         ValueError: arguments that do not fit together, dropout, an unknown recipe, fallback or head_dim.
         TypeError: an argument that is not a tensor, or not a floating one.
         KernelUnavailableError: fallback="error" and no native kernel.
 
-    Source: SageAttention3 (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv 2410.02367).
+    Source: SageAttention3, SageBwd (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv
+    2410.02367).
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
+    output, lse = attend(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
+    )
+    return (output, lse) if return_lse else output
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recipe: str = "sage3",
+    fallback: str | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sage_attention`, which documents the rest, with a mask and causality together.
+
+    Args:
+        attn_mask, is_causal: a query attends to what both allow.
+
+    Returns:
+        (output, lse); lse has no elements without return_lse.
     """
     checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
     get_recipe(recipe)
     query, key, value = _autocast(query, key, value)
-    _validate(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
     if recipe != "exact":
         _validate_head_dim(query, value)
     if attn_mask is not None:
         attn_mask = _with_usable_dtype(attn_mask[(None,) * (2 - attn_mask.dim())], query.dtype)
     is_causal = bool(is_causal)
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    wants_gradient = _wants_gradient(query, key, value, mask)
+    valid = _valid_keys(mask, key.shape[2]) if wants_gradient else None
+    reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback) if wants_gradient else ""
 
-    if recipe != "exact" and not _wants_gradient(query, key, value, attn_mask):
-        output, lse = ops.attention(
+    if recipe == "exact" or reason:
+        if recipe != "exact" and checked_fallback == "error":
+            raise KernelUnavailableError(
+                f"{reason}: run under torch.no_grad() if no gradient is needed, or use "
+                'fallback="native" for exact attention with gradients'
+            )
+        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
+        output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
+    elif wants_gradient:
+        output, lse = training.attention(
             query,
             key,
             value,
-            mask=None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())],
+            valid=valid,
             is_causal=is_causal,
             scale=scale,
             recipe=recipe,
@@ -153,26 +209,47 @@ def sage_attention(
             return_lse=return_lse,
         )
     else:
-        if recipe != "exact" and checked_fallback == "error":
-            raise KernelUnavailableError(
-                f"{recipe} is forward only and gradients are wanted: run under torch.no_grad(), or use "
-                'fallback="native" for exact attention with gradients'
-            )
-        _record_exact(query, key, value, attn_mask, is_causal, recipe, return_lse)
-        output = exact.sdpa(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        if recipe != "exact" and attn_mask is not None:
-            output = torch.where(exact.attended_rows(attn_mask), output, 0.0)
-        lse = query.new_empty(0)
-        if return_lse:
-            with torch.no_grad():
-                lse = ops.log_sum_exp(query, key, mask=attn_mask, is_causal=is_causal, scale=scale)
+        output, lse = ops.attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            recipe=recipe,
+            fallback=checked_fallback,
+            return_lse=return_lse,
+        )
     if not torch.compiler.is_compiling():
         record.notify_observers(
             lambda layer, plan: record.AttentionCall(
                 layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
             )
         )
-    return (output, lse) if return_lse else output
+    return output, lse
+
+
+def _exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: str,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's attention with its gradients, and the lse without; rows without a key are 0 unless it was asked for."""
+    if is_causal and mask is not None:
+        mask, is_causal = exact.with_causality(mask, query, key), False
+    output = exact.sdpa(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    if recipe != "exact" and mask is not None:
+        output = torch.where(exact.attended_rows(mask), output, 0.0)
+    if not return_lse:
+        return output, query.new_empty(0)
+    with torch.no_grad():
+        return output, ops.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
 
 
 def _record_exact(
@@ -183,24 +260,56 @@ def _record_exact(
     is_causal: bool,
     recipe: str,
     return_lse: bool,
+    reason: str,
 ) -> None:
     """Record that exact attention runs: because it was asked for, or because gradients are wanted."""
     compiling = torch.compiler.is_compiling()
-    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse)
+    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
     if recipe != "exact":
-        record.report_exact(request, f"{recipe} is forward only and gradients are wanted", recipe)
+        record.report_exact(request, reason, recipe)
     elif request is not None:
         record.file_plan(exact_plan(request))
 
 
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
     """Whether reverse or forward differentiation would go through one of the tensors."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in present)
+    return ops.has_tangent(*tensors)
+
+
+def _why_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    valid: torch.Tensor | None,
+    is_causal: bool,
+    recipe: str,
+    fallback: Fallback,
+) -> str:
+    """Why the gradients that are wanted are those of exact attention; "" where the recipe has its own."""
+    if recipe == "exact":
+        return ""
+    if get_recipe(recipe).backward is None:
+        return f"{recipe} is forward only and gradients are wanted"
+    if ops.has_tangent(query, key, value, mask):
+        return f"{recipe} has no forward-mode derivative"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return f"{recipe} cannot be differentiated inside a transform of torch.func"
+    if mask is not None and valid is None:
+        return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
+    return training.why_exact(query, key, value, valid=valid, is_causal=is_causal, recipe=recipe, fallback=fallback)
+
+
+def _valid_keys(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
+    """Which keys exist, bool (batch or 1, kv_len), where the mask says nothing else; None where it does."""
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    mask = exact.unexpanded(mask)
+    if mask.shape[1] != 1 or mask.shape[2] != 1:
+        return None
+    return mask[:, 0, 0].expand(-1, kv_len)
 
 
 def _with_usable_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -230,7 +339,6 @@ def _validate(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     dropout_p: float,
-    is_causal: bool,
     enable_gqa: bool,
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -267,14 +375,12 @@ def _validate(
             "torch.nn.functional.scaled_dot_product_attention for training with dropout"
         )
     if mask is not None:
-        _validate_mask(query, key, mask, is_causal)
+        _validate_mask(query, key, mask)
 
 
-def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, is_causal: bool) -> None:
+def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"attn_mask must be a tensor or None; got {type(mask).__name__}")
-    if is_causal:
-        raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
     if mask.dtype not in (torch.bool, *DTYPES) or mask.layout != torch.strided:
         raise TypeError(
             f"attn_mask is a {mask.layout} tensor of {mask.dtype}; expected a dense one, bool (True: may attend) or "

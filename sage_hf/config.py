@@ -1,4 +1,4 @@
-"""SageConfig: one recipe, and the layers and denoising steps that get another one. JSON in and out."""
+"""SageConfig: one recipe, and what gets another one: layers, denoising steps, training. JSON in and out."""
 
 from __future__ import annotations
 
@@ -61,14 +61,16 @@ class StepRule:
 class SageConfig:
     """Which recipe every attention layer runs, at every denoising step.
 
-    The first layer rule that matches a layer decides for it, at all steps. For the other layers the first step rule
-    that covers a step decides, and `recipe` where none does.
+    The first layer rule that matches a layer decides for it, always. The other layers run `training`, if given, while
+    they are in training mode (`model.train()`); otherwise the first step rule that covers a step decides, and `recipe`
+    where none does.
 
     Attributes:
         recipe: name of the recipe of everything not excepted.
         fallback: "native", "emulate", "error", or None for the process default (`sage_hf.set_default_fallback`).
         layers: exceptions by layer name, the first match wins.
         steps: exceptions by denoising step, the first match wins.
+        training: name of the recipe of layers in training mode; None: the same as in evaluation mode.
         note: for the reader.
 
     Raises:
@@ -80,9 +82,12 @@ class SageConfig:
     layers: tuple[LayerRule, ...] = ()
     steps: tuple[StepRule, ...] = ()
     note: str = ""
+    training: str | None = None
 
     def __post_init__(self) -> None:
         _check_recipe(self.recipe, "recipe")
+        if self.training is not None:
+            _check_recipe(self.training, "training")
         if self.fallback is not None and self.fallback not in FALLBACKS:
             raise ValueError(f"fallback: {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
         if not isinstance(self.note, str):
@@ -104,8 +109,12 @@ class SageConfig:
         """The rule that decides for `layer`, if one does."""
         return next((rule for rule in self.layers if fnmatch.fnmatchcase(layer, rule.pattern)), None)
 
+    def training_recipe(self, layer: str) -> str | None:
+        """The recipe that `training` gives `layer`; None where there is no such recipe, or a rule decides."""
+        return self.training if self.layer_rule(layer) is None else None
+
     def resolve(self, layer: str, step: int = 0, num_steps: int | None = None) -> str:
-        """The recipe of `layer` at `step` (0 is the first) of `num_steps`.
+        """The recipe of `layer`, in evaluation mode, at `step` (0 is the first) of `num_steps`.
 
         Raises:
             ValueError: a step rule counts from the end and `num_steps` is None.
@@ -121,7 +130,7 @@ class SageConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back; what is empty is left out."""
-        data: dict[str, Any] = {"recipe": self.recipe, "fallback": self.fallback}
+        data: dict[str, Any] = {"recipe": self.recipe, "training": self.training, "fallback": self.fallback}
         data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
         data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
         data["note"] = self.note
@@ -130,7 +139,8 @@ class SageConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SageConfig:
         """Raises ValueError naming the key that is unknown, missing or of the wrong kind."""
-        _check_keys(data, "the configuration", required=("recipe",), optional=("fallback", "layers", "steps", "note"))
+        optional = ("fallback", "layers", "steps", "training", "note")
+        _check_keys(data, "the configuration", required=("recipe",), optional=optional)
         layers, steps = [], []
         for i, rule in enumerate(_list(data, "layers")):
             _check_keys(rule, f"layers[{i}]", required=("pattern", "recipe"))
@@ -140,7 +150,8 @@ class SageConfig:
             if rule.get("start") is None and rule.get("stop") is None:
                 raise ValueError(f"steps[{i}]: give start, stop or both (a Python slice of the denoising steps)")
             steps.append(StepRule(rule.get("start"), rule.get("stop"), rule["recipe"]))
-        return cls(data["recipe"], data.get("fallback"), tuple(layers), tuple(steps), data.get("note", ""))
+        rules = tuple(layers), tuple(steps)
+        return cls(data["recipe"], data.get("fallback"), *rules, data.get("note", ""), data.get("training"))
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads back."""

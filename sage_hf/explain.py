@@ -25,7 +25,8 @@ class LayerRow:
 
     Attributes:
         layer: its name; `Explanation.__str__` joins layers that did the same ("transformer_blocks.0-29.attn1").
-        asked: the recipe asked for, "" where the layer was not switched.
+        asked: the recipe asked for, "" where the layer was not switched. Before any call, where training mode has a
+            recipe of its own: "sage3, training: sage_bwd".
         recipe, kernel, numerics: what ran ("native", "emulated" or "exact"), "" before any call.
         calls: how often, of the latest 256 calls of the layer.
         reason: why the recipe asked for did not run, or why there is nothing to tell.
@@ -105,9 +106,9 @@ def explain(pipe_or_model: object) -> Explanation:
 def _target_rows(target: Target) -> Iterator[LayerRow]:
     asked_of = _asked_of_processor if target.library == "diffusers" else _asked_of_implementation
     for name, layer in target.layers.items():
-        asked, reason = asked_of(layer)
-        row = LayerRow(target.label(name), asked, reason=reason)
-        ran = Counter(plan.outcome for plan in record.last_plans(layer)) if asked else Counter()
+        recipes, reason = asked_of(layer)
+        row = LayerRow(target.label(name), recipes, reason=reason)
+        ran = Counter(plan.outcome for plan in record.last_plans(layer)) if recipes else Counter()
         if not ran:
             yield row
         for outcome, calls in ran.items():
@@ -118,7 +119,7 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
     processor = layer.processor
     recipe = getattr(processor, "recipe", None)
     if isinstance(recipe, str) and recipe in RECIPES:
-        return recipe, ""
+        return asked(recipe, getattr(processor, "training", None)), ""
     backend = getattr(processor, "_attention_backend", None)
     backend = getattr(backend, "value", backend)
     if backend in NAMES:
@@ -132,9 +133,16 @@ def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
     if implementation not in NAMES:
         return "", f"attn_implementation is {implementation!r}: sage_hf.apply changes that"
     recipe, _ = NAMES[implementation]
+    training = None
     if getattr(layer, "sage_implementation", implementation) == implementation:
         recipe = getattr(layer, "sage_recipe", None) or recipe
-    return recipe, ""
+        training = getattr(layer, "sage_training", None)
+    return asked(recipe, training), ""
+
+
+def asked(recipe: str, training: str | None) -> str:
+    """How the recipe of a layer, and that of its training mode, are told."""
+    return recipe if training is None else f"{recipe}, training: {training}"
 
 
 def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.schedule import timestep_argument
 from sage_hf.targets import DENOISERS, find_targets
+from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError, Request, select
 
 NOMINAL_TOKENS = 4096
@@ -39,7 +41,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
     if config.steps:
         for target in find_targets(model):
             timestep_argument(target.model)
-    apply(model, SageConfig(config.recipe, config.fallback, config.layers)).restore()
+    apply(model, replace(config, steps=())).restore()
     rows = [
         row
         for target in find_targets(model)
@@ -50,7 +52,10 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
 
 
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
-    """A long call without mask, as `recipe` would get it on `device`; `facts` replace its own."""
+    """A long call without mask, as `recipe` would get it on `device`, with gradients where it has them.
+
+    `facts` replace its own.
+    """
     cuda = device.type == "cuda"
     heads = facts.pop("heads", NOMINAL_HEADS)
     head_dim = facts.pop("head_dim", NOMINAL_HEAD_DIM)
@@ -69,6 +74,7 @@ def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
         "mask": "none",
         "is_causal": False,
         "return_lse": False,
+        "grad": get_recipe(recipe).backward is not None,
     }
     return Request(**{**values, **facts})
 
@@ -76,19 +82,22 @@ def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
 def _layer_rows(
     label: str, layer: nn.Module, config: SageConfig, rule: LayerRule | None, device: torch.device
 ) -> Iterator[LayerRow]:
-    recipes = [rule.recipe] if rule else [config.recipe, *(step.recipe for step in config.steps)]
+    recipes = [(rule or config).recipe, *(step.recipe for step in config.steps if rule is None)]
+    calls = [(recipe, get_recipe(recipe).backward is not None, "") for recipe in dict.fromkeys(recipes)]
+    if rule is None and config.training is not None and config.training not in recipes:
+        calls.append((config.training, True, "in training mode"))
     heads, head_dim = _heads(layer)
     causal = bool(getattr(layer, "is_causal", False))
     refused = head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
     softcap = getattr(getattr(layer, "config", None), "attn_logit_softcapping", None)
-    for recipe in dict.fromkeys(recipes):
+    for recipe, grad, when in calls:
         if refused and recipe != "exact":
             yield LayerRow(label, recipe, "none", reason=f"head_dim {head_dim} is not in {MIN_HEAD_DIM}…{MAX_HEAD_DIM}")
             continue
         if softcap is not None and recipe != "exact":
             yield LayerRow(label, recipe, "exact", "sdpa", "exact", reason="a softcap bends the logits")
             continue
-        facts = {"heads": heads or NOMINAL_HEADS, "head_dim": head_dim or NOMINAL_HEAD_DIM}
+        facts = {"heads": heads or NOMINAL_HEADS, "head_dim": head_dim or NOMINAL_HEAD_DIM, "grad": grad}
         try:
             chosen = select(
                 nominal_request(recipe, device, is_causal=causal, **facts),
@@ -100,6 +109,7 @@ def _layer_rows(
         reason = chosen.reason or (
             "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not tell"
         )
+        reason = "; ".join(part for part in (when, reason) if part)
         yield LayerRow(label, recipe, chosen.recipe, chosen.kernel, chosen.numerics, reason=reason)
 
 

@@ -122,6 +122,24 @@ def _score_chunks(
         yield chunk, apply_mask(scores, mask, is_causal, start, 0, causal_offset)
 
 
+def with_causality(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal_offset: int = 0
+) -> torch.Tensor:
+    """The mask that also keeps row i from keys beyond i + causal_offset.
+
+    Args:
+        mask: bool or additive, broadcastable to (batch, q_heads, q_len, kv_len), or None.
+        query, key: as in `attention`.
+
+    Returns:
+        As mask, or bool, at least (1, 1, q_len, kv_len).
+    """
+    seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(causal_offset)
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:
     """The mask without its repetitions: dimensions of stride 0 have size 1, so that work on it costs what it stores."""
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):

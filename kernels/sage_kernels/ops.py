@@ -1,4 +1,4 @@
-"""The torch.library operators: the only door through which anything above calls a kernel."""
+"""The torch.library operators without gradients; with `training`, the only door through which a kernel is called."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from . import exact, reference
+from . import exact, reference, reference_backward
 from .recipe import RECIPES, Recipe, get_recipe
 from .registry import SUPPORTED_DTYPES, Fallback, Kernel, Plan, Request, get_kernel, register, select
 from .triton import registration
@@ -69,8 +70,9 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
         KernelUnavailableError: see `registry.select`.
-        NotImplementedError: on backward.
+        NotImplementedError: on backward, or in forward mode.
     """
+    refuse_tangents(query, key, value, mask)
     return torch.ops.sage_kernels.attention(
         query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
     )
@@ -112,8 +114,9 @@ def packed_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
         KernelUnavailableError: see `registry.select`.
-        NotImplementedError: on backward.
+        NotImplementedError: on backward, or in forward mode.
     """
+    refuse_tangents(query, key, value)
     return torch.ops.sage_kernels.packed_attention(
         query,
         key,
@@ -145,7 +148,23 @@ def log_sum_exp(
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether forward-mode differentiation goes through one of the tensors; not known inside torch.compile."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def refuse_tangents(*tensors: torch.Tensor | None) -> None:
+    """Raise NotImplementedError where an operator would cut a forward-mode gradient."""
+    if has_tangent(*tensors):
+        raise NotImplementedError(
+            "the operators of sage_kernels have no forward-mode derivative: use exact attention, as "
+            "sage_hf.sage_attention does"
+        )
+
+
+def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Refuse what kernels would read out of bounds: they take sizes from one tensor for all."""
     sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not (query.dim() == key.dim() == value.dim() == 4):
@@ -179,7 +198,7 @@ def _attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(query, key, value, mask)
+    check_tensors(query, key, value, mask)
     plan = select(Request.of(query, key, value, mask, is_causal, recipe, return_lse), fallback)
     for listener in plan_listeners:
         listener(plan)
@@ -219,7 +238,7 @@ def _packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Sequences are the batch: (1, heads, tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    _check(query, key, value, None)
+    check_tensors(query, key, value, None)
     request = Request.of(query, key, value, None, is_causal, recipe, return_lse)
     sequences = cu_seqlens_q.shape[0] - 1
     plan = select(replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k), fallback)
@@ -335,8 +354,8 @@ def _fake_packed_attention(
 
 def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
     raise NotImplementedError(
-        "the operators of sage_kernels are forward only: call sage_hf.sage_attention, which uses exact attention when "
-        "gradients are wanted, or run under torch.no_grad()"
+        "this operator of sage_kernels is forward only: call sage_hf.sage_attention, which honours gradients for every "
+        "recipe, or sage_kernels.training, or run under torch.no_grad()"
     )
 
 
@@ -364,11 +383,7 @@ def _run_sdpa(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if is_causal and (causal_offset != 0 or mask is not None):
         # PyTorch's kernels know one alignment, and no mask beside it.
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(causal_offset)
-        if mask is None:
-            mask = seen[None, None]
-        else:
-            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+        mask = exact.with_causality(mask, query, key, causal_offset)
         is_causal = False
     if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         mask = mask.to(query.dtype)
@@ -412,5 +427,7 @@ register(
         native=False,
         unsupported=_unsupported_by_reference,
         run=_run_reference,
+        run_training=reference_backward.forward,
+        run_backward=reference_backward.backward,
     )
 )

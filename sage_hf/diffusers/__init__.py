@@ -13,6 +13,7 @@ _HOME = {
     "SageAttn2Processor": "processor",
     "SageAttn3Processor": "processor",
     "SageAttnProcessor": "processor",
+    "SageBwdProcessor": "processor",
     "UnsupportedAttentionError": "errors",
     "attention_layers": "processor",
     "bind": "processor",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +91,7 @@ class ExplicitLayer(Layer):
                 f"context parallelism is enabled, and {type(attn).__name__} does not go through diffusers' attention "
                 "dispatch, so it would attend to the local shard only: run this model without enable_parallelism()"
             )
-        return self.function(sage.attend, attn, *args, **kwargs)
+        return self.function(partial(sage.attend, attn), attn, *args, **kwargs)
 
 
 class DispatchLayer(Layer):
@@ -102,7 +103,7 @@ class DispatchLayer(Layer):
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         processor = self.processor
-        backend = backend_member(sage.recipe, sage.fallback)
+        backend = backend_member(sage.recipe_of(attn), sage.fallback)
         if processor._attention_backend is not backend:
             processor._attention_backend = backend
         if sage._parallel_config is not getattr(processor, "_parallel_config", None):

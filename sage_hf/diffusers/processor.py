@@ -27,6 +27,7 @@ class SageAttnProcessor:
     Args:
         recipe: name of a recipe; may be assigned later, `processor.recipe = "sage2"`.
         fallback: "native", "emulate", "error", or None for the default of the process (sage_hf.set_default_fallback).
+        training: name of the recipe of attention modules in training mode; None: `recipe` there too.
 
     Raises:
         ValueError: unknown recipe or fallback.
@@ -34,23 +35,28 @@ class SageAttnProcessor:
 
     _parallel_config = None  # set by diffusers' enable_parallelism
 
-    def __init__(self, recipe: str = "sage3", fallback: str | None = None) -> None:
+    def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
         self.recipe = get_recipe(recipe).name
         self.fallback = None if fallback is None else check_fallback(fallback)
+        self.training = None if training is None else get_recipe(training).name
         self._layer: Layer | None = None
+
+    def recipe_of(self, attn: torch.nn.Module) -> str:
+        """The recipe for an attention module, as its mode is."""
+        return self.training if self.training is not None and attn.training else self.recipe
 
     def attend(
         self,
+        attn: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """`sage_attention` with this processor's recipe and fallback; (B, H, N, D) tensors."""
-        return sage_attention(
-            query, key, value, attn_mask=attn_mask, scale=scale, recipe=self.recipe, fallback=self.fallback
-        )
+        """`sage_attention` with this processor's recipe for `attn`, and its fallback; (B, H, N, D) tensors."""
+        recipe = self.recipe_of(attn)
+        return sage_attention(query, key, value, attn_mask, scale=scale, recipe=recipe, fallback=self.fallback)
 
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Attention of `attn`. All arguments go to what its family computes, which rejects those it does not know."""
@@ -78,28 +84,36 @@ class SageAttnProcessor:
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(recipe={self.recipe!r}, fallback={self.fallback!r})"
+        training = "" if self.training is None else f", training={self.training!r}"
+        return f"{type(self).__name__}(recipe={self.recipe!r}, fallback={self.fallback!r}{training})"
 
 
 class SageAttn3Processor(SageAttnProcessor):
     """NVFP4 attention (SageAttention3, arXiv 2505.11594)."""
 
-    def __init__(self, recipe: str = "sage3", fallback: str | None = None) -> None:
-        super().__init__(recipe, fallback)
+    def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
+        super().__init__(recipe, fallback, training)
 
 
 class SageAttn2Processor(SageAttnProcessor):
     """INT8 Q·Kᵀ and FP8 P·V (SageAttention2)."""
 
-    def __init__(self, recipe: str = "sage2", fallback: str | None = None) -> None:
-        super().__init__(recipe, fallback)
+    def __init__(self, recipe: str = "sage2", fallback: str | None = None, training: str | None = None) -> None:
+        super().__init__(recipe, fallback, training)
 
 
 class SageAttn1Processor(SageAttnProcessor):
     """INT8 Q·Kᵀ and 16-bit P·V (SageAttention)."""
 
-    def __init__(self, recipe: str = "sage1", fallback: str | None = None) -> None:
-        super().__init__(recipe, fallback)
+    def __init__(self, recipe: str = "sage1", fallback: str | None = None, training: str | None = None) -> None:
+        super().__init__(recipe, fallback, training)
+
+
+class SageBwdProcessor(SageAttnProcessor):
+    """INT8 attention with gradients, for training (SageBwd, arXiv 2505.11594)."""
+
+    def __init__(self, recipe: str = "sage_bwd", fallback: str | None = None, training: str | None = None) -> None:
+        super().__init__(recipe, fallback, training)
 
 
 def layer_of(module: torch.nn.Module) -> Layer:
@@ -112,14 +126,16 @@ def layer_of(module: torch.nn.Module) -> Layer:
     return present._layer_in(module) if isinstance(present, SageAttnProcessor) else recognize(module, present)
 
 
-def bind(module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None) -> SageAttnProcessor:
+def bind(
+    module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None, training: str | None = None
+) -> SageAttnProcessor:
     """A processor for this one attention module, chosen from its present processor; `module` is not changed.
 
     Raises:
         ValueError: unknown recipe or fallback.
         UnsupportedAttentionError: the module is not recognised; names it.
     """
-    processor = SageAttnProcessor(recipe, fallback)
+    processor = SageAttnProcessor(recipe, fallback, training)
     processor._layer = layer_of(module)
     processor._parallel_config = getattr(module.processor, "_parallel_config", None)
     return processor

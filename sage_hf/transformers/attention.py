@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from sage_hf import record
-from sage_hf.attention import sage_attention
+from sage_hf.attention import attend
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
+from sage_kernels import exact
+from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request
 
 
@@ -35,8 +37,10 @@ def sage_attention_forward(
     """Attention as transformers' models ask for it, by a recipe.
 
     Masks and causality are those of transformers' `sdpa`: a mask wins over causality, `is_causal` over
-    `module.is_causal`, and causal attention is upper left and for more than one query. `module.sage_recipe` and
-    `module.sage_fallback` win over `recipe` and `fallback`.
+    `module.is_causal`, and causal attention is upper left and for more than one query. A mask (batch, kv_len) is what
+    `masks.sage_training_mask` makes of causality with padding: attention is causal among the keys that it has.
+    `module.sage_recipe` and `module.sage_fallback` win over `recipe` and `fallback`; while the module is in training
+    mode, `module.sage_training` wins over `module.sage_recipe`.
 
     Exact attention takes over, recorded and logged, for a softcap, for sinks where gradients are wanted, for dropout,
     for attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
@@ -45,8 +49,8 @@ def sage_attention_forward(
         module: the attention layer that calls.
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim), not repeated. Batch may be 1 here or in query.
-        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len);
-            cut to kv_len if longer.
+        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len),
+            cut to kv_len if longer; or bool (batch, kv_len), see above, where q_len is kv_len.
         dropout: probability, of the attention weights.
         scaling: of Q·Kᵀ; default head_dim ** -0.5.
         is_causal: default `module.is_causal`.
@@ -64,9 +68,11 @@ def sage_attention_forward(
         TypeError: a keyword that may change the result and that nothing here can honour.
         ValueError: a paged cache, or what `sage_hf.sage_attention` refuses.
     """
-    name = name_of(recipe, fallback)
+    name, padding_comes_alone = name_of(recipe, fallback), get_recipe(recipe).backward is not None
     if getattr(module, "sage_implementation", name) == name:
         recipe = getattr(module, "sage_recipe", None) or recipe
+        if module.training:
+            recipe = getattr(module, "sage_training", None) or recipe
         fallback = getattr(module, "sage_fallback", None) or fallback
     for_eager = sort_keywords(module, kwargs)
 
@@ -81,6 +87,10 @@ def sage_attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
+        batch, kv_len = key.shape[0], key.shape[2]
+        if mask.shape[0] == batch and mask.shape[1] == kv_len and query.shape[2] == kv_len:
+            mask, causal = mask[:, None, None], True
 
     if output_attentions or for_eager:
         reason = (
@@ -92,7 +102,8 @@ def sage_attention_forward(
             module, _eager, module, query, key, value, mask, causal, scaling, dropout, for_eager, recipe, reason
         )
     if position_bias is not None:
-        mask, causal = _add_to_bias(position_bias, mask, causal), False
+        mask = exact.with_causality(mask, query, key) if causal else mask
+        mask, causal = _add_to_bias(position_bias, mask), False
     output = record.run_in_layer(
         module, _attend, query, key, value, mask, causal, scaling, dropout, softcap, s_aux, recipe, fallback
     )
@@ -112,7 +123,7 @@ def _attend(
     recipe: str,
     fallback: str | None,
 ) -> torch.Tensor:
-    """The attention proper, shapes as in `sage_attention`."""
+    """The attention proper, arguments as in `sage_hf.attention.attend`."""
     enable_gqa = bool(query.shape[1] != key.shape[1])  # no SymBool
     wants_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
@@ -125,16 +136,26 @@ def _attend(
         )
     if dropout:
         _report_exact(query, key, value, mask, is_causal, recipe, "the model trains with attention dropout")
+        if is_causal and mask is not None:
+            mask, is_causal = exact.with_causality(mask, query, key), False
         return F.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if sinks is None:
-        return sage_attention(
-            query, key, value, mask, 0.0, is_causal, scale, enable_gqa, recipe=recipe, fallback=fallback
-        )
-    output, lse = sage_attention(
-        query, key, value, mask, 0.0, is_causal, scale, enable_gqa, recipe=recipe, fallback=fallback, return_lse=True
+    output, lse = attend(
+        query,
+        key,
+        value,
+        mask,
+        0.0,
+        is_causal,
+        scale,
+        enable_gqa,
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=sinks is not None,
     )
+    if sinks is None:
+        return output
     # A sink adds exp(sink) to the exp(lse) by which the output was divided.
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
     return (output * kept.unsqueeze(-1)).to(output.dtype)
@@ -157,24 +178,18 @@ def _eager(
     eager = eager_attention_of(module)
     _report_exact(query, key, value, mask, is_causal, recipe, reason)
     if is_causal:
-        mask = _causal_mask(query.shape[2], query.device)
+        mask = exact.with_causality(mask, query, key)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return eager(module, query, key, value, mask, scaling=scale, dropout=dropout, **keywords)
 
 
-def _add_to_bias(position_bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
-    """The additive mask that a position bias and a mask, or causality, amount to."""
-    if is_causal:
-        mask = _causal_mask(position_bias.shape[-1], position_bias.device)
+def _add_to_bias(position_bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The additive mask that a position bias and a mask amount to."""
     if mask is None:
         return position_bias
     return position_bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else position_bias + mask
-
-
-def _causal_mask(length: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
 
 
 def _report_exact(

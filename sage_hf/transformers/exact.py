@@ -30,7 +30,7 @@ def exact_attention(
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim); q_heads a multiple of kv_heads.
         attn_mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        is_causal: row i attends to keys 0…i; excludes attn_mask.
+        is_causal: row i attends to keys 0…i, of those that attn_mask allows.
         scale: of Q·Kᵀ; default head_dim ** -0.5.
         softcap: bound on the magnitude of the logits, before the mask.
         sinks: (q_heads,) logits of one more key per head, whose value is zero.

@@ -12,6 +12,7 @@ from sage_hf._import_hook import when_imported
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.layers import refusal
+from sage_kernels.recipe import get_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,10 +42,11 @@ def _register_attention(modeling_utils: ModuleType) -> None:
 
 
 def _register_masks(masking_utils: ModuleType) -> None:
-    from sage_hf.transformers.masks import sage_mask
+    from sage_hf.transformers.masks import sage_mask, sage_training_mask
 
-    for name in NAMES:
-        masking_utils.AttentionMaskInterface.register(name, sage_mask)
+    for name, (recipe, _) in NAMES.items():
+        mask = sage_mask if get_recipe(recipe).backward is None else sage_training_mask
+        masking_utils.AttentionMaskInterface.register(name, mask)
 
 
 def _keep_from_models_that_cannot(pretrained_model: type[PreTrainedModel]) -> None:

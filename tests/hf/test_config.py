@@ -63,7 +63,10 @@ def test_patterns_match_whole_names_and_their_case():
         ({"recipe": "sage9"}, "recipe: unknown recipe 'sage9'.*exact.*sage3"),
         ({"recipe": 3}, "recipe: expected the name of a recipe"),
         ({}, "'recipe' is missing"),
-        ({"recipe": "sage3", "layer": []}, "unknown key 'layer'; keys are recipe, fallback, layers, steps, note"),
+        (
+            {"recipe": "sage3", "layer": []},
+            "unknown key 'layer'; keys are recipe, fallback, layers, steps, training, note",
+        ),
         ({"recipe": "sage3", "fallback": "maybe"}, "fallback: 'maybe' is not one of native, emulate, error"),
         ({"recipe": "sage3", "layers": {}}, "layers: expected a list"),
         ({"recipe": "sage3", "layers": ["a"]}, r"layers\[0\]: expected an object"),

@@ -37,7 +37,7 @@ def test_every_recipe_and_fallback_has_a_name_with_attention_and_mask() -> None:
         "sage_exact",
         *(
             f"{recipe}{end}"
-            for recipe in ("sage1", "sage2", "sage3", "sage3_paper")
+            for recipe in ("sage1", "sage2", "sage3", "sage3_paper", "sage_bwd", "sage_bwd_int8")
             for end in ("", "_native", "_emulate", "_error")
         ),
     }

@@ -1,0 +1,409 @@
+"""The torch.library operators with gradients: attention whose forward and backward passes run in few bits (SageBwd)."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import ops, transforms
+from .recipe import get_recipe
+from .registry import Fallback, Kernel, KernelUnavailableError, Plan, Request, get_kernel, select
+from .saved import KEY_BLOCK, Lengths, Saved, padded_channels, padded_rows
+
+# Tensors of `Lengths` are None, and its numbers 0, for sequences that are not packed.
+_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
+_OPTIONS = "bool is_causal, int causal_offset, float? scale, str recipe, str fallback"
+_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor lse"
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+for _schema in (
+    f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? valid, {_LENGTHS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"training_attention_backward(Tensor output_gradient, Tensor value, Tensor output, {_SAVED}, Tensor? valid, "
+    f"{_LENGTHS}, int head_dim, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "training_lse(Tensor query, Tensor key, Tensor lse, Tensor? valid, float? scale, str recipe) -> Tensor",
+):
+    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    valid: torch.Tensor | None = None,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    scale: float | None = None,
+    recipe: str = "sage_bwd",
+    fallback: Fallback = "native",
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
+
+    Forward and backward pass of a call run on the same kernel. There is no exact attention in here, whose gradient is
+    PyTorch's affair: ask `why_exact` first.
+
+    Args:
+        query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
+        key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
+            query; q_heads a multiple of kv_heads.
+        valid: bool (batch or 1, kv_len), False where a key does not exist; None: all do.
+        is_causal: row i attends to keys 0…i + causal_offset, of those that exist.
+        scale: default head_dim ** -0.5.
+        recipe: the name of a recipe with gradients.
+        fallback: see `registry.select`.
+        return_lse: compute the log-sum-exp of each row's scores.
+
+    Returns:
+        (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
+        v_head_dim); (batch, q_heads, q_len) float32 without gradient, or (0,) without return_lse. A row that may attend
+        to nothing gives output 0, lse -inf and no gradient. Gradients have query's dtype and the layout of the output.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        KernelUnavailableError: no kernel with gradients serves the call.
+        NotImplementedError: on a second derivative, or in forward mode.
+    """
+    ops.refuse_tangents(query, key, value)
+    output, *saved = torch.ops.sage_kernels.training_attention(
+        query, key, value, valid, None, None, 0, 0, None, is_causal, causal_offset, scale, recipe, fallback
+    )
+    if not return_lse:
+        return output, query.new_empty(0, dtype=torch.float32)
+    with torch.no_grad():
+        return output, torch.ops.sage_kernels.training_lse(query, key, saved[-1], valid, scale, recipe)
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: torch.Tensor | None = None,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    scale: float | None = None,
+    recipe: str = "sage_bwd",
+    fallback: Fallback = "native",
+) -> torch.Tensor:
+    """`attention` of sequences of any lengths that lie one after the other, without padding.
+
+    Args:
+        query: (total queries, q_heads, head_dim).
+        key, value: (total keys, kv_heads, head_dim), (total keys, kv_heads, v_head_dim).
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as in `ops.packed_attention`. Keys beyond
+            seqused_k have gradient 0.
+        is_causal, causal_offset, scale, recipe, fallback: as in `attention`, for each sequence.
+
+    Returns:
+        (total queries, q_heads, v_head_dim) in query's dtype.
+
+    Raises:
+        ValueError, KernelUnavailableError, NotImplementedError: as `attention`.
+    """
+    ops.refuse_tangents(query, key, value)
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    output, *_ = torch.ops.sage_kernels.training_attention(
+        query, key, value, None, *lengths, is_causal, causal_offset, scale, recipe, fallback
+    )
+    return output.squeeze(0).transpose(0, 1)
+
+
+def why_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    valid: torch.Tensor | None = None,
+    is_causal: bool = False,
+    recipe: str = "sage_bwd",
+    fallback: Fallback = "native",
+) -> str:
+    """Why `attention` cannot serve the call, so that its gradients must be exact attention's; "" when it can.
+
+    Inside torch.compile it judges by what does not change between calls of a graph: device, dtype, head dimensions. A
+    limit on sizes then is `attention`'s KernelUnavailableError.
+    """
+    if torch.compiler.is_compiling():
+        head_dims = (
+            operator.index(query.shape[3]),
+            operator.index(value.shape[3]),
+        )  # constants also where sizes are dynamic
+        return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), *head_dims)
+    return _reason(Request.of(query, key, value, valid, is_causal, recipe, grad=True), fallback)
+
+
+@torch.compiler.assume_constant_result
+def _why_exact_at_any_size(
+    recipe: str, fallback: Fallback, device: str, dtype: str, head_dim: int, v_head_dim: int
+) -> str:
+    """`why_exact` of a small call; takes names, because the compiler's constants are plain data."""
+    options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
+    query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
+    request = Request.of(query, query, value, recipe=recipe, grad=True)
+    where = torch.device(device)
+    capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
+    return _reason(replace(request, device_type=where.type, capability=capability), fallback)
+
+
+def _reason(request: Request, fallback: Fallback) -> str:
+    try:
+        return select(request, fallback).reason
+    except KernelUnavailableError as error:
+        return str(error)
+
+
+def _plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    lengths: Lengths | None,
+    is_causal: bool,
+    recipe: str,
+    fallback: Fallback,
+    head_dim: int,
+) -> tuple[Plan, Kernel]:
+    """The plan of a call and its kernel; head_dim wins over that of query."""
+    request = replace(Request.of(query, key, value, valid, is_causal, recipe, grad=True), head_dim=head_dim)
+    if lengths is not None:
+        sequences = lengths.cu_seqlens_q.shape[0] - 1
+        request = replace(request, batch=sequences, q_len=lengths.max_seqlen_q, kv_len=lengths.max_seqlen_k)
+    plan = select(request, fallback)
+    if plan.kernel == "sdpa":
+        raise KernelUnavailableError(
+            f"no kernel computes gradients of recipe {recipe!r} here ({plan.reason}): use exact attention, or "
+            'fallback="emulate" for the recipe\'s numerics'
+        )
+    return plan, get_kernel(plan.kernel)
+
+
+def _lengths(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+) -> Lengths | None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    return Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+
+
+def _heads_merge_freely(x: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, tokens, channels), laid out as (batch, tokens, heads, channels)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _check_valid(valid: torch.Tensor | None, key: torch.Tensor, lengths: Lengths | None) -> None:
+    if valid is None:
+        return
+    if lengths is not None:
+        raise ValueError("packed sequences have no valid: use seqused_k")
+    if valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] not in (1, key.shape[0]):
+        raise ValueError(f"valid must be bool (batch or 1, kv_len); got {valid.dtype} {tuple(valid.shape)}")
+    if valid.shape[1] != key.shape[2] or valid.device != key.device:
+        raise ValueError(
+            f"valid is {tuple(valid.shape)} on {valid.device}, key {tuple(key.shape)} on {key.device}: one for each key"
+        )
+
+
+def _training_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+) -> tuple[torch.Tensor, ...]:
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    ops.check_tensors(query, key, value, None)
+    _check_valid(valid, key, lengths)
+    plan, kernel = _plan(query, key, value, valid, lengths, is_causal, recipe, fallback, query.shape[3])
+    for listener in ops.plan_listeners:
+        listener(plan)
+    assert kernel.run_training is not None
+    # Autocast would round the float32 products of scales and means.
+    with torch.autocast(query.device.type, enabled=False):
+        output, saved = kernel.run_training(
+            query,
+            key,
+            value,
+            lengths=lengths,
+            valid=valid,
+            is_causal=is_causal,
+            causal_offset=causal_offset,
+            scale=scale,
+            recipe=get_recipe(plan.recipe),
+        )
+    return _heads_merge_freely(output), *saved
+
+
+def _fake_training_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    *options: object,
+) -> tuple[torch.Tensor, ...]:
+    batch, q_heads, q_len, head_dim = query.shape
+    channels = padded_channels(int(head_dim))
+    sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    q_rows, kv_rows = padded_rows(q_len, sequences), padded_rows(key.shape[2], sequences)
+    return (
+        query.new_empty(batch, q_len, q_heads, value.shape[3]).transpose(1, 2),
+        *Saved(
+            query.new_empty(batch, q_heads, q_rows, channels, dtype=torch.int8),
+            query.new_empty(batch, q_heads, q_rows, dtype=torch.float32),
+            query.new_empty(batch, key.shape[1], kv_rows, channels, dtype=torch.int8),
+            query.new_empty(batch, key.shape[1], kv_rows // KEY_BLOCK, 4, dtype=torch.bfloat16),
+            query.new_empty(batch, q_heads, q_len, dtype=torch.float32),
+        ),
+    )
+
+
+def _training_attention_backward(
+    output_gradient: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    saved_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    saved_key: torch.Tensor,
+    key_scale: torch.Tensor,
+    lse: torch.Tensor,
+    valid: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    head_dim: int,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+) -> tuple[torch.Tensor, ...]:
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    # The facts that chose the forward's kernel: the output has query's sizes but one, V key's.
+    plan, kernel = _plan(output, value, value, valid, lengths, is_causal, recipe, fallback, head_dim)
+    assert kernel.run_backward is not None
+    with torch.autocast(value.device.type, enabled=False):
+        gradients = kernel.run_backward(
+            output_gradient,
+            value,
+            output,
+            Saved(saved_query, query_scale, saved_key, key_scale, lse),
+            head_dim=head_dim,
+            lengths=lengths,
+            valid=valid,
+            is_causal=is_causal,
+            causal_offset=causal_offset,
+            scale=scale,
+            recipe=get_recipe(plan.recipe),
+        )
+    return tuple(_heads_merge_freely(gradient) for gradient in gradients)
+
+
+def _fake_training_attention_backward(
+    output_gradient: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    saved_query: torch.Tensor,
+    query_scale: torch.Tensor,
+    saved_key: torch.Tensor,
+    key_scale: torch.Tensor,
+    lse: torch.Tensor,
+    valid: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    head_dim: int,
+    *options: object,
+) -> tuple[torch.Tensor, ...]:
+    batch, q_heads, q_len, _ = output.shape
+    kv_heads, kv_len, v_head_dim = value.shape[1:]
+    sizes = ((q_len, q_heads, head_dim), (kv_len, kv_heads, head_dim), (kv_len, kv_heads, v_head_dim))
+    return tuple(value.new_empty(batch, *size).transpose(1, 2) for size in sizes)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, _, value, valid, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, *options = inputs
+    ctx.save_for_backward(value, *output, valid, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.longest, ctx.head_dim, ctx.options = (max_seqlen_q, max_seqlen_k), query.shape[3], options
+
+
+def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
+    rest = (None,) * (len(ctx.needs_input_grad) - 3)
+    if output_gradient is None:
+        return None, None, None, *rest
+    value, output, *saved, valid, cu_seqlens_q, cu_seqlens_k, seqused_k = ctx.saved_tensors
+    lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.longest, seqused_k)
+    gradients = torch.ops.sage_kernels.training_attention_backward(
+        output_gradient, value, output, *saved, valid, *lengths, ctx.head_dim, *ctx.options
+    )
+    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+    return *(gradient if needed else None for gradient, needed in wanted), *rest
+
+
+def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
+    raise NotImplementedError(
+        "low-bit attention has no second derivative: use exact attention where a gradient is differentiated again "
+        '(recipe="exact", attn_implementation="sage_exact" or "sdpa")'
+    )
+
+
+def _training_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    lse: torch.Tensor,
+    valid: torch.Tensor | None,
+    scale: float | None,
+    recipe: str,
+) -> torch.Tensor:
+    """`Saved.lse` with what the mean of K, subtracted before quantising, contributes to each row's scores."""
+    if 0 in (*query.shape, key.shape[2]) or not get_recipe(recipe).smooth_k:
+        return lse.clone()
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    with torch.autocast(query.device.type, enabled=False):
+        mean = transforms.mean_of_tokens(key.float(), None if valid is None else valid[:, None, :, None])
+        grouped = query.float().unflatten(1, (key.shape[1], -1))
+        return lse + scale * grouped.matmul(mean.unsqueeze(2).mT).flatten(1, 2).squeeze(-1)
+
+
+def _fake_training_lse(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, *options: object) -> torch.Tensor:
+    return torch.empty_like(lse)
+
+
+for _name, _run, _fake in (
+    ("training_attention", _training_attention, _fake_training_attention),
+    ("training_attention_backward", _training_attention_backward, _fake_training_attention_backward),
+    ("training_lse", _training_lse, _fake_training_lse),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
+torch.library.register_autograd("sage_kernels::training_attention", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("sage_kernels::training_attention_backward", _no_second_derivative, lib=_library)
