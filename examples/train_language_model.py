@@ -224,7 +224,7 @@ class Experiments:
             print(f"\n{stage}: {title}, {len(final)} recipes, seeds {', '.join(map(str, self.args.seeds))}")
             print(comparison_table(section[title]["comparison"]), flush=True)
         update_result(self.result, stage, section)
-        plot_curves(groups, self.args.output / f"language_model_{stage}.png")
+        plot_curves(groups, self.args.output / f"language_model_{stage}.png", "held-out loss (nats a byte)")
 
     def pretrain(self) -> None:
         args, text = self.args, self.pretraining_text()

@@ -174,13 +174,14 @@ def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown([*header, "within seed noise"], rows)
 
 
-def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, loss: str) -> None:
     """Draws held-out loss against steps, and the difference of each run to exact attention's of its seed.
 
     Args:
         groups: title → runs with "settings" ("recipe", "seed") and "curve": rows of "step", "held_out_loss" (None where
             it is not finite, which leaves a gap). A row of axes each.
         path: Of the PNG.
+        loss: What it is and its unit, for the axes.
     """
     from matplotlib.figure import Figure
 
@@ -194,9 +195,13 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
                 row["step"]: math.nan if row["held_out_loss"] is None else row["held_out_loss"] for row in run["curve"]
             }
             curves.setdefault(run["settings"]["recipe"], {})[run["settings"]["seed"]] = curve
-        for color, (recipe, by_seed) in enumerate(curves.items()):
+        for index, (recipe, by_seed) in enumerate(curves.items()):
             for seed, curve in by_seed.items():
-                style = {"color": f"C{color}", "alpha": 0.7, "label": recipe if seed == min(by_seed) else None}
+                style = {
+                    "color": f"C{index}",
+                    "linestyle": ("-", "--", ":")[index % 3],
+                    "label": recipe if seed == min(by_seed) else None,
+                }
                 losses.plot(curve.keys(), curve.values(), **style)
                 if recipe != BASELINE and seed in curves.get(BASELINE, {}):
                     exact = curves[BASELINE][seed]
@@ -205,8 +210,8 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
         if noise is not None:
             differences.axhspan(-noise, noise, color="C0", alpha=0.15, label="spread of exact over seeds, at the end")
         differences.axhline(0, color="C0")
-        losses.set(title=title, xlabel="step", ylabel="held-out loss (nats)")
-        differences.set(title="difference to exact attention, same seed", xlabel="step", ylabel="nats")
+        losses.set(title=title, xlabel="step", ylabel=loss)
+        differences.set(title="difference to exact attention, same seed", xlabel="step", ylabel=f"Δ {loss}")
         # The first steps differ most and matter least: they may leave the frame.
         shown = [
             abs(y)

@@ -94,5 +94,5 @@ def test_a_plot_survives_a_diverged_run_and_a_recipe_without_its_exact_twin(tmp_
         return {"settings": {"recipe": recipe, "seed": seed}, "curve": curve}
 
     runs = [run("exact", 0, 2.0), run("sage_bwd", 0, None), run("sage_bwd", 1, 2.1)]
-    plot_curves({"one": runs, "other": [run("sage_bwd", 0, 2.0)]}, tmp_path / "plots" / "curves.png")
+    plot_curves({"one": runs, "other": [run("sage_bwd", 0, 2.0)]}, tmp_path / "plots" / "curves.png", "loss")
     assert (tmp_path / "plots" / "curves.png").read_bytes().startswith(b"\x89PNG")
