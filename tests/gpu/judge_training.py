@@ -1,7 +1,8 @@
 """What a kernel's gradients are judged by: its recipe's reference, and exact attention's in float64.
 
-Kernel and reference have the same INT8 of Q and K to the bit. What differs is the order of float32 sums and, where
-their tiles differ, what shares a scale of P or dS. So the kernel's errors are as large as the reference's.
+Kernel and reference have the same INT8 of Q and K to the bit, and gradients of the same tiles. What differs is the
+order of float32 sums and, where the forward's tiles differ, which weights share a scale. So the kernel's errors are as
+large as the reference's.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_kernels import reference_backward, training
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Request, get_kernel, select
-from sage_kernels.saved import Lengths, Saved, padded_rows
+from sage_kernels.saved import Lengths, Saved, padded_channels, padded_rows
+from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config
 
 TRAINING = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 NAMES = ("output", "query", "key", "value")
@@ -77,13 +79,14 @@ def of_kernel(call: Call) -> tuple[Gradients, Saved]:
 
 
 def of_reference(call: Call) -> tuple[Gradients, Saved]:
-    """By the recipe's specification."""
+    """By the recipe's specification, with the tiles of the kernel."""
+    block_m, block_n = blocks_of(call)
 
     def forward(query, key, value, *, recipe, **options):
         return reference_backward.forward(query, key, value, recipe, **options)
 
     def backward(*tensors, recipe, **options):
-        return reference_backward.backward(*tensors, recipe, **options)
+        return reference_backward.backward(*tensors, recipe, block_m=block_m, block_n=block_n, **options)
 
     return _both_passes(call, forward, backward)
 
@@ -93,6 +96,15 @@ def _both_passes(call, forward, backward):
     output, saved = forward(call.query, call.key, call.value, **options)
     gradients = backward(call.output_gradient, call.value, output, saved, head_dim=call.query.shape[3], **options)
     return Gradients(output, *gradients), saved
+
+
+def blocks_of(call: Call) -> tuple[int, int]:
+    """Queries of a tile that share a scale in dV and dK, and keys that do in dQ."""
+    capability = torch.cuda.get_device_capability(call.query.device)
+    channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
+    backward = RECIPES[call.recipe].backward
+    facts = capability, channels, backward is not None and backward.ds == "int8"
+    return int8_backward_key_config(*facts).block_m, int8_backward_query_config(*facts).block_n
 
 
 def of_exact_attention(call: Call) -> Gradients:
