@@ -11,7 +11,7 @@ that of the velocity predicted for clips of the 48 scenes outside of all trainin
 
 A run is kept in ``--run-dir`` and not repeated, so an interrupted command goes on with the run that it was at. Each
 command writes its section of ``<output>/tiny_video.json`` and prints a table; fine-tuning draws its curves beside it.
-Training is in bfloat16 on a GPU and in float32 on a CPU.
+Training is in bfloat16 on a GPU and in float32 on a CPU. Needs ``pip install ".[video,benchmarks]"``.
 """
 
 import argparse

@@ -11,7 +11,8 @@ held-out loss is always computed with exact attention: it judges the weights.
 
 A run is kept in ``--run-dir`` and not repeated, so an interrupted command goes on with the run that it was at. Each
 command writes its section of ``<output>/language_model.json``, draws its curves beside it, and prints a table. Training
-is in bfloat16 on a GPU and in float32 on a CPU, where ``--size tiny --pretrain-steps 200`` takes a few minutes.
+is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Needs matplotlib and tqdm:
+``pip install ".[video,benchmarks]"``.
 """
 
 import argparse
@@ -302,9 +303,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="tiny: for a CPU")
     parser.add_argument("--recipes", nargs="+", choices=TRAINING_RECIPES, default=list(TRAINING_RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--pretrain-steps", type=int, default=800)
+    parser.add_argument("--pretrain-steps", type=int, default=500)
     parser.add_argument("--pretrain-lr", type=float, default=1e-3)
-    parser.add_argument("--finetune-steps", type=int, default=300)
+    parser.add_argument("--finetune-steps", type=int, default=200)
     parser.add_argument("--finetune-lr", type=float, default=2e-4)
     parser.add_argument("--points", type=int, default=20, help="of a curve")
     parser.add_argument("--text", type=Path, help="folder of Python files; default: the standard library")

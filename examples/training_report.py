@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 BASELINE = "exact"
 PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate")
@@ -23,19 +25,24 @@ def finite(value: float) -> float | None:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """The machine, the versions and the commit that a result comes from."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """The machine, the versions and the commit that a result comes from; None where there is none."""
     return {
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
-        "commit": commit,
+        "commit": _commit(),
         "date": date.today().isoformat(),
     }
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file is in, if git and a checkout are there."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _version(package: str) -> str | None:
@@ -183,8 +190,6 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, l
         path: Of the PNG.
         loss: What it is and its unit, for the axes.
     """
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(12, 4.5 * len(groups)), layout="constrained")
     for (title, runs), (losses, differences) in zip(
         groups.items(), figure.subplots(len(groups), 2, squeeze=False), strict=True
