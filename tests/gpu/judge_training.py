@@ -64,7 +64,8 @@ def train(query, key, value, output_gradient, recipe, attend=training.attention,
 
 
 def assert_equal(found, expected):
-    for name, x, y in zip(NAMES, found, expected, strict=True):
+    """Output and gradients, or gradients alone, are equal to the bit."""
+    for name, x, y in zip(NAMES[-len(found) :], found, expected, strict=True):
         assert torch.equal(x, y), name
 
 
