@@ -53,7 +53,7 @@ def test_exact_is_pytorchs_attention_to_the_bit(arguments, dtype):
     )
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage3_paper", "sage2", "sage1"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "exact"])
 @pytest.mark.parametrize("arguments", MASKS.values(), ids=MASKS)
 def test_every_argument_reaches_the_recipe(recipe, arguments):
     inputs = draw(kv_heads=2, v_head_dim=32)
@@ -99,7 +99,7 @@ def test_nothing_is_mutated():
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1"])
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.backward is None])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_gradient_is_never_cut(recipe, position, caplog):
     inputs = draw()
@@ -109,7 +109,7 @@ def test_a_gradient_is_never_cut(recipe, position, caplog):
         output = sage_attention(*inputs, recipe=recipe)
     assert output.requires_grad
     assert torch.equal(output, expected)
-    assert "gradients are wanted" in caplog.text
+    assert ("gradients are wanted" in caplog.text) == (recipe != "exact")
     output.sum().backward()
     assert inputs[position].grad.abs().sum() > 0
 
@@ -160,7 +160,7 @@ def test_masks_of_every_rank_broadcast(recipe, shape):
     assert torch.allclose(output, sage_attention(*inputs, recipe=recipe), atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1"])
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd"])
 def test_autocast_does_not_reach_into_the_kernels(recipe):
     inputs = draw(dtype=torch.bfloat16)
     expected = sage_attention(*inputs, recipe=recipe, return_lse=True)

@@ -185,9 +185,7 @@ def test_bench_explains_itself_and_refuses_a_machine_without_the_gpu_it_measures
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for device in ("cuda", "cpu"):
         assert f"--device {device}: the benchmark times GPU kernels" in refused(capsys, "bench", "--device", device)
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "--shapes", "5k"])
-    assert stop.value.code == 2 and "invalid choice: '5k'" in capsys.readouterr().err
+    assert "--shapes: unknown 5k; choose from: " in refused(capsys, "bench", "--shapes", "5k")
 
 
 def test_bench_measures_prints_and_writes_what_was_asked_for(monkeypatch, tmp_path, capsys):
@@ -195,7 +193,7 @@ def test_bench_measures_prints_and_writes_what_was_asked_for(monkeypatch, tmp_pa
 
     def run(device, shapes, providers, commit, progress):
         asked.update(shapes=[shape.name for shape in shapes], providers={one.name for one in providers})
-        row = measure._row(shapes[0], providers[0]) | {"tflops": 500.0, "ms": 1.0, "compile_s": 0.0}
+        row = measure.new_row(shapes[0], providers[0]) | {"tflops": 500.0, "ms": 1.0, "compile_s": 0.0}
         row |= {"rel_l1": 0.01, "rel_l1_biased": 0.01, "peak_extra_bytes": 0}
         facts = {"gpu": "NVIDIA RTX 5090", "torch": "2", "triton": "3", "cuda": "13", "commit": commit, "date": "today"}
         return {**facts, "quantizers": [], "rows": [row]}

@@ -15,6 +15,7 @@ FULL = SageConfig(
     layers=(LayerRule("blocks.0.*", "exact"), LayerRule("blocks.*", "sage1")),
     steps=(StepRule(0, 2, "sage2"), StepRule(-1, None, "exact")),
     note="why: é",
+    training="sage_bwd",
 )
 
 
@@ -50,6 +51,14 @@ def test_steps_without_their_number_cannot_count_from_the_end():
         FULL.resolve("head.attn", 5)
 
 
+def test_layer_rules_win_over_the_recipe_of_training():
+    assert FULL.training_recipe("head.attn") == "sage_bwd"
+    assert FULL.training_recipe("blocks.0.attn") is None
+    assert SageConfig("sage3").training_recipe("head.attn") is None
+    shipped = SageConfig.from_name("train-int8-infer-fp4")
+    assert (shipped.recipe, shipped.training) == ("sage3", "sage_bwd") and shipped.note
+
+
 def test_patterns_match_whole_names_and_their_case():
     config = SageConfig("sage3", layers=(LayerRule("transformer_blocks.1.*", "exact"),))
     assert config.resolve("transformer_blocks.1.attn") == "exact"
@@ -62,6 +71,8 @@ def test_patterns_match_whole_names_and_their_case():
     [
         ({"recipe": "sage9"}, "recipe: unknown recipe 'sage9'.*exact.*sage3"),
         ({"recipe": 3}, "recipe: expected the name of a recipe"),
+        ({"recipe": "sage3", "training": "sage9"}, "training: unknown recipe 'sage9'"),
+        ({"recipe": "sage3", "training": 1}, "training: expected the name of a recipe"),
         ({}, "'recipe' is missing"),
         (
             {"recipe": "sage3", "layer": []},
@@ -109,7 +120,7 @@ def test_unreadable_file_is_refused_naming_it(tmp_path):
 
 def test_names_are_recipes_and_shipped_configurations():
     assert SageConfig.from_name("sage2") == SageConfig("sage2")
-    assert set(SageConfig.names()) == {"cogvideox-2b", "cogvideox-5b", "hunyuanvideo", "mochi"}
+    assert set(SageConfig.names()) == {"cogvideox-2b", "cogvideox-5b", "hunyuanvideo", "mochi", "train-int8-infer-fp4"}
     assert not set(SageConfig.names()) & set(RECIPES)
     with pytest.raises(ValueError, match=r"'sage4' is neither a recipe .*sage3.*cogvideox-2b.*JSON"):
         SageConfig.from_name("sage4")

@@ -17,7 +17,7 @@ def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "exact"])
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck_passes(dtype, recipe, return_lse):
     mask = torch.ones(2, 1, 1, 90, dtype=torch.bool)
@@ -28,7 +28,7 @@ def test_opcheck_passes(dtype, recipe, return_lse):
         )
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1"])
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd"])
 def test_the_operator_runs_the_reference(recipe):
     inputs = draw()
     output, lse = ops.attention(*inputs, is_causal=True, scale=0.2, recipe=recipe, return_lse=True)
@@ -65,14 +65,24 @@ def test_listeners_hear_the_plan_also_of_compiled_calls():
     assert [plan.kernel for plan in heard] == ["reference", "reference"]
 
 
-def test_backward_raises_instead_of_cutting_the_gradient():
+@pytest.mark.parametrize("recipe", ["sage3", "sage_bwd"])
+def test_backward_raises_instead_of_cutting_the_gradient(recipe):
     query, key, value = draw()
-    output, _ = ops.attention(query.requires_grad_(), key, value)
+    output, _ = ops.attention(query.requires_grad_(), key, value, recipe=recipe)
     with pytest.raises(NotImplementedError, match="forward only"):
         output.sum().backward()
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "exact"])
+def test_forward_mode_raises_instead_of_cutting_the_tangent():
+    query, key, value = draw()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: ops.attention(x, key, value)[0], (query,), (query,))
+    packed, sequences = [x[0].transpose(0, 1) for x in (query, key, value)], (pack([70]), pack([90]), 70, 90)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: ops.packed_attention(x, *packed[1:], *sequences)[0], (packed[0],), (packed[0],))
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
 @pytest.mark.parametrize("offset", [0, 20, -30])
 def test_a_causal_offset_moves_the_diagonal(recipe, offset):
     """20 = kv_len - q_len: aligned lower right, as decoding is. The first 30 rows of -30 may attend to nothing."""
@@ -94,7 +104,7 @@ def pack(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "exact"])
+@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_are_those_sequences(recipe, is_causal):
     q_lengths, kv_lengths, used = [70, 1, 0, 64], [90, 33, 70, 128], [80, 33, 70, 0]

@@ -24,8 +24,12 @@ def add_kernel(monkeypatch):
     monkeypatch.setattr(registry, "_kernels", {"reference": registry.get_kernel("reference")})
     select.cache_clear()
 
-    def add(name, recipe, unsupported=lambda request: "", native=True):
-        registry.register(Kernel(name, frozenset([recipe]), native, unsupported, never_runs))
+    def add(name, recipe, unsupported=lambda request: "", native=True, backward=None):
+        registry.register(
+            Kernel(
+                name, frozenset([recipe]), native, unsupported, never_runs, run_training=backward, run_backward=backward
+            )
+        )
 
     yield add
     select.cache_clear()
@@ -142,6 +146,34 @@ def test_short_calls_are_exact_unless_emulation_is_asked_for(sizes):
     assert select(short, "emulate").kernel == "reference"
 
 
+def test_calls_with_gradients_are_low_bit_at_any_length():
+    """Training does not change its numerics from one batch to the next."""
+    short = replace(CPU, recipe="sage_bwd", q_len=1, kv_len=5)
+    assert select(short).kernel == "sdpa"
+    plan = select(replace(short, grad=True))
+    assert (plan.kernel, plan.recipe, plan.numerics) == ("reference", "sage_bwd", "emulated")
+
+
+def test_a_kernel_without_a_backward_pass_is_passed_over_where_gradients_are_wanted(add_kernel):
+    add_kernel("forward", "sage_bwd")
+    request = replace(GPU, recipe="sage_bwd")
+    assert select(request).kernel == "forward"
+    plan = select(replace(request, grad=True))
+    assert plan.kernel == "sdpa"
+    assert ("sage_bwd by forward", "forward only") in plan.passed_over
+    assert select(replace(request, grad=True), "emulate").kernel == "reference"
+    add_kernel("both", "sage_bwd", backward=never_runs)
+    assert select(replace(request, grad=True)).kernel == "both"
+
+
+def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_kernel(add_kernel):
+    add_kernel("both", "sage2", backward=never_runs)
+    plan = select(replace(GPU, recipe="sage2", grad=True))
+    assert (plan.kernel, plan.reason) == ("sdpa", "sage2 is forward only and gradients are wanted")
+    with pytest.raises(KernelUnavailableError, match="forward only and gradients are wanted"):
+        select(replace(GPU, recipe="sage2", grad=True), "error")
+
+
 def test_equal_reasons_compare_equal_whatever_the_sizes():
     """The log prints each reason once; a size in it would print it at every decoding step."""
     assert select(replace(CPU, q_len=1, kv_len=100)).reason == select(replace(CPU, q_len=1, kv_len=101)).reason
@@ -178,3 +210,4 @@ def test_a_request_holds_the_facts_of_its_tensors():
     assert request == Request("sage2", "cpu", None, torch.float32, 2, 8, 4, 5, 7, 64, 32, "bool", False, True)
     assert Request.of(query, key, value, torch.zeros(1, 1, 1, 7)).mask == "additive"
     assert Request.of(query, key, value).mask == "none"
+    assert Request.of(query, key, value, grad=True) == replace(Request.of(query, key, value), grad=True)

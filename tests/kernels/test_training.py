@@ -1,0 +1,334 @@
+"""The operators with gradients: what the kernel computes arrives, for the inputs that want it, and nothing is cut."""
+
+import pytest
+import torch
+
+from sage_kernels import exact, ops, reference_backward, registry, training
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import Kernel, KernelUnavailableError
+from sage_kernels.saved import Lengths
+
+TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+NOTHING_PACKED = (None, None, 0, 0, None)
+
+
+def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32, batch=2, grad=True):
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((q_heads, q_len, 64), (kv_heads, kv_len, 64), (kv_heads, kv_len, v_head_dim))
+    return [torch.randn(batch, *size, generator=generator).to(dtype).requires_grad_(grad) for size in sizes]
+
+
+def output_gradient(output):
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+
+
+def padding(batch=2, kv_len=90):
+    valid = torch.ones(batch, kv_len, dtype=torch.bool)
+    valid[0, 71:] = False
+    valid[-1, :13] = False
+    return valid
+
+
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "offset": {"is_causal": True, "causal_offset": -5, "scale": 0.2},
+    "padding": {"valid": padding()},
+    "causal padding": {"valid": padding(), "is_causal": True},
+    "one padding for all": {"valid": padding(1)},
+}
+
+
+@pytest.mark.parametrize("recipe", TRAINABLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_output_and_gradients_are_those_of_the_reference(recipe, dtype, call):
+    inputs = draw(dtype=dtype)
+    output, _ = training.attention(*inputs, **call, recipe=recipe)
+    gradients = torch.autograd.grad(output, inputs, output_gradient(output))
+    options = {"lengths": None, "valid": None, "is_causal": False, **call, "recipe": RECIPES[recipe]}
+    detached = [x.detach() for x in inputs]
+    expected, saved = reference_backward.forward(*detached, **options)
+    expected_gradients = reference_backward.backward(
+        output_gradient(output), detached[2], expected, saved, head_dim=64, **options
+    )
+    assert torch.equal(output, expected)
+    for x, actual, wanted in zip(inputs, gradients, expected_gradients, strict=True):
+        assert actual.dtype == dtype and actual.shape == x.shape
+        assert actual.transpose(1, 2).is_contiguous()
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_lse_is_that_of_inference_and_carries_no_gradient(call):
+    inputs = draw()
+    _, lse = training.attention(*inputs, **call, return_lse=True)
+    valid = call.get("valid")
+    mask = None if valid is None else valid[:, None, None]
+    options = {name: value for name, value in call.items() if name != "valid"}
+    with torch.no_grad():
+        _, expected = ops.attention(*inputs, mask=mask, **options, recipe="sage_bwd", return_lse=True)
+    assert torch.equal(lse, expected)
+    assert not lse.requires_grad
+    assert training.attention(*inputs)[1].shape == (0,)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_inputs_that_want_no_gradient_get_none_and_change_nothing_of_the_others(wanted):
+    everything = draw()
+    output, _ = training.attention(*everything)
+    expected = torch.autograd.grad(output, everything, output_gradient(output))
+    inputs = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(everything)]
+    training.attention(*inputs)[0].backward(output_gradient(output))
+    for i, x in enumerate(inputs):
+        assert (x.grad is None) if i not in wanted else torch.equal(x.grad, expected[i])
+
+
+def test_an_output_that_is_not_used_gives_no_gradient():
+    inputs = draw()
+    saved = torch.ops.sage_kernels.training_attention(
+        *inputs, None, *NOTHING_PACKED, False, 0, None, "sage_bwd", "native"
+    )
+    assert [tensor.requires_grad for tensor in saved] == [True, False, False, False, False, False]
+
+
+def test_inputs_and_the_outputs_gradient_are_unchanged():
+    inputs = draw()
+    output, _ = training.attention(*inputs, valid=(valid := padding()))
+    tensors = [*inputs, output, valid, gradient := output_gradient(output)]
+    before = [x.detach().clone() for x in tensors]
+    output.backward(gradient)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "strided"])
+def test_strides_change_nothing(layout):
+    inputs = draw()
+    if layout == "expanded":
+        inputs = [x.detach()[:1].expand(2, -1, -1, -1).requires_grad_() for x in inputs]
+    elif layout == "transposed":
+        inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+    else:
+        inputs = [x.detach().repeat_interleave(2, 2)[:, :, ::2].requires_grad_() for x in inputs]
+    dense = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in inputs]
+    for gradient in (torch.ones(1, 1, 1, 1).expand(2, 4, 70, 32), torch.randn(2, 70, 32, 4).permute(0, 3, 1, 2)):
+        outputs = [training.attention(*some)[0] for some in (inputs, dense)]
+        assert torch.equal(*outputs)
+        strided = torch.autograd.grad(outputs[0], inputs, gradient)
+        expected = torch.autograd.grad(outputs[1], dense, gradient.contiguous())
+        assert all(torch.equal(a, b) for a, b in zip(strided, expected, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 1, "kv_len": 1}, {"q_len": 3, "kv_len": 17}])
+def test_short_calls_are_low_bit_too(sizes):
+    inputs = draw(**sizes)
+    expected, _ = reference_backward.forward(*(x.detach() for x in inputs), RECIPES["sage_bwd"], is_causal=False)
+    assert torch.equal(training.attention(*inputs)[0], expected)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}])
+def test_nothing_to_attend_to_gives_zeros(sizes):
+    inputs = draw(**sizes)
+    output, _ = training.attention(*inputs)
+    assert not output.any()
+    for x, gradient in zip(inputs, torch.autograd.grad(output, inputs, torch.ones_like(output)), strict=True):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_keys_that_do_not_exist_may_hold_anything():
+    query, key, value = (x.detach() for x in draw())
+    valid = padding()
+    expected = key.clone(), value.clone()
+    for x, y in zip((key, value), expected, strict=True):
+        x.masked_fill_(~valid[:, None, :, None], torch.nan)
+        y.masked_fill_(~valid[:, None, :, None], 3.0)
+    found = []
+    for some in ((query, key, value), (query, *expected)):
+        inputs = [x.requires_grad_() for x in some]
+        output, _ = training.attention(*inputs, valid=valid, is_causal=True)
+        found.append([output, *torch.autograd.grad(output, inputs, output_gradient(output))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not any(gradient.masked_select(~valid[:, None, :, None]).any() for gradient in found[0][2:])
+
+
+def test_a_second_derivative_is_refused_with_what_to_do():
+    inputs = draw()
+    output, _ = training.attention(*inputs)
+    (gradient,) = torch.autograd.grad(output.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'no second derivative.*recipe="exact"'):
+        gradient.square().sum().backward()
+
+
+def test_forward_mode_and_transforms_are_refused_rather_than_cut():
+    query, key, value = draw(grad=False)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: training.attention(x, key, value)[0], (query,), (query,))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: training.attention(x, key, value)[0].sum())(query)
+
+
+def pack(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def packed_call():
+    """Arguments of `packed_attention`; sequences of 80, 33, 0 and 64 keys that count."""
+    query, key, value = (x.detach()[0].transpose(0, 1) for x in draw(q_len=135, kv_len=321))
+    inputs = [x.contiguous().requires_grad_() for x in (query, key, value)]
+    used = torch.tensor([80, 33, 0, 64], dtype=torch.int32)
+    return inputs, (pack([70, 1, 0, 64]), pack([90, 33, 70, 128]), 70, 128), used
+
+
+@pytest.mark.parametrize("recipe", TRAINABLE)
+def test_packed_sequences_are_those_sequences(recipe):
+    inputs, sequences, used = packed_call()
+    output = training.packed_attention(*inputs, *sequences, seqused_k=used, is_causal=True, recipe=recipe)
+    gradient = output_gradient(output)
+    gradients = torch.autograd.grad(output, inputs, gradient)
+    assert not gradients[1][80:90].any()
+    q_starts, k_starts = sequences[0].tolist(), sequences[1].tolist()
+    for i in range(4):
+        rows, keys = slice(q_starts[i], q_starts[i + 1]), slice(k_starts[i], k_starts[i] + int(used[i]))
+        parts = (inputs[0][rows], inputs[1][keys], inputs[2][keys])
+        alone = [part.detach().transpose(0, 1)[None].requires_grad_() for part in parts]
+        expected, _ = training.attention(*alone, is_causal=True, recipe=recipe)
+        wanted = torch.autograd.grad(expected, alone, gradient[rows].transpose(0, 1)[None])
+        assert torch.equal(output[rows], expected[0].transpose(0, 1))
+        for found, some, one in zip(gradients, (rows, keys, keys), wanted, strict=True):
+            assert torch.equal(found[some], one[0].transpose(0, 1))
+
+
+def test_packed_sequences_run_as_the_reference_packs_them():
+    inputs, sequences, used = packed_call()
+    batches = [x.detach().transpose(0, 1)[None] for x in inputs]
+    lengths = Lengths(*sequences, used)
+    expected, _ = reference_backward.forward(*batches, RECIPES["sage_bwd"], lengths=lengths, is_causal=False)
+    output = training.packed_attention(*inputs, *sequences, seqused_k=used)
+    assert torch.equal(output, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("call", ["plain", "padding", "packed"])
+def test_opcheck_passes(call):
+    operators = torch.ops.sage_kernels
+    options = (True, 0, None, "sage_bwd", "native")
+    inputs, valid, lengths = draw(), None, NOTHING_PACKED
+    if call == "padding":
+        valid = padding()
+    elif call == "packed":
+        packed, sequences, used = packed_call()
+        inputs, lengths = [x.detach().transpose(0, 1)[None].requires_grad_() for x in packed], (*sequences, used)
+    torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *lengths, *options))
+    with torch.no_grad():
+        output, *saved = operators.training_attention(*inputs, valid, *lengths, *options)
+    arguments = (torch.ones_like(output), inputs[2].detach(), output, *saved, valid, *lengths, 64, *options)
+    torch.library.opcheck(operators.training_attention_backward.default, arguments)
+
+
+def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
+    def attend(*tensors):
+        assert not training.why_exact(*tensors[:3], valid=tensors[3])
+        return training.attention(*tensors[:3], valid=tensors[3], is_causal=True, return_lse=True)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for q_len, kv_len in ((70, 90), (100, 64), (33, 300)):
+        inputs, valid = draw(q_len=q_len, kv_len=kv_len), padding(kv_len=kv_len)
+        found = []
+        for function in (compiled, attend):
+            output, lse = function(*inputs, valid)
+            found.append([output, lse, *torch.autograd.grad(output, inputs, output_gradient(output))])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("recipe", "fallback"), [("sage_bwd", "native"), ("sage_bwd", "error"), ("sage2", "native")])
+def test_why_exact_says_the_same_inside_the_compiler(dtype, recipe, fallback):
+    inputs, said = draw(dtype=dtype), []
+
+    def ask(*tensors):
+        said.append(training.why_exact(*tensors, recipe=recipe, fallback=fallback))
+        return tensors[0] + 0
+
+    ask(*inputs)
+    torch.compile(ask, fullgraph=True, dynamic=True, backend="eager")(*inputs)
+    assert said[0] == said[1]
+    assert (said[0] == "") == (dtype == torch.float32 and (recipe, fallback) == ("sage_bwd", "native"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_does_not_reach_into_the_kernels(inside):
+    inputs = draw()
+    output, _ = training.attention(*inputs, return_lse=True)
+    expected = torch.autograd.grad(output, inputs, output_gradient(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        again, lse = training.attention(*inputs, return_lse=True)
+        gradients = torch.autograd.grad(again, inputs, output_gradient(again)) if inside else None
+    assert torch.equal(lse, training.attention(*inputs, return_lse=True)[1])
+    gradients = gradients or torch.autograd.grad(again, inputs, output_gradient(again))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_less_is_kept_for_the_backward_pass_than_by_16_bit_attention():
+    """Q and K in 8 bits, V and O in 16; scales and lse are 12 bytes a token beside the 4·2·64 of Q, K, V and O."""
+    kept = []
+    inputs = draw(q_heads=2, q_len=256, kv_len=256, dtype=torch.bfloat16, v_head_dim=64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        training.attention(*inputs)
+    tokens = 2 * 2 * 256
+    assert sum(x.numel() * x.element_size() for x in kept) <= tokens * (2 * 64 + 4 * 64 + 12)
+
+
+def test_forward_and_backward_run_on_one_kernel_which_the_listeners_hear_of_once(monkeypatch):
+    monkeypatch.setattr(registry, "_kernels", {"reference": registry.get_kernel("reference")})
+    ran = []
+
+    def run_training(*tensors, **options):
+        ran.append("forward")
+        return reference_backward.forward(*tensors, **options)
+
+    def run_backward(*tensors, **options):
+        ran.append("backward")
+        return reference_backward.backward(*tensors, **options)
+
+    recipes = frozenset(["sage_bwd"])
+    registry.register(Kernel("fast", recipes, True, lambda request: "", None, None, run_training, run_backward))
+    heard = []
+    ops.plan_listeners.append(heard.append)
+    try:
+        training.attention(*draw())[0].sum().backward()
+    finally:
+        ops.plan_listeners.remove(heard.append)
+        registry.select.cache_clear()
+    assert ran == ["forward", "backward"]
+    assert [(plan.kernel, plan.numerics, plan.request.grad) for plan in heard] == [("fast", "native", True)]
+
+
+BAD_CALLS = {
+    "float64": (lambda: draw(dtype=torch.float64), {}, KernelUnavailableError, "no kernel computes gradients.*dtype"),
+    "recipe": (draw, {"recipe": "sage2"}, KernelUnavailableError, "sage2 is forward only"),
+    "native": (draw, {"fallback": "error"}, KernelUnavailableError, "no native kernel"),
+    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "multiple of kv_heads"),
+    "valid dtype": (draw, {"valid": padding().float()}, ValueError, "valid must be bool"),
+    "valid batch": (draw, {"valid": padding(3)}, ValueError, "valid must be bool .batch or 1, kv_len."),
+    "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one for each key"),
+}
+
+
+@pytest.mark.parametrize(("build", "options", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_what_no_kernel_can_train_is_refused_with_what_to_do(build, options, error, message):
+    with pytest.raises(error, match=message):
+        training.attention(*build(), **options)
+
+
+def test_the_gradient_points_where_exact_attentions_does():
+    """A wiring mistake (a swapped gradient, a lost scale) is an error of order 1; the recipe's own is below .02."""
+    inputs = draw(q_len=256, kv_len=256)
+    gradients, expected = [], []
+    for attend, found in ((training.attention, gradients), (exact.sdpa, expected)):
+        options = {"enable_gqa": True} if attend is exact.sdpa else {}
+        output = attend(*inputs, is_causal=True, **options)
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        found += torch.autograd.grad(output, inputs, output_gradient(output))
+    for actual, wanted in zip(gradients, expected, strict=True):
+        assert (actual - wanted).abs().sum() <= 0.02 * wanted.abs().sum()
