@@ -317,8 +317,8 @@ def _backward(
         subtracted = delta[:, :, chunk]
         if formats.delta == "consistent":
             subtracted = torch.zeros_like(subtracted)
-            for _, allowed, p, dp in tiles(chunk):
-                subtracted += (p * dp).masked_fill_(~allowed, 0.0).sum(-1, keepdim=True)
+            for _, _, p, dp in tiles(chunk):
+                subtracted += (p * dp).sum(-1, keepdim=True)
         for tile, allowed, p, dp in tiles(chunk):
             ds = dp.sub_(subtracted).mul_(p).masked_fill_(~allowed, 0.0)
             rounded = _round_tile(p, formats.p, formats.scales, block_m, -2, dtype)
@@ -330,8 +330,9 @@ def _backward(
             product = per_group(rounded, kv_heads) @ key_operand[:, :, tile].unsqueeze(2)
             query_gradient[:, :, chunk] += product.flatten(1, 2)
 
-    # What is not finite in dO, times a P of 0, is not 0.
-    value_gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
+    # What is not finite in dO, times a P of 0 or in a scale, is not 0.
+    for gradient in (key_gradient, value_gradient):
+        gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
     return (
         _tokens_first(query_gradient[:, :, :q_len, :head_dim] * scale, dtype),
         _tokens_first(key_gradient[:, :, :kv_len, :head_dim] * scale, dtype),
