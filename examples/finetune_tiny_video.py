@@ -234,7 +234,7 @@ class Experiment:
             trained = train(self.accelerator, transformer, self.task, seed=seed, batch_size=args.batch_size, **how)
             self.accelerator.unwrap_model(transformer, keep_fp32_wrapper=False).save_pretrained(path)
             self.accelerator.free_memory()
-            return {**trained, "facts": facts(self.accelerator.device)}
+            return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}
 
         return resume_or_run(path.with_suffix(".json"), settings, run)
 
@@ -316,7 +316,7 @@ class Experiment:
                 )
         header = ["trained with", "run with", "held-out loss", "velocity rel-L1", "clips rel-L1"]
         print(f"\n{markdown([*header, *Scene._fields, 'all', 'of'], table)}", flush=True)
-        section = {"seeds": self.args.seeds, "rows": rows, "facts": facts(self.accelerator.device)}
+        section = {"seeds": self.args.seeds, "rows": rows, "facts": facts(self.accelerator.device, self.args.commit)}
         update_result(self.result, "evaluate", section)
 
 
@@ -334,6 +334,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="the pipeline folder to begin with")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_tiny_video"), help="weights and parts")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plot")
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     return parser.parse_args(argv)
 
 

@@ -120,12 +120,19 @@ def use_recipe(model: PreTrainedModel, recipe: str) -> None:
     model.set_attn_implementation("sdpa" if recipe == "exact" else recipe)
 
 
-def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
+def loss_of(model: PreTrainedModel, windows: Tensor) -> Tensor:
     """Mean loss in nats a byte over windows, uint8 (count, seq_len)."""
+    tokens = windows.long()
+    # Without a mask, transformers 4 takes every batch for packed sequences, which have no low-bit gradients.
+    return model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
+
+
+def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
+    """`loss_of` many windows, some at a time."""
     losses = []
     for batch in windows.split(batch_size):
         with accelerator.autocast():
-            losses.append(model(batch.long(), labels=batch.long()).loss * len(batch))
+            losses.append(loss_of(model, batch) * len(batch))
     return float(torch.stack(losses).sum() / len(windows))
 
 
@@ -138,8 +145,8 @@ def train(
     windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(accelerator.device)
 
     def loss_of_step(step: int) -> Tensor:
-        batch = training_windows(training, size.seq_len, size.batch_size, seed * 1_000_003 + step).long()
-        return model(batch, labels=batch).loss
+        seed_of_step = seed * 1_000_003 + step
+        return loss_of(model, training_windows(training, size.seq_len, size.batch_size, seed_of_step))
 
     return fit(
         accelerator,
@@ -190,7 +197,7 @@ class Experiments:
             trained = train(self.accelerator, model, text, self.size, seed, title=f"{folder} {path.name}", **how)
             self.accelerator.unwrap_model(model, keep_fp32_wrapper=False).save_pretrained(path)
             self.accelerator.free_memory()
-            return {**trained, "facts": facts(self.accelerator.device)}
+            return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}
 
         return resume_or_run(path.with_suffix(".json"), settings, run)
 
@@ -292,7 +299,7 @@ class Experiments:
             "seeds": self.args.seeds,
             "kernels": kernels,
             "rows": rows,
-            "facts": facts(device),
+            "facts": facts(device, self.args.commit),
         }
         update_result(self.result, "evaluate", section)
 
@@ -313,6 +320,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, default=989, help="the GPU's, in bfloat16, to estimate time by")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/language_model"), help="weights and parts")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plots")
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     return parser.parse_args(argv)
 
 

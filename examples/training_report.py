@@ -24,14 +24,19 @@ def finite(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """The machine, the versions and the commit that a result comes from; None where there is none."""
+def facts(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """The machine, the versions and the commit that a result comes from; None where there is none.
+
+    Args:
+        device: What ran it.
+        commit: Of the source; default: that of the checkout.
+    """
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
-        "commit": _commit(),
+        "commit": _commit() if commit is None else commit,
         "date": date.today().isoformat(),
     }
 

@@ -86,6 +86,7 @@ def test_facts_name_versions_and_commit():
     found = facts(torch.device("cpu"))
     assert found["torch"] and found["transformers"] and found["date"] and found["gpu"] is None
     assert "commit" in found
+    assert facts(torch.device("cpu"), commit="abc")["commit"] == "abc"
 
 
 def test_a_plot_survives_a_diverged_run_and_a_recipe_without_its_exact_twin(tmp_path):
