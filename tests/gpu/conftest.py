@@ -29,3 +29,13 @@ def poisoned_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def enough_memory(device: torch.device) -> Iterator[None]:
+    """For tensors of more elements than 32 bits count."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(device)[0] < 60e9:
+        pytest.skip("needs 60 GB of free GPU memory")
+    yield
+    torch.cuda.empty_cache()

@@ -1,12 +1,14 @@
-"""Calls every kernel in every variant on small shapes, for a memory checker, of all low-bit recipes or of those named:
+"""Calls every kernel in every variant on small shapes, for a memory checker, of all low-bit recipes or of those named,
+and computes the gradients of those that have them:
 
-compute-sanitizer --tool memcheck python tests/gpu/sanitized_calls.py sage2 sage1
+compute-sanitizer --tool memcheck python tests/gpu/sanitized_calls.py sage2 sage_bwd
 """
 
 import sys
 
 import torch
 from judge import LOW_BIT, attend
+from judge_training import TRAINING, Draw, of_kernel
 
 from sage_kernels import ops
 
@@ -29,9 +31,26 @@ def attend_packed(recipe: str) -> None:
     ops.packed_attention(*inputs, lengths, lengths, 203, 203, **options)
 
 
+def train(recipe: str) -> None:
+    """Every variant of forward and backward: plain, causal, with padding, packed."""
+    draw = Draw(torch.device("cuda"))
+    for q_len, kv_len, head_dim, v_head_dim in ((1, 1, 64, 64), (129, 333, 128, 128), (300, 65, 40, 24)):
+        for is_causal in (False, True):
+            for valid in (None, draw.uniform(2, kv_len) < 0.5):
+                options = {"is_causal": is_causal, "causal_offset": 30, "valid": valid}
+                of_kernel(draw.call(recipe, 2, 4, 2, q_len, kv_len, head_dim, v_head_dim, **options))
+            lengths = draw.lengths([1, q_len, 0], [kv_len, 70, 5], [kv_len, 69, 0])
+            options = {"is_causal": is_causal, "lengths": lengths}
+            of_kernel(draw.call(recipe, 1, 4, 2, 1 + q_len, kv_len + 75, head_dim, v_head_dim, **options))
+        torch.cuda.synchronize()
+        print(f"{recipe}: gradients, {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
+
+
 def main() -> None:
     for recipe in sys.argv[1:] or LOW_BIT:
         attend_packed(recipe)
+        if recipe in TRAINING:
+            train(recipe)
         for q_len, kv_len, head_dim, v_head_dim in ((1, 1, 64, 64), (129, 333, 128, 128), (300, 65, 40, 24)):
             inputs = draw(2, 4, q_len, head_dim), draw(2, 2, kv_len, head_dim), draw(2, 2, kv_len, v_head_dim)
             for mask in masks(2, 4, q_len, kv_len):

@@ -9,6 +9,7 @@ from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.recipe import RECIPES
 
 LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
+FORWARD_ONLY = [name for name in LOW_BIT if RECIPES[name].backward is None]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
@@ -89,6 +90,19 @@ def test_exact_attention_with_grouped_queries_and_a_mask_needs_linear_memory():
     sage_attention(query, key, value, attn_mask=mask, enable_gqa=True, recipe="exact")
     scores = 2 * 8 * 8192 * 8192 * 2
     assert torch.cuda.max_memory_allocated() - before < scores / 4
+
+
+@pytest.mark.parametrize("recipe", FORWARD_ONLY)
+@pytest.mark.parametrize("fallback", ["native", "emulate"])
+def test_gradients_of_forward_only_recipes_are_those_of_exact_attention(recipe, fallback):
+    inputs = [x.cuda().requires_grad_() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
+    weights = torch.randn(2, 4, 300, 64, device="cuda")
+    (sage_attention(*inputs, recipe=recipe, fallback=fallback) * weights).sum().backward()
+    expected = [x.detach().double().requires_grad_() for x in inputs]
+    (torch.nn.functional.scaled_dot_product_attention(*expected) * weights).sum().backward()
+    for x, y in zip(inputs, expected, strict=True):
+        # PyTorch's kernel keeps P and dS in bfloat16.
+        assert (x.grad - y.grad).abs().sum() <= 2**-6 * y.grad.abs().sum()
 
 
 @pytest.mark.parametrize("grad", [False, True])

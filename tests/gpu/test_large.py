@@ -12,13 +12,7 @@ BLOCK = reference.BLOCK_M
 HEADS, TOKENS, HEAD_DIM = 136, 131_072, 128
 
 
-@pytest.fixture(autouse=True)
-def enough_memory(device):
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info(device)[0] < 60e9:
-        pytest.skip("needs 60 GB of free GPU memory")
-    yield
-    torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("enough_memory")
 
 
 def draw(device, *shape, seed=0):

@@ -14,7 +14,7 @@ from sage_kernels.triton import int8_forward, quantize_nvfp4
 from sage_kernels.triton.sequences import Sequences
 
 CASES, CASES_NVFP4 = 40, 8  # an NVFP4 quantiser compiles for seconds
-# Of each 16 tokens of V in e4m3, and of each 32 tokens of K in NVFP4, the place in memory of token 0, 1, 2 …
+# Of each 16 tokens of V in 8 bit, and of each 32 tokens of K in NVFP4, the place in memory of token 0, 1, 2 …
 V_PLACES = torch.arange(16).view(4, 2, 2).transpose(0, 1).flatten()
 K_PLACES = torch.arange(32).view(4, 4, 2).transpose(0, 1).flatten()
 
@@ -33,7 +33,7 @@ def int8_values(operands, recipe):
         "query_scale": operands.query_scale.unsqueeze(-1),
         "key": operands.key.float(),
         "key_scale": operands.key_scale.float().repeat_interleave(2, -1).repeat(1, 1, 1, 8).flatten(2).unsqueeze(-1),
-        "value": in_order(value, V_PLACES, -1).mT if recipe.pv == "fp8" else value,
+        "value": value if recipe.pv == "fp16" else in_order(value, V_PLACES, -1).mT,
         "value_scale": operands.value_scale.unsqueeze(-2),
         "value_mean": operands.value_mean.unsqueeze(-2),
     }

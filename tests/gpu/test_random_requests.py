@@ -1,4 +1,4 @@
-"""Two thousand random requests, each judged by its recipe's reference and by exact attention.
+"""More than two thousand random requests, each judged by its recipe's reference and by exact attention.
 
 Drawn in groups that share what a kernel is compiled for. What failed as "GROUPS[3], 17" is rerun by
 `run(GROUPS[3], 17, device)`.
@@ -35,6 +35,8 @@ GROUPS = [
     Group("sage1", 64, 64, torch.float16),
     Group("sage1", 128, 80, torch.bfloat16),
     Group("sage1", 16, 96, torch.float32),
+    Group("sage_bwd", 64, 64, torch.bfloat16),
+    Group("sage_bwd", 128, 80, torch.float16),
     Group("sage3", 64, 64, torch.bfloat16),
     Group("sage3", 128, 128, torch.bfloat16),
     Group("sage3", 40, 24, torch.float16),
