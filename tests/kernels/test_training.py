@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from sage_kernels import exact, ops, reference_backward, registry, training
 from sage_kernels.recipe import RECIPES
@@ -229,7 +230,7 @@ def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
         assert not training.why_exact(*tensors[:3], valid=tensors[3])
         return training.attention(*tensors[:3], valid=tensors[3], is_causal=True, return_lse=True)
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
     for q_len, kv_len in ((70, 90), (100, 64), (33, 300)):
         inputs, valid = draw(q_len=q_len, kv_len=kv_len), padding(kv_len=kv_len)

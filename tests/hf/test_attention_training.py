@@ -1,0 +1,252 @@
+"""Training through the front door: low-bit gradients where the recipe has them, else exact ones and a word why."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from sage_hf import record, sage_attention
+from sage_hf.attention import attend
+from sage_kernels import exact, training
+from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import KernelUnavailableError
+
+TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+LOW_BIT = [name for name in RECIPES if name != "exact"]
+
+
+def draw(q_len=70, kv_len=90, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((4, q_len, 64), (2, kv_len, 64), (2, kv_len, 32))
+    return [torch.randn(2, *size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+
+
+def valid_keys(batch=2, kv_len=90):
+    valid = torch.ones(batch, kv_len, dtype=torch.bool)
+    valid[0, kv_len - 20 :] = False
+    valid[-1, :13] = False
+    return valid
+
+
+def gradients_of(output, inputs):
+    return torch.autograd.grad(output, inputs, torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def fresh_record():
+    record.clear()
+    yield
+    record.clear()
+
+
+VALID = valid_keys()
+PADDING = {
+    "none": (None, None),
+    "one for each sample": (VALID[:, None, None], VALID),
+    "one for all samples": (VALID[:1, None, None], VALID[:1]),
+    "of lower rank": (VALID[0], VALID[:1]),
+    "expanded": (VALID[:, None, None].expand(2, 4, 70, 90), VALID),
+    "of one value": (torch.ones(2, 1, 1, 1, dtype=torch.bool), torch.ones(2, 90, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("recipe", TRAINABLE)
+@pytest.mark.parametrize(("mask", "valid"), PADDING.values(), ids=PADDING)
+def test_without_a_mask_and_with_padding_gradients_are_the_recipes(recipe, mask, valid):
+    inputs = draw()
+    output, lse = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe=recipe, return_lse=True)
+    expected, expected_lse = training.attention(*inputs, valid=valid, recipe=recipe, return_lse=True)
+    assert torch.equal(output, expected) and torch.equal(lse, expected_lse) and not lse.requires_grad
+    assert equal(gradients_of(output, inputs), gradients_of(expected, inputs))
+    ((outcome, _),) = record.compiled_outcomes().items()
+    assert (outcome.asked, outcome.recipe, outcome.numerics, outcome.reason) == (recipe, recipe, "emulated", "")
+
+
+def test_causality_and_scale_reach_the_recipe():
+    inputs = draw()
+    output = sage_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True, recipe="sage_bwd")
+    expected, _ = training.attention(*inputs, is_causal=True, scale=0.3)
+    assert equal(gradients_of(output, inputs), gradients_of(expected, inputs))
+
+
+OTHER_MASKS = {
+    "of queries": torch.ones(70, 90, dtype=torch.bool).tril(20),
+    "of heads": VALID[:, None, None].repeat(1, 4, 1, 1).clone(),
+    "additive": torch.zeros(2, 1, 1, 90).masked_fill(~VALID[:, None, None], -torch.inf),
+}
+
+
+@pytest.mark.parametrize("mask", OTHER_MASKS.values(), ids=OTHER_MASKS)
+def test_with_other_masks_gradients_are_exact_and_it_is_said(mask, caplog):
+    inputs = draw()
+    with caplog.at_level(logging.WARNING):
+        output = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe="sage_bwd")
+    expected = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe="exact")
+    assert equal(gradients_of(output, inputs), gradients_of(expected, inputs))
+    assert "sage_bwd has gradients without a mask or with a bool one that is the same for all queries" in caplog.text
+    with pytest.raises(KernelUnavailableError, match="the same for all queries and heads: run under"):
+        sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe="sage_bwd", fallback="error")
+
+
+def test_what_no_kernel_trains_is_exact_and_it_is_said(caplog):
+    inputs = draw(dtype=torch.float64)
+    with caplog.at_level(logging.WARNING):
+        output = sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd")
+    assert torch.equal(output, F.scaled_dot_product_attention(*inputs, enable_gqa=True))
+    assert "dtype must be one of float16, bfloat16, float32" in caplog.text
+    with pytest.raises(KernelUnavailableError, match="no native kernel for recipe 'sage_bwd'"):
+        sage_attention(*draw(), enable_gqa=True, recipe="sage_bwd", fallback="error")
+
+
+@pytest.mark.parametrize("recipe", LOW_BIT)
+@pytest.mark.parametrize("mask", [*PADDING, *OTHER_MASKS])
+def test_no_recipe_returns_an_output_without_its_gradient(recipe, mask):
+    inputs = draw(q_len=9, kv_len=11)  # as short as decoding
+    kept = torch.rand(2, 1, 9, 11, generator=torch.Generator().manual_seed(3)) < 0.7
+    masks = {"of queries": kept, "of heads": kept[:, :, :1].repeat(1, 4, 1, 1), "additive": kept.float()}
+    attn_mask = masks.get(mask, None if mask == "none" else kept[:, :, :1])
+    output = sage_attention(*inputs, attn_mask=attn_mask, enable_gqa=True, recipe=recipe)
+    exactly, _ = exact.attention(*(x.detach() for x in inputs), mask=attn_mask)
+    assert output.requires_grad and (output - exactly).abs().max() < 0.1
+    assert all(gradient.abs().sum() > 0 for gradient in gradients_of(output, inputs))
+
+
+def test_short_training_calls_do_not_turn_exact():
+    inputs = draw(q_len=3, kv_len=5)
+    sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd")
+    ((outcome, _),) = record.compiled_outcomes().items()
+    assert outcome.numerics == "emulated"
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_of_torch_func_get_exact_gradients(transform):
+    query, key, value = (x.detach() for x in draw())
+    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+
+    def loss(x, recipe):
+        return sage_attention(x, key, value, recipe=recipe).square().sum()
+
+    def derivative(recipe):
+        if transform == "grad":
+            return torch.func.grad(loss)(query, recipe)
+        return torch.func.jvp(lambda x: loss(x, recipe), (query,), (query,))[1]
+
+    try:
+        expected = derivative("exact")
+    except NotImplementedError:  # PyTorch's exact attention has no forward mode on every device
+        with pytest.raises(NotImplementedError):
+            derivative("sage_bwd")
+        return
+    assert torch.equal(derivative("sage_bwd"), expected)
+
+
+def test_a_gradient_hidden_by_vmap_is_refused_rather_than_cut():
+    inputs = [x.detach()[None] for x in draw()]
+    inputs[0].requires_grad_()
+    with pytest.raises(NotImplementedError, match="forward only"):
+        torch.func.vmap(lambda *x: sage_attention(*x, enable_gqa=True, recipe="sage_bwd"))(*inputs).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mask", ["none", "one for each sample"])
+def test_checkpointing_changes_no_gradient(reentrant, mask):
+    inputs, attn_mask = draw(), PADDING[mask][0]
+
+    def layer(*tensors):
+        return sage_attention(*tensors, attn_mask=attn_mask, enable_gqa=True, recipe="sage_bwd")
+
+    plain = layer(*inputs)
+    recomputed = checkpoint(layer, *inputs, use_reentrant=reentrant)
+    assert torch.equal(plain, recomputed)
+    gradient = torch.ones_like(plain)
+    expected = torch.autograd.grad(plain, inputs, gradient)
+    recomputed.backward(gradient)
+    assert equal([x.grad for x in inputs], expected)
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "padding", "causal padding", "additive"])
+def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):
+    def layer(query, key, value, valid):
+        mask = valid[:, None, None] if "padding" in call else None
+        mask = torch.where(valid, 0.0, -3.0)[:, None, None] if call == "additive" else mask
+        output, lse = attend(
+            query, key, value, mask, is_causal="causal" in call, enable_gqa=True, recipe="sage_bwd", return_lse=True
+        )
+        return output * 2, lse
+
+    counter, compilations = CompileCounterWithBackend("aot_eager"), set()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for q_len, kv_len in ((70, 90), (100, 64)):
+        inputs, valid = draw(q_len, kv_len), valid_keys(kv_len=kv_len)
+        found = []
+        for function in (compiled, layer):
+            output, lse = function(*inputs, valid)
+            found.append([output, lse, *gradients_of(output, inputs)])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b) if call != "additive" else torch.allclose(a, b, atol=1e-5)
+        compilations.add(counter.frame_count)
+    assert len(compilations) == 1
+
+
+def test_autocast_trains_in_the_autocast_dtype():
+    inputs = draw()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd")
+    assert output.dtype == torch.bfloat16
+    cast = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    expected = sage_attention(*cast, enable_gqa=True, recipe="sage_bwd")
+    gradient = torch.ones_like(output)
+    found = torch.autograd.grad(output, inputs, gradient)
+    assert torch.equal(output, expected)
+    assert equal(found, [x.float() for x in torch.autograd.grad(expected, cast, gradient)])
+
+
+@pytest.mark.parametrize("recipe", [*LOW_BIT, "exact"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_padding_beside_causality_is_the_mask_of_both(recipe, grad):
+    """The first rows of the padded sample may attend to nothing."""
+    inputs = [x.requires_grad_(grad) for x in draw(q_len=90)]
+    padding = VALID[:, None, None]
+    full = padding & torch.ones(90, 90, dtype=torch.bool).tril()
+    output, lse = attend(*inputs, padding, is_causal=True, enable_gqa=True, recipe=recipe, return_lse=True)
+    seen = full.any(-1).expand(2, 4, 90)
+    assert torch.equal(lse != -torch.inf, seen)
+    assert not output[~seen].any() and (~seen).any()
+    if not grad or RECIPES[recipe].backward is None:
+        with_full_mask = attend(*inputs, full, enable_gqa=True, recipe=recipe, return_lse=True)
+        assert torch.equal(output, with_full_mask[0]) and torch.equal(lse, with_full_mask[1])
+    if grad:
+        gradients = gradients_of(output, inputs)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert not gradients[0][~seen].any() and not any(x[1, :, :13].any() for x in gradients[1:])
+        truth = gradients_of(sage_attention(*inputs, attn_mask=full, enable_gqa=True, recipe="exact"), inputs)
+        for found, wanted in zip(gradients, truth, strict=True):
+            assert (found - wanted).abs().sum() <= 0.02 * wanted.abs().sum()
+
+
+def test_the_public_signature_is_pytorchs_in_refusing_mask_and_causality_together():
+    with pytest.raises(ValueError, match="exclude each other"):
+        sage_attention(*draw(), attn_mask=VALID[:, None, None], is_causal=True, enable_gqa=True, recipe="sage_bwd")
+
+
+@pytest.mark.parametrize("recipe", TRAINABLE)
+def test_a_bad_gradient_of_one_row_spoils_what_exact_attentions_would(recipe):
+    inputs = draw(q_len=90)
+    bad = torch.ones(2, 4, 90, 32)
+    bad[0, 1, 40] = torch.nan
+    finite = []
+    for name in (recipe, "exact"):
+        output = sage_attention(*inputs, is_causal=True, enable_gqa=True, recipe=name)
+        finite.append([gradient.isfinite() for gradient in torch.autograd.grad(output, inputs, bad)])
+    assert not finite[0][0][0, 1, 40].any()
+    assert torch.equal(finite[0][0], finite[1][0])
+    for ours, exactly in zip(finite[0][1:], finite[1][1:], strict=True):
+        assert not ours[0, 0, :41].any() and not exactly[0, 0, :41].any()
+        assert ours[1].all() and ours[:, 1].all()  # other samples, and other heads of K and V
