@@ -1,13 +1,31 @@
-"""Q, K and V to measure on: drawn ones, and the activations of trained models."""
+"""Q, K, V and dO to measure on: drawn ones, and the activations and gradients of trained models."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+if TYPE_CHECKING:
+    from diffusers import CogVideoXPipeline
+
+    from sage_hf.record import AttentionCall
+
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Sample(NamedTuple):
+    """One attention layer with the gradient of its output: float32 (batch, heads, tokens, head_dim)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output_gradient: torch.Tensor
+    is_causal: bool = False
+    scale: float | None = None
 
 
 def gaussian(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> Triple:
@@ -52,27 +70,77 @@ def video_activations(
         at_steps: the steps whose tensors to keep.
         seed: of the initial noise.
     """
+    from sage_hf import record
+
+    kept: list[Triple] = []
+    now = 0
+
+    def enter(step: int, inputs: dict[str, Any]) -> None:
+        nonlocal now
+        now = step
+
+    def keep(call: AttentionCall) -> None:
+        if now in at_steps:
+            kept.append((call.query.clone(), call.key.clone(), call.value.clone()))
+
+    with record.observe(keep):
+        _denoise(_exact_pipeline(folder), folder, prompt, steps, seed, enter)
+    return kept
+
+
+def video_gradients(
+    folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...], seed: int = 0
+) -> list[Sample]:
+    """As `video_activations`, with the gradients that a Gaussian one of the denoiser's output sends to each layer."""
+    pipe = _exact_pipeline(folder)
+    inputs: list[dict[str, Any]] = []
+
+    def keep(step: int, of_step: dict[str, Any]) -> None:
+        if step in at_steps:
+            inputs.append(of_step)
+
+    _denoise(pipe, folder, prompt, steps, seed, keep)
+    generator = torch.Generator().manual_seed(seed)
+    samples: list[Sample] = []
+    for of_step in inputs:
+        samples += _layers(
+            lambda of_step=of_step: pipe.transformer(**of_step)[0],
+            lambda output: (output * torch.randn(output.shape, generator=generator)).sum(),
+        )
+    return samples
+
+
+def _exact_pipeline(folder: str | Path) -> CogVideoXPipeline:
+    """The pipeline with exact attention, which this package records."""
     from diffusers import CogVideoXPipeline
 
-    from sage_hf import SageAttnProcessor, record
+    from sage_hf import SageAttnProcessor
 
-    settings = json.loads((Path(folder) / "generation.json").read_text())
     pipe = CogVideoXPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     pipe.transformer.set_attn_processor(SageAttnProcessor("exact"))
-    kept: list[Triple] = []
+    return pipe
+
+
+def _denoise(
+    pipe: CogVideoXPipeline,
+    folder: str | Path,
+    prompt: str,
+    steps: int,
+    seed: int,
+    at_step: Callable[[int, dict[str, Any]], None],
+) -> None:
+    """Generate once; before each step, `at_step` gets its number and the denoiser's arguments."""
+    settings = json.loads((Path(folder) / "generation.json").read_text())
     step = 0
 
-    def keep(call: record.AttentionCall) -> None:
-        if step in at_steps:
-            kept.append((call.query.clone(), call.key.clone(), call.value.clone()))
-
-    def advance(pipe: object, index: int, timestep: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def enter(transformer: torch.nn.Module, positional: tuple[()], arguments: dict[str, Any]) -> None:
         nonlocal step
-        step = index + 1
-        return state
+        at_step(step, arguments)
+        step += 1
 
-    with record.observe(keep), torch.no_grad():
+    handle = pipe.transformer.register_forward_pre_hook(enter, with_kwargs=True)
+    try:
         pipe(
             prompt,
             num_frames=settings["num_frames"],
@@ -81,10 +149,29 @@ def video_activations(
             guidance_scale=settings["guidance_scale"],
             num_inference_steps=steps,
             generator=torch.Generator().manual_seed(seed),
-            callback_on_step_end=advance,
             output_type="latent",
         )
-    return kept
+    finally:
+        handle.remove()
+
+
+def _layers(forward: Callable[[], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]) -> list[Sample]:
+    """Q, K, V and dO of every attention call of `forward`, whose result `loss` makes a number of.
+
+    Raises:
+        ValueError: a call has a mask.
+    """
+    from sage_hf import record
+
+    calls: list[AttentionCall] = []
+    with record.observe(calls.append), torch.enable_grad():
+        gradients = torch.autograd.grad(loss(forward()), [call.output for call in calls])
+    if any(call.attn_mask is not None for call in calls):
+        raise ValueError("attention with masks is not measured here: give a batch without padding")
+    return [
+        Sample(*(x.detach() for x in (call.query, call.key, call.value, gradient)), call.is_causal, call.scale)
+        for call, gradient in zip(calls, gradients, strict=True)
+    ]
 
 
 def text_activations(model: str, text: str) -> list[Triple]:
@@ -99,3 +186,21 @@ def text_activations(model: str, text: str) -> list[Triple]:
     with record.observe(lambda call: kept.append((call.query, call.key, call.value))), torch.no_grad():
         encoder(**tokens)
     return kept
+
+
+def text_gradients(model: str, text: str) -> list[Sample]:
+    """Q, K, V and dO of every attention layer of a causal language model, when it learns `text` (cut at 1024 tokens).
+
+    Args:
+        model: transformers folder or id; without a tokenizer of its own its 256 tokens are bytes.
+        text: what to learn.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if AutoConfig.from_pretrained(model).vocab_size == 256:
+        tokens = torch.tensor([list(text.encode()[:1024])])
+    else:
+        tokens = AutoTokenizer.from_pretrained(model)(text, truncation=True, max_length=1024, return_tensors="pt")
+        tokens = tokens["input_ids"]
+    learner = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sage_exact", dtype=torch.float32).eval()
+    return _layers(lambda: learner(tokens, labels=tokens, use_cache=False).loss, lambda loss: loss)
