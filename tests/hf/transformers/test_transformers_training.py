@@ -1,0 +1,297 @@
+"""Training transformers models: low-bit gradients with padding, exact ones for other masks, and what the modes run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_transformers_attention import Layer, bool_mask, qkv
+from tiny_transformers import (
+    DECODERS,
+    MODELS,
+    SERVED,
+    TOKENS,
+    WITH_STATIC_CACHE,
+    TinyModel,
+    of_real_tokens,
+    run,
+)
+from torch import nn
+from transformers import AttentionMaskInterface, StaticCache
+
+import sage_hf
+from sage_hf import SageConfig, record
+from sage_hf.config import LayerRule
+from sage_hf.transformers import attention_layers
+from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.masks import sage_mask, sage_training_mask
+from sage_kernels.recipe import RECIPES
+
+TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+BY_NAME = {"ids": lambda value: getattr(value, "name", value)}
+LLAMA = MODELS["llama"]
+
+
+@pytest.fixture
+def full_masks() -> Iterator[None]:
+    """Masks of recipes with gradients as those of the others."""
+    AttentionMaskInterface.register("sage_bwd_emulate", sage_mask)
+    yield
+    AttentionMaskInterface.register("sage_bwd_emulate", sage_training_mask)
+
+
+def plans(model: nn.Module) -> set[tuple[str, str]]:
+    """(recipe, reason) of all that the layers ran."""
+    return {
+        (plan.recipe, plan.reason) for layer in attention_layers(model).values() for plan in record.last_plans(layer)
+    }
+
+
+def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], **more: object) -> torch.Tensor:
+    labels = inputs["input_ids"]
+    if "attention_mask" in inputs:
+        labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
+    return model(**inputs, labels=labels, **more).loss
+
+
+def gradients(model: nn.Module, inputs: dict[str, torch.Tensor], **more: object) -> list[torch.Tensor]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad(loss_of(model, inputs, **more), parameters))
+
+
+@pytest.mark.parametrize("recipe", TRAINABLE)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_training_lowers_the_loss_in_few_bits(recipe: str, padding: str) -> None:
+    model, inputs = LLAMA.build(recipe).train(), LLAMA.inputs(padding)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(5):
+        loss = loss_of(model, inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert plans(model) == {(recipe, "")}
+
+
+@pytest.mark.parametrize("tiny", [tiny for tiny in SERVED if tiny.kind == "encoder"], **BY_NAME)
+def test_encoders_train_in_few_bits_with_padding(tiny: TinyModel) -> None:
+    model, inputs = tiny.build("sage_bwd").train(), tiny.inputs("right")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    loss_of(model, inputs).backward()
+    assert plans(model) == {("sage_bwd", "")}
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_gradients_of_a_padded_batch_point_where_exact_ones_do(padding: str) -> None:
+    """A lost mask, or lost causality, is an error of order 1."""
+    inputs = LLAMA.inputs(padding)
+    ours, exactly = (gradients(LLAMA.build(name).train(), inputs) for name in ("sage_bwd", "sage_exact"))
+    ours, exactly = (torch.cat([gradient.flatten() for gradient in some]) for some in (ours, exactly))
+    assert torch.cosine_similarity(ours, exactly, dim=0) > 0.98
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_tokens_change_no_gradient(padding: str) -> None:
+    inputs = LLAMA.inputs(padding)
+    real = inputs["attention_mask"].bool()
+    other = {**inputs, "input_ids": torch.where(real, inputs["input_ids"], 3)}
+    model = LLAMA.build("sage_bwd").train()
+    predicted = real & real.roll(1, 1)  # not the first token after padding, which a padding token predicts
+    found = []
+    for some in (inputs, other):
+        labels = some["input_ids"].masked_fill(~predicted, -100)
+        found.append(torch.autograd.grad(model(**some, labels=labels).loss, list(model.parameters())[1:]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+OTHER_MASKS = {
+    "window": (MODELS["mistral"], {}),
+    "packed": (LLAMA, {"position_ids": torch.cat([torch.arange(30), torch.arange(TOKENS - 30)])[None]}),
+    "own": (LLAMA, {"attention_mask": torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril().triu(-20)}),
+}
+
+
+@pytest.mark.parametrize(("tiny", "inputs"), OTHER_MASKS.values(), ids=OTHER_MASKS)
+def test_other_masks_train_exactly_and_it_is_recorded(tiny: TinyModel, inputs: dict) -> None:
+    inputs = {**tiny.inputs(), **inputs}
+    ours = tiny.build("sage_bwd").train()
+    labels = tiny.inputs()["input_ids"]
+    found = []
+    for model in (ours, tiny.build("sage_exact").train()):
+        loss = model(**inputs, labels=labels, use_cache=False).loss
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    ((recipe, reason),) = plans(ours)
+    assert recipe == "exact" and "the same for all queries" in reason
+
+
+def test_what_a_model_adds_to_attention_trains_exactly() -> None:
+    for name, reason in (("gemma2", "softcap"), ("gpt_oss", "sinks")):
+        model = MODELS[name].build("sage_bwd").train()
+        loss_of(model, MODELS[name].inputs("right")).backward()
+        ((recipe, why),) = plans(model)
+        assert recipe == "exact" and reason in why
+
+
+CASES = [
+    pytest.param(tiny, padding, id=f"{tiny.name}-{padding}")
+    for tiny in SERVED
+    if tiny.takes_padding
+    for padding in ("left", "right")
+]
+
+
+@pytest.mark.parametrize(("tiny", "padding"), CASES)
+def test_inference_is_the_same_as_with_full_masks(tiny: TinyModel, padding: str, request) -> None:
+    inputs = tiny.inputs(padding)
+    model = tiny.build("sage_bwd_emulate")
+    found = of_real_tokens(run(model, **inputs), inputs)
+    request.getfixturevalue("full_masks")
+    assert torch.equal(found, of_real_tokens(run(model, **inputs), inputs))
+
+
+@pytest.mark.parametrize("tiny", [tiny for tiny in DECODERS if tiny in WITH_STATIC_CACHE], **BY_NAME)
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generating_is_the_same_as_with_full_masks(tiny: TinyModel, cache: str | None, request) -> None:
+    options = {} if cache is None else {"cache_implementation": cache}
+    model, inputs = tiny.build("sage_bwd_emulate"), tiny.inputs("left")
+
+    def generate() -> torch.Tensor:
+        with torch.no_grad():
+            return model.generate(**inputs, max_new_tokens=4, do_sample=False, **options)
+
+    found = generate()
+    request.getfixturevalue("full_masks")
+    assert torch.equal(found, generate())
+
+
+def test_a_batch_in_a_static_cache_keeps_its_full_mask() -> None:
+    model, inputs = LLAMA.build("sage_bwd_emulate"), LLAMA.inputs("left")
+    found = []
+    for length in (TOKENS, TOKENS + 20):
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        found.append(of_real_tokens(run(model, **inputs, past_key_values=cache), inputs))
+    plain = of_real_tokens(run(model, **inputs), inputs)
+    assert torch.equal(found[0], plain)
+    assert (found[1] - plain).abs().max() <= 1e-4 * plain.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage3", "sage_bwd"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "extra", ["nothing", "dropout", "softcap", "s_aux", "position_bias", "output_attentions", "temper"]
+)
+def test_a_mask_of_two_dimensions_is_padding_under_causality_whatever_comes_beside_it(
+    recipe: str, grad: bool, extra: str
+) -> None:
+    """`recipe` is what a rule or the mode gives the layer; the masks are those of the implementation's name."""
+    values = {
+        "dropout": 0.5,
+        "softcap": 2.0,
+        "s_aux": torch.tensor([0.3, -1.0]),
+        "position_bias": torch.randn(1, 2, 20, 20, generator=torch.Generator().manual_seed(4)),
+        "output_attentions": True,
+        "temper": 2.0,
+    }
+    extras = {extra: values[extra]} if extra in values else {}
+    layer = Layer(is_causal=False)
+    layer.sage_recipe, layer.sage_fallback, layer.sage_implementation = recipe, "emulate", "sage_bwd"
+    padding = torch.ones(2, 20, dtype=torch.bool)
+    padding[0, 15:] = False
+    full = padding[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril()
+    inputs = [x.requires_grad_(grad) for x in qkv()]
+    found = []
+    for mask in (padding, full):
+        torch.manual_seed(0)
+        found.append(sage_attention_forward(layer, *inputs, mask, **extras, recipe="sage_bwd")[0])
+    if grad and recipe == "sage_bwd" and extra == "nothing":
+        assert (found[0] - found[1]).abs().max() < 0.05  # the second is exact
+    else:
+        assert torch.equal(*found)
+
+
+def test_a_mask_of_two_dimensions_means_nothing_new_to_other_recipes() -> None:
+    inputs, mask = qkv(2, 2), torch.tensor([[True, True], [False, True]])
+    found = [sage_attention_forward(Layer(), *inputs, some, recipe="sage2")[0] for some in (mask, mask[None, None])]
+    assert torch.equal(*found)
+
+
+def test_a_mask_for_each_query_still_beats_causality() -> None:
+    query, key, value = qkv()
+    found = [
+        sage_attention_forward(Layer(), query, key, value, mask, recipe=recipe)[0]
+        for recipe in ("sage_bwd", "exact")
+        for mask in (bool_mask(), torch.ones(2, 1, 1, 20, dtype=torch.bool))
+    ]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])  # too short: exact in inference
+
+
+def test_a_compiled_model_trains_as_the_model_does() -> None:
+    inputs = LLAMA.inputs("right")
+    expected = gradients(LLAMA.build("sage_bwd").train(), inputs, use_cache=False)
+    torch.compiler.reset()
+    compiled = torch.compile(LLAMA.build("sage_bwd").train(), backend="aot_eager", fullgraph=True)
+    found = gradients(compiled, inputs, use_cache=False)
+    assert {outcome.recipe for outcome in record.compiled_outcomes()} == {"sage_bwd"}
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7
+
+
+def test_a_compiled_model_without_a_mask_trains_exactly_because_sequences_might_be_packed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.compiler.reset()
+    model, inputs = LLAMA.build("sage_bwd").train(), LLAMA.inputs()
+    loss = loss_of(torch.compile(model, backend="eager", fullgraph=True), inputs, use_cache=False)
+    assert not record.compiled_outcomes() and "the same for all queries and heads" in caplog.text
+    assert torch.allclose(loss, loss_of(LLAMA.build("sage_exact").train(), inputs, use_cache=False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
+    inputs = LLAMA.inputs("left")
+    expected = gradients(LLAMA.build("sage_bwd").train(), inputs)
+    model = LLAMA.build("sage_bwd").train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    loss_of(model, inputs, use_cache=False).backward()
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, wanted)
+
+
+def test_the_mode_chooses_the_recipe_and_rules_win() -> None:
+    model, inputs = LLAMA.build("sdpa"), LLAMA.inputs("left")
+    before = [set(vars(module)) for module in model.modules()]
+    exact = run(model, **inputs)
+    config = SageConfig("sage3", layers=(LayerRule("model.layers.1.*", "sage2"),), training="sage_bwd")
+    with sage_hf.apply(model, config):
+        asked = [row.asked for row in sage_hf.explain(model).rows]
+        assert asked == ["sage3, training: sage_bwd", "sage2"]
+        model.train()
+        loss_of(model, inputs).backward()
+        model.eval()
+        run(model, **inputs)
+        ran = [[plan.recipe for plan in record.last_plans(layer)] for layer in attention_layers(model).values()]
+        assert ran == [["sage_bwd", "sage3"], ["exact", "sage2"]]
+        rows = [(row.layer, row.asked, row.recipe, row.calls) for row in sage_hf.explain(model).rows]
+        assert rows[:2] == [
+            ("model.layers.0.self_attn", "sage_bwd", "sage_bwd", 1),
+            ("model.layers.0.self_attn", "sage3", "sage3", 1),
+        ]
+    assert [set(vars(module)) for module in model.modules()] == before
+    assert torch.equal(run(model, **inputs), exact)
+
+
+def test_the_shipped_configuration_trains_in_int8_and_infers_in_fp4() -> None:
+    model = LLAMA.build("sdpa")
+    with sage_hf.apply(model, "train-int8-infer-fp4"):
+        low_bit = run(model, **LLAMA.inputs("right"))
+        assert plans(model) == {("sage3", "")}
+    model.set_attn_implementation("sage3")
+    inputs = LLAMA.inputs("right")
+    assert torch.equal(of_real_tokens(low_bit, inputs), of_real_tokens(run(model, **inputs), inputs))
