@@ -172,6 +172,11 @@ def backward(
 
 
 @triton.jit
+def codes_per_unit(row_max):
+    return tl.full(row_max.shape, FULL, tl.float32) / tl.maximum(row_max, SMALLEST)
+
+
+@triton.jit
 def byte_rows(x, row_max):
     """Rows of x in int8, 127 at `row_max`, as the left operand of a product."""
     return round_to_byte(
@@ -225,26 +230,29 @@ def add_queries(
         column = first_key + tl.arange(0, BLOCK_N)
         allowed = column[:, None] <= (tile * BLOCK_M + tl.arange(0, BLOCK_M) + causal_offset)[None, :]
         p = tl.where(allowed, p, 0.0)
+    row_delta = tl.load(delta + row)
     if INT8:
-        p_max = tl.reduce(p, 1, max_or_nan)
-        codes = load_value(
-            gradient_codes, of_head, q_operand_start + tile * BLOCK_M, q_rows, BLOCK_M, V_CHANNELS, True, TMA
-        )
-        product = tl.dot(byte_rows(p, p_max), codes).to(tl.float32)
-        dv += product * (p_max * (tl.load(gradient_scale + first // 64) * (1.0 / FULL)))[:, None]
         # dS times Q's scales, which lie along the sum.
-        ds = p * (dp * q_scale[None, :] - (tl.load(delta + row) * q_scale)[None, :])
+        ds = p * (dp * q_scale[None, :] - (row_delta * q_scale)[None, :])
     else:
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        ds = p * (dp - tl.load(delta + row)[None, :])
+        ds = p * (dp - row_delta[None, :])
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
     if INT8:
-        ds_max = tl.reduce(tl.abs(ds), 1, max_or_nan)
-        q = load_value(query_operand, of_head, q_operand_start + tile * BLOCK_M, q_rows, BLOCK_M, CHANNELS, True, TMA)
-        dk += tl.dot(byte_rows(ds, ds_max), q).to(tl.float32) * (ds_max * (1.0 / FULL))[:, None]
+        p_max, ds_max = tl.reduce(p, 1, max_or_nan), tl.reduce(tl.abs(ds), 1, max_or_nan)
+        p_codes, ds_codes = byte_rows(p, p_max), byte_rows(ds, ds_max)
+        position = q_operand_start + tile * BLOCK_M
+        do_codes = load_value(gradient_codes, of_head, position, q_rows, BLOCK_M, V_CHANNELS, True, TMA)
+        p_max *= tl.load(gradient_scale + first // 64) * (1.0 / FULL)
+        dv += tl.dot(p_codes, do_codes).to(tl.float32) * p_max[:, None]
+        q_codes = load_value(query_operand, of_head, position, q_rows, BLOCK_M, CHANNELS, True, TMA)
+        dk += tl.dot(ds_codes, q_codes).to(tl.float32) * (ds_max * (1.0 / FULL))[:, None]
     else:
-        dk = tl.dot(ds.to(do.dtype), load_key(query_operand, first, BLOCK_M, CHANNELS, TMA), dk)
+        # Both operands before either product: a matrix instruction under way forbids writing another's registers.
+        p, ds = p.to(do.dtype), ds.to(do.dtype)
+        q = load_key(query_operand, first, BLOCK_M, CHANNELS, TMA)
+        dv = tl.dot(p, do, dv)
+        dk = tl.dot(ds, q, dk)
     return dk, dv
 
 
@@ -462,9 +470,7 @@ def add_keys(
         by_thread = tl.reshape(ds, SHAPE)
         of_thread = tl.reduce(tl.reduce(tl.abs(by_thread), 4, max_or_nan), 2, max_or_nan) * k_scale[None, :, :]
         ds_max = tl.reduce(tl.reduce(of_thread, 2, max_or_nan), 1, max_or_nan)
-        factor = (tl.full(ds_max.shape, FULL, tl.float32) / tl.maximum(ds_max, SMALLEST))[:, None, None] * k_scale[
-            None, :, :
-        ]
+        factor = codes_per_unit(ds_max)[:, None, None] * k_scale[None, :, :]
         codes = round_to_byte(as_operand(tl.reshape(by_thread * factor[:, :, None, :, None], (BLOCK_M, BLOCK_N))))
         k = load_value(key_operand, of_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, CHANNELS, True, TMA)
         return dq + tl.dot(codes, k).to(tl.float32) * (ds_max * (1.0 / FULL))[:, None]
