@@ -21,6 +21,7 @@ from .recipe import Recipe
 BLOCK_M = 128
 BLOCK_N = 128
 THREAD_TOKENS = 16
+CHANNEL_GROUP = nvfp4.GROUP  # head_dim is padded to a multiple of it
 PADDING_BIAS = -1e4
 # P is multiplied by this before it is quantised, so that it fills the format's range. For NVFP4 that is the first of
 # two levels (arXiv 2505.11594, section 3.2): the e4m3 scales of the groups, the second, then use all of their range.
@@ -101,7 +102,7 @@ def quantize_operands(
     if recipe.smooth_q:
         query, query_mean = transforms.smooth_blocks(query, BLOCK_M)
         smooth_key = key
-    pad = -query.shape[-1] % nvfp4.GROUP
+    pad = -query.shape[-1] % CHANNEL_GROUP
     query, key = F.pad(query, (0, pad)), F.pad(key, (0, pad))
     if recipe.rotate:
         query, key = transforms.rotate(query), transforms.rotate(key)

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import transforms
 from .exact import rows_per_chunk
 from .formats import fp8, int8
 from .recipe import Recipe
 from .reference import (
     BLOCK_M,
+    CHANNEL_GROUP,
     THREAD_TOKENS,
     Operands,
     attend,
@@ -166,7 +168,7 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
 
 
 def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
-    if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q or recipe.rotate:
+    if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q:
         raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
     if lengths is not None and valid is not None:
         raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
@@ -333,6 +335,10 @@ def _backward(
     # What is not finite in dO, times a P of 0 or in a scale, is not 0.
     for gradient in (key_gradient, value_gradient):
         gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
+    if recipe.rotate:
+        rotated = head_dim + -head_dim % CHANNEL_GROUP
+        query_gradient = transforms.unrotate(query_gradient[..., :rotated])
+        key_gradient = transforms.unrotate(key_gradient[..., :rotated])
     return (
         _tokens_first(query_gradient[:, :, :q_len, :head_dim] * scale, dtype),
         _tokens_first(key_gradient[:, :, :kv_len, :head_dim] * scale, dtype),

@@ -126,10 +126,20 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         float32 (..., head_dim); dot products of two rotated vectors are those of the vectors.
     """
     block = rotation_block(x.shape[-1])
-    x = x.unflatten(-1, (-1, block)) * rotation_signs(block).to(x.device)
-    distance = 1
+    return _walsh_hadamard(x.unflatten(-1, (-1, block)) * rotation_signs(block).to(x.device)).flatten(-2)
+
+
+def unrotate(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `rotate`, which takes the gradient of what was rotated to that of what it was made of."""
+    block = rotation_block(x.shape[-1])
+    return (_walsh_hadamard(x.unflatten(-1, (-1, block))) * rotation_signs(block).to(x.device)).flatten(-2)
+
+
+def _walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The orthonormal transform of the last dimension, a power of two; it is its own inverse."""
+    block, distance = x.shape[-1], 1
     while distance < block:
         first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
         x = torch.stack((first + second, first - second), -2).flatten(-3)
         distance *= 2
-    return (x * block**-0.5).flatten(-2)
+    return x * block**-0.5

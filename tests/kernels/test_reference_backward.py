@@ -23,6 +23,7 @@ from sage_kernels.saved import Lengths, Saved, padded_channels, padded_rows
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 SHIPPED = [recipe for recipe in RECIPES.values() if recipe.backward is not None]
 CONSISTENT = replace(BWD, backward=replace(BWD.backward, delta="consistent"))
+ROTATED = replace(BWD, rotate=True)
 names = pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
 
 
@@ -63,8 +64,10 @@ def relative_l1(actual, truth):
 # The formulas: nothing is rounded.
 
 
-def unrounded(query, key, lse, scale, lengths=None):
+def unrounded(query, key, lse, scale, lengths, rotate):
     """`Saved` of operands that nothing has quantised: float64 Q, K without its mean, and scales of 1."""
+    if rotate:
+        query, key = (transforms.rotate(F.pad(x, (0, -x.shape[-1] % 16))) for x in (query, key))
     if lengths is None:
         mean = key.mean(2, keepdim=True)
         group = query.shape[1] // key.shape[1]
@@ -102,7 +105,7 @@ class Unrounded(torch.autograd.Function):
                 queries, keys = slice(start, q_starts[i + 1]), slice(k_starts[i], k_starts[i + 1])
                 parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
                 output[:, :, queries], lse[:, :, queries] = exact.attention(*parts, scale=scale, **options)
-        ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths))
+        ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe.rotate))
         ctx.rest = (recipe, scale, lengths, valid, options, tiles)
         return output
 
@@ -130,7 +133,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recipe", [BWD, CONSISTENT], ids=["output", "consistent"])
+@pytest.mark.parametrize("recipe", [BWD, CONSISTENT, ROTATED], ids=["output", "consistent", "rotated"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
     options = dict(CASES[case])
@@ -419,6 +422,18 @@ def test_p_and_ds_in_16_bit_are_more_accurate_than_in_int8_and_a_scale_per_row_t
     ]
     for finer, coarser in pairwise(errors):
         assert all(a < b for a, b in zip(finer, coarser, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rotation_halves_the_error_that_a_loud_channel_makes(head_dim):
+    """One channel of 8 times the others' deviation sets every scale; rotated, all share its loudness."""
+    query, key, value, gradient = draw(1, 2, 2, 512, 512, head_dim, 64, dtype=torch.bfloat16)
+    query[..., 3], key[..., 3] = query[..., 3] * 8, key[..., 3] * 8
+    truths = autograd(query, key, value, gradient, scale=0.05)
+    plain = gradients(query, key, value, gradient, BWD, scale=0.05)
+    rotated = gradients(query, key, value, gradient, ROTATED, scale=0.05)
+    for actual, other, truth in zip(rotated, plain, truths, strict=True):
+        assert relative_l1(actual, truth) < relative_l1(other, truth) / 2
 
 
 @names

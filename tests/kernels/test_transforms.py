@@ -37,6 +37,13 @@ def test_rotation_spreads_a_loud_channel():
     assert transforms.rotate(x).abs().max() < 10
 
 
+@pytest.mark.parametrize("size", [16, 48, 128])
+def test_unrotating_undoes_the_rotation(size):
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.allclose(transforms.unrotate(transforms.rotate(x)), x, rtol=0, atol=1e-14)
+    assert not torch.allclose(transforms.rotate(transforms.rotate(x)), x, atol=1e-2)
+
+
 def test_the_mean_ignores_tokens_that_are_not_valid():
     x = random(2, 3, 10, 4)
     valid = torch.tensor([True] * 6 + [False] * 4).view(1, 1, 10, 1)
