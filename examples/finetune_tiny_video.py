@@ -260,7 +260,8 @@ class Experiment:
         Attributes of a row: "held_out_loss"; "velocity_rel_l1" and "clips_rel_l1", Σ|exact − low-bit| / Σ|exact|; the
         held-out prompts (of "prompts") of which "colour", "shape" and "direction" are as asked, and "all" of these.
         """
-        scenes = held_out_scenes()[: self.args.prompts]
+        scenes = held_out_scenes()
+        scenes = scenes[:: max(1, len(scenes) // self.args.prompts)][: self.args.prompts]
         self.pipe.transformer = transformer = self.load(folder)
         rows: dict[str, dict[str, Any]] = {}
         for recipe in recipes:
@@ -325,12 +326,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("command", choices=("finetune", "evaluate", "all"))
     parser.add_argument("--recipes", nargs="+", choices=TRAINING_RECIPES, default=list(TRAINING_RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--pool", type=int, default=2560, help="clips drawn and encoded beforehand")
     parser.add_argument("--points", type=int, default=20, help="of a curve")
-    parser.add_argument("--prompts", type=int, default=48, help="generated to score a model, of 48 held out")
+    parser.add_argument("--prompts", type=int, default=48, help="to score a model by, at most 48")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="the pipeline folder to begin with")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_tiny_video"), help="weights and parts")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plot")
