@@ -21,6 +21,7 @@ from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, _fa3, _sdpa
 from sage_kernels import exact, reference_backward
 from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import KernelUnavailableError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "kernels/benchmarks/results").glob("*-forward.json"))
@@ -293,6 +294,13 @@ def test_a_peer_whose_backward_is_another_ones_is_refused():
         prepared.call()
     with pytest.raises(ModuleNotFoundError, match="FlashAttention 3 with a backward pass is not installed"):
         _fa3(*inputs, True)
+
+
+@pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
+def test_our_recipes_are_measured_natively_or_not_at_all(recipe):
+    (provider,) = (one for one in TRAINING_PROVIDERS if one.name == f"sage_hf:{recipe}")
+    with pytest.raises(KernelUnavailableError, match=f"no native kernel for recipe '{recipe}'"):
+        provider.prepare(*draw(SMALL, "normal", CPU), True)
 
 
 def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
