@@ -46,6 +46,12 @@ def backward(recipe: Recipe = BWD, **formats: str) -> Variant:
     return Variant(replace(recipe, backward=replace(recipe.backward or Backward(), **formats)))
 
 
+def published(**formats: str) -> Variant:
+    """The recipe of arXiv 2505.11594, section 4, as far as its text says."""
+    variant = backward(replace(BWD_INT8, smooth_v=False), **{"scales": "tile", **formats})
+    return replace(variant, query_tokens=128, key_tokens=64)
+
+
 # Around the default, then around the paper's with INT8 in four of five products.
 VARIANTS: dict[str, Variant] = {
     "`sage_bwd`": Variant(BWD),
@@ -73,9 +79,9 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd_int8` in FP8, a scale per tile": backward(BWD_INT8, p="fp8", ds="fp8", scales="tile"),
     "`sage_bwd_int8`, dO·Vᵀ in INT8": backward(BWD_INT8, dp="int8"),
     "`sage_bwd_int8`, no smooth K": Variant(replace(BWD_INT8, smooth_k=False)),
-    "published: a scale per tile, per 128 of Q and 64 of K, no smooth V": replace(
-        backward(replace(BWD_INT8, smooth_v=False), scales="tile"), query_tokens=128, key_tokens=64
-    ),
+    "published: a scale per tile, per 128 of Q and 64 of K, no smooth V": published(),
+    "published, dO·Vᵀ in INT8": published(dp="int8"),
+    "published, in FP8": published(p="fp8", ds="fp8"),
 }
 
 TEXT = Path(argparse.__file__).read_text()[:6000]

@@ -197,6 +197,8 @@ def text_gradients(model: str, text: str) -> list[Sample]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    import sage_hf  # noqa: F401 (registers "sage_exact")
+
     if AutoConfig.from_pretrained(model).vocab_size == 256:
         tokens = torch.tensor([list(text.encode()[:1024])])
     else:
