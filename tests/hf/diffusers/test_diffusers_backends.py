@@ -21,7 +21,7 @@ from sage_hf.diffusers import attention_layers
 from sage_hf.names import NAMES
 from sage_kernels.registry import KernelUnavailableError
 
-RECIPES = ("sage3", "sage3_paper", "sage2", "sage1")
+RECIPES = ("sage3", "sage3_paper", "sage2", "sage1", "sage_bwd", "sage_bwd_int8")
 DISPATCHING = ("wan-i2v", "ltx", "flux", "qwen-image", "chroma")
 DISPATCH = "dispatch_attention_fn"
 DIRECT = ("cogvideox", "mochi", "sd3", "unet")

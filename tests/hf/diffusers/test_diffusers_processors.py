@@ -13,7 +13,14 @@ from diffusers.models.attention_processor import Attention, IPAdapterAttnProcess
 from families import each_family, family, run
 
 import sage_hf
-from sage_hf import SageAttn1Processor, SageAttn2Processor, SageAttn3Processor, SageAttnProcessor, record
+from sage_hf import (
+    SageAttn1Processor,
+    SageAttn2Processor,
+    SageAttn3Processor,
+    SageAttnProcessor,
+    SageBwdProcessor,
+    record,
+)
 from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, bind
 
 SANA: dict[str, Any] = {
@@ -36,7 +43,12 @@ def recipes_run(model: torch.nn.Module) -> set[str]:
 
 @pytest.mark.parametrize(
     ("processor_class", "recipe"),
-    [(SageAttn3Processor, "sage3"), (SageAttn2Processor, "sage2"), (SageAttn1Processor, "sage1")],
+    [
+        (SageAttn3Processor, "sage3"),
+        (SageAttn2Processor, "sage2"),
+        (SageAttn1Processor, "sage1"),
+        (SageBwdProcessor, "sage_bwd"),
+    ],
 )
 def test_processors_are_made_without_arguments_and_hold_no_weights(processor_class, recipe):
     processor = processor_class()
