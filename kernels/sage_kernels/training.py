@@ -247,13 +247,13 @@ def _training_attention(
             key,
             value,
             lengths=lengths,
-            valid=valid,
+            valid=None if valid is None else valid.contiguous(),
             is_causal=is_causal,
             causal_offset=causal_offset,
             scale=scale,
             recipe=get_recipe(plan.recipe),
         )
-    return _heads_merge_freely(output), *saved
+    return _heads_merge_freely(output), *(part.contiguous() for part in saved)
 
 
 def _fake_training_attention(
@@ -315,7 +315,7 @@ def _training_attention_backward(
             Saved(saved_query, query_scale, saved_key, key_scale, lse),
             head_dim=head_dim,
             lengths=lengths,
-            valid=valid,
+            valid=None if valid is None else valid.contiguous(),
             is_causal=is_causal,
             causal_offset=causal_offset,
             scale=scale,

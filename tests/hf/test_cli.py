@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import tiny_pipelines as tiny
-from transformers import BloomConfig, BloomForCausalLM, Gemma2Config
+from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig
 
 import sage_hf
 from sage_hf.bench import measure
 from sage_hf.cli import main
+from sage_hf.config import SageConfig
 from sage_kernels.recipe import RECIPES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -176,6 +177,18 @@ def test_explain_refuses_step_rules_for_a_model_without_steps(tmp_path, capsys):
     code = main(["explain", "--pretrained", str(tmp_path / "model"), "--config", str(tmp_path / "steps.json")])
     assert code == 2
     assert "takes no timestep" in capsys.readouterr().err
+
+
+def test_explain_plans_training_beside_inference(tmp_path, capsys):
+    LlamaConfig(num_hidden_layers=1, architectures=["LlamaModel"]).save_pretrained(tmp_path / "model")
+    for training, ran, why in (("sage_bwd", "sage_bwd", ""), ("sage2", "exact", "; sage2 is forward only")):
+        SageConfig("sage3", training=training).save(tmp_path / "config.json")
+        arguments = ["explain", "--pretrained", str(tmp_path / "model"), "--config", str(tmp_path / "config.json")]
+        assert main([*arguments, "--device", "cpu"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert lines[2][1:5] == ["sage3", "sage3", "reference", "emulated"]
+        assert lines[3][:2] == [training, ran]
+        assert " ".join(lines[4]).startswith(f"[1] in training mode{why}")
 
 
 def test_bench_explains_itself_and_refuses_a_machine_without_the_gpu_it_measures(monkeypatch, capsys):
