@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import torch
@@ -37,13 +39,36 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
         return sage_mask(**kwargs)
     if kwargs["mask_function"] is masking_utils.causal_mask_function:
         q_len = kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"].shape[0]
-        # As long as all keys, the queries are all tokens, so that the first query is at the first key.
+        # As many as all keys, the queries are all tokens, so that the first query is at the first key.
         plain = kwargs.get("allow_is_causal_skip", True) and q_len == kwargs["kv_length"]
-        return padding if plain else sage_mask(**kwargs)
+        handed_on = _hands_padding_on(type(kwargs.get("config")).__module__)
+        return padding if plain and handed_on else sage_mask(**kwargs)
     bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)  # since transformers 5
     if kwargs["mask_function"] is bidirectional and kwargs.get("allow_is_bidirectional_skip", False):
         return padding[:, None, None]
     return sage_mask(**kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _hands_padding_on(configuration: str) -> bool:
+    """Whether models hand a mask (batch, kv_len) on to their attention as it is; told by the module of their config.
+
+    Those do that transformers runs with flash attention. Others may combine it with masks of four dimensions, which
+    would take its causality away.
+    """
+    return _runs_flash_attention(configuration)
+
+
+@functools.cache
+def _runs_flash_attention(configuration: str) -> bool:
+    """Whether transformers runs all models of the config's modelling file with flash attention."""
+    package, _, file = configuration.rpartition(".")
+    modeling = f"{package}.{file.replace('configuration', 'modeling', 1)}"
+    found = vars(sys.modules[modeling]).values() if modeling in sys.modules else ()
+    models = [
+        one for one in found if getattr(one, "__module__", "") == modeling and hasattr(one, "_supports_flash_attn")
+    ]
+    return bool(models) and all(model._supports_flash_attn for model in models)
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:

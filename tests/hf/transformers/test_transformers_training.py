@@ -18,7 +18,7 @@ from tiny_transformers import (
     run,
 )
 from torch import nn
-from transformers import AttentionMaskInterface, StaticCache
+from transformers import AttentionMaskInterface, StaticCache, masking_utils
 
 import sage_hf
 from sage_hf import SageConfig, record
@@ -136,6 +136,36 @@ def test_what_a_model_adds_to_attention_trains_exactly() -> None:
         loss_of(model, MODELS[name].inputs("right")).backward()
         ((recipe, why),) = plans(model)
         assert recipe == "exact" and reason in why
+
+
+@pytest.fixture
+def asked_for_a_mask() -> Iterator[dict]:
+    """What transformers asks the mask function of a padded causal batch."""
+    asked: dict = {}
+    AttentionMaskInterface.register("sage_bwd_emulate", lambda **kwargs: asked.update(kwargs) or sage_mask(**kwargs))
+    run(LLAMA.build("sage_bwd_emulate"), **LLAMA.inputs("right"))
+    AttentionMaskInterface.register("sage_bwd_emulate", sage_training_mask)
+    yield asked
+
+
+def test_padding_comes_alone_only_where_it_is_all_that_a_mask_would_say(asked_for_a_mask: dict) -> None:
+    padding = asked_for_a_mask["attention_mask"]
+    assert sage_training_mask(**asked_for_a_mask) is padding and padding.shape == (2, TOKENS)
+    window = masking_utils.sliding_window_causal_mask_function(20)
+    longer = torch.cat([padding, padding[:, :1]], 1)
+    for change in (
+        {"mask_function": window},
+        {"mask_function": window, "local_size": 20},
+        {"allow_is_causal_skip": False},
+        {"kv_length": TOKENS + 1, "attention_mask": longer},
+        {"kv_offset": 1},
+        {"config": MODELS["t5"].build("eager").config},  # hands no such mask on: it cannot run flash attention
+    ):
+        mask = sage_training_mask(**asked_for_a_mask | change)
+        assert mask.dim() == 4 and mask.shape[2] == TOKENS, change
+        assert torch.equal(mask, sage_mask(**asked_for_a_mask | change))
+    nothing_padded = {"attention_mask": torch.ones_like(padding)}
+    assert sage_training_mask(**asked_for_a_mask | nothing_padded) is None
 
 
 CASES = [
