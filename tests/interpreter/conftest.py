@@ -19,18 +19,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def round_to_e4m3_as_gpus_do(monkeypatch):
-    """The interpreter's own cast neither carries into the exponent nor saturates."""
+def compute_as_gpus_do(monkeypatch):
+    """The interpreter's own cast to e4m3 neither carries into the exponent nor saturates, its cast to bfloat16 cuts off,
+    and its products take bfloat16 for integers.
+    """
     if not INTERPRETED:
         return
+    import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
-    cast = interpreter._convert_float
+    cast, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def convert(x, input_dtype, output_dtype, rounding_mode):
-        if (input_dtype, output_dtype) != (tl.float32, tl.float8e4nv):
-            return cast(x, input_dtype, output_dtype, rounding_mode)
-        return torch.from_numpy(x.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if (input_dtype, output_dtype) == (tl.float32, tl.float8e4nv):
+            return torch.from_numpy(x.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):
+            return torch.from_numpy(x.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return cast(x, input_dtype, output_dtype, rounding_mode)
+
+    def widened(x):
+        if x.dtype != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def multiply(builder, a, b, d, *options):
+        return dot(builder, widened(a), widened(b), d, *options)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply)

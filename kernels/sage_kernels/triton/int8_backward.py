@@ -27,7 +27,7 @@ from .int8_training import clamped_offset, token_axes
 from .key_padding import KeyPadding, key_tiles
 from .launch import launch
 from .operand_tiles import as_operand, load_key, load_key_scale, load_value
-from .quantize_int8 import round_to_byte
+from .quantize_int8 import INTERPRETED, magnitude, round_to_byte
 from .scores import LOG2E
 from .sequences import ceil_div, operand_row, sequence_range
 
@@ -75,6 +75,8 @@ def backward(
         raise ValueError(f"the backward of {recipe} has no kernel")
     if (formats.dp, formats.scales, formats.delta) != ("16bit", "row", "output"):
         raise ValueError(f"the backward of {recipe} has no kernel")
+    # Kernels read them as they were made.
+    saved = Saved(*(x.contiguous() for x in saved))
     batch, q_heads, q_len, v_head_dim = output_gradient.shape
     kv_heads, kv_len = value.shape[1:3]
     sequences, q_sequences, kv_sequences = token_axes(q_len, kv_len, lengths)
@@ -172,6 +174,15 @@ def backward(
 
 
 @triton.jit
+def largest(x, axis: tl.constexpr):
+    """Largest magnitude along an axis; NaN where one is NaN. The interpreter's own reductions alone are fast."""
+    if INTERPRETED:
+        return tl.max(magnitude(x), axis).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), axis, max_or_nan)
+
+
+@triton.jit
 def codes_per_unit(row_max):
     return tl.full(row_max.shape, FULL, tl.float32) / tl.maximum(row_max, SMALLEST)
 
@@ -231,15 +242,14 @@ def add_queries(
         allowed = column[:, None] <= (tile * BLOCK_M + tl.arange(0, BLOCK_M) + causal_offset)[None, :]
         p = tl.where(allowed, p, 0.0)
     row_delta = tl.load(delta + row)
-    if INT8:
-        # dS times Q's scales, which lie along the sum.
-        ds = p * (dp * q_scale[None, :] - (row_delta * q_scale)[None, :])
-    else:
-        ds = p * (dp - row_delta[None, :])
+    if INT8:  # dS times Q's scales, which lie along the sum
+        dp *= q_scale[None, :]
+        row_delta *= q_scale
+    ds = p * (dp - row_delta[None, :])
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
     if INT8:
-        p_max, ds_max = tl.reduce(p, 1, max_or_nan), tl.reduce(tl.abs(ds), 1, max_or_nan)
+        p_max, ds_max = largest(p, 1), largest(ds, 1)
         p_codes, ds_codes = byte_rows(p, p_max), byte_rows(ds, ds_max)
         position = q_operand_start + tile * BLOCK_M
         do_codes = load_value(gradient_codes, of_head, position, q_rows, BLOCK_M, V_CHANNELS, True, TMA)
@@ -468,8 +478,8 @@ def add_keys(
     if INT8:
         # dS times K's scales, which lie along the sum: one a thread and 64 keys.
         by_thread = tl.reshape(ds, SHAPE)
-        of_thread = tl.reduce(tl.reduce(tl.abs(by_thread), 4, max_or_nan), 2, max_or_nan) * k_scale[None, :, :]
-        ds_max = tl.reduce(tl.reduce(of_thread, 2, max_or_nan), 1, max_or_nan)
+        of_thread = largest(largest(by_thread, 4), 2) * k_scale[None, :, :]
+        ds_max = largest(largest(of_thread, 2), 1)
         factor = codes_per_unit(ds_max)[:, None, None] * k_scale[None, :, :]
         codes = round_to_byte(as_operand(tl.reshape(by_thread * factor[:, :, None, :, None], (BLOCK_M, BLOCK_N))))
         k = load_value(key_operand, of_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, CHANNELS, True, TMA)

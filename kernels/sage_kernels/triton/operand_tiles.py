@@ -8,7 +8,7 @@ import triton.language as tl
 def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.constexpr):
     """Keys `row`… of the operand: (BLOCK_N, CHANNELS)."""
     if TMA:
-        return key.load([row.to(tl.int32), 0])
+        return key.load([tl.cast(row, tl.int32), 0])
     else:
         token = row + tl.arange(0, BLOCK_N)
         return tl.load(key + token.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :])
@@ -30,7 +30,7 @@ def load_value(
     if not TRANSPOSED:
         return load_key(value, head * rows + row, BLOCK_N, V_CHANNELS, TMA)
     elif TMA:
-        return value.load([(head * V_CHANNELS).to(tl.int32), row.to(tl.int32)]).T
+        return value.load([tl.cast(head * V_CHANNELS, tl.int32), tl.cast(row, tl.int32)]).T
     else:
         channel = head * V_CHANNELS + tl.arange(0, V_CHANNELS)
         return tl.load(value + channel[:, None] * rows + (row + tl.arange(0, BLOCK_N))[None, :]).T

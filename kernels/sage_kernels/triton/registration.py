@@ -15,6 +15,7 @@ MAX_HEAD_DIM = 256
 MAX_GRID = 65535  # programs along the second and third axis of a launch
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 INT8, NVFP4 = frozenset(["sage1", "sage2", "sage_bwd", "sage_bwd_int8"]), frozenset(["sage3", "sage3_paper"])
+TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
@@ -51,7 +52,13 @@ def register_all() -> None:
         ("nvfp4_forward_emulated", "nvfp4_forward", NVFP4, False, _unsupported_nvfp4, {"native": False}),
     ):
         run, run_packed = (partial(_run, module, entry, options) for entry in ("attention", "packed_attention"))
-        register(Kernel(name, recipes, native, unsupported, run, run_packed))
+        training = {}
+        if name == "int8_forward":
+            training = {
+                "run_training": partial(_run, "int8_training", "training_attention", options),
+                "run_backward": partial(_run, "int8_backward", "backward", options),
+            }
+        register(Kernel(name, recipes, native, unsupported, run, run_packed, **training))
 
 
 def _unsupported(request: Request) -> str:
@@ -83,6 +90,8 @@ def _unsupported_int8(request: Request) -> str:
     reason = _unsupported(request)
     if not reason and request.recipe == "sage2" and request.capability is not None and request.capability < (8, 9):
         return "FP8 needs compute capability 8.9 (Ada) or newer"
+    if not reason and request.grad and request.dtype not in TRAINING_DTYPES:
+        return "gradients need float16 or bfloat16"
     return reason
 
 
@@ -105,9 +114,9 @@ def _run(
     module: str,
     entry: str,
     options: dict[str, bool],
-    query: torch.Tensor,
-    *tensors: torch.Tensor,
+    first: torch.Tensor,
+    *arguments: Any,
     **call: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Any:
     run = getattr(import_module(f".{module}", __package__), entry)
-    return run(query, *tensors, **call, **options, capability=torch.cuda.get_device_capability(query.device))
+    return run(first, *arguments, **call, **options, capability=torch.cuda.get_device_capability(first.device))
