@@ -250,3 +250,39 @@ def test_a_bad_gradient_of_one_row_spoils_what_exact_attentions_would(recipe):
     for ours, exactly in zip(finite[0][1:], finite[1][1:], strict=True):
         assert not ours[0, 0, :41].any() and not exactly[0, 0, :41].any()
         assert ours[1].all() and ours[:, 1].all()  # other samples, and other heads of K and V
+
+
+@pytest.mark.parametrize("recipe", TRAINABLE)
+@pytest.mark.parametrize(
+    "trap", ["a zero channel of V", "V of ones", "equal keys", "zero gradient", "padding in the middle"]
+)
+def test_gradients_survive_what_broke_others(recipe, trap):
+    """Zero scales, uniform scores, and keys that are missing between keys that are not."""
+    inputs = [x.detach() for x in draw(q_len=90)]
+    mask, gradient = None, torch.randn(2, 4, 90, 32, generator=torch.Generator().manual_seed(1))
+    if trap == "a zero channel of V":
+        inputs[2][..., 3] = 0.0
+    elif trap == "V of ones":
+        inputs[2][:] = 1.0
+    elif trap == "equal keys":
+        inputs[1][:] = inputs[1][:, :, :1]
+    elif trap == "zero gradient":
+        gradient.zero_()
+    else:
+        mask = torch.ones(2, 1, 1, 90, dtype=torch.bool)
+        mask[..., 30:60] = False
+    inputs = [x.requires_grad_() for x in inputs]
+    found = []
+    for name in (recipe, "exact"):
+        output = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe=name)
+        found.append([output, *torch.autograd.grad(output, inputs, gradient)])
+    # Of an exact gradient that is 0, what remains is the rounding of rowsum(dO∘O) - rowsum(dO·Vᵀ∘P): of V's size.
+    scale = [x.abs().sum() for x in found[1]]
+    floor = gradient.abs().sum()
+    for ours, exactly, size in zip(*found, scale, strict=True):
+        assert ours.isfinite().all()
+        assert (ours - exactly).abs().sum() <= 0.02 * max(size, floor)
+    if mask is not None:
+        assert not any(x[:, :, 30:60].any() for x in found[0][2:])
+    if trap == "zero gradient":
+        assert not any(x.any() for x in found[0][1:])

@@ -225,6 +225,14 @@ def test_opcheck_passes(call):
     torch.library.opcheck(operators.training_attention_backward.default, arguments)
 
 
+@pytest.mark.parametrize("head_dim", [16, 40, 80, 256])
+def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
+    inputs = [torch.randn(1, 2, tokens, head_dim, requires_grad=True) for tokens in (5, 130, 130)]
+    arguments = (*inputs, None, *NOTHING_PACKED, True, 0, None, "sage_bwd", "native")
+    operator = torch.ops.sage_kernels.training_attention.default
+    torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+
+
 def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
     def attend(*tensors):
         assert not training.why_exact(*tensors[:3], valid=tensors[3])
