@@ -82,7 +82,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
         Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True),
         Recipe("sage1", qk="int8", pv="fp16", smooth_k=True),
-        Recipe("sage_bwd", qk="int8", pv="int8", smooth_k=True, smooth_v=True, backward=Backward()),
+        Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, backward=Backward()),
         Recipe(
             "sage_bwd_int8",
             qk="int8",
