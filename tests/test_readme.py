@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import error_table
+import gradient_table
 
 import sage_hf
 from sage_kernels.recipe import RECIPES
@@ -18,6 +19,10 @@ def test_the_accuracy_table_is_that_of_the_results_file():
     rows = json.loads((RESULTS / "cpu-error_table.json").read_text())["rows"]
     assert error_table.markdown(rows) in README
     assert [row["variant"] for row in rows] == list(error_table.VARIANTS)
+
+
+def test_the_table_of_gradients_is_that_of_the_results_file():
+    assert gradient_table.summary(json.loads((RESULTS / "cpu-gradient_table.json").read_text())["rows"]) in README
 
 
 def test_sage3_has_at_most_four_fifths_of_the_published_recipes_error_on_trained_models():
