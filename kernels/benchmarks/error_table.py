@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import cpu_facts
 from tensors import Triple, dit_like, gaussian, text_activations, video_activations
 
 from sage_kernels import exact, reference
@@ -96,16 +95,7 @@ def main() -> None:
         mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
         print(f"\nsage3 / sage3_paper on trained models: {ratios}, geometric mean {mean:.3f}")
     if arguments.output:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        facts = {
-            "device": "cpu",
-            "torch": torch.__version__,
-            "commit": commit,
-            "date": date.today().isoformat(),
-            "tokens": arguments.tokens,
-        }
+        facts = {**cpu_facts(), "tokens": arguments.tokens}
         arguments.output.write_text(json.dumps({**facts, "rows": rows, "sage3_over_paper": ratios}, indent=1) + "\n")
         print(f"wrote {arguments.output}", file=sys.stderr)
 

@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 
+from record import git_commit
+
 from sage_hf.bench import command, plots, tables
-
-
-def git_commit() -> str:
-    """Of the checkout; "" where there is none."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main(description: str | None = __doc__, training: bool = False) -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from record import cpu_facts
 from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
 
 from sage_kernels import reference, reference_backward, transforms
@@ -199,16 +198,7 @@ def main() -> None:
             row[name] = errors(samples, truths, VARIANTS[row["variant"]])
         print(markdown(rows, name), end="\n\n", flush=True)
     if arguments.output:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        facts = {
-            "device": "cpu",
-            "torch": torch.__version__,
-            "commit": commit,
-            "date": date.today().isoformat(),
-            "tokens": arguments.tokens,
-        }
+        facts = {**cpu_facts(), "tokens": arguments.tokens}
         arguments.output.write_text(json.dumps({**facts, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {arguments.output}", file=sys.stderr)
 

@@ -11,19 +11,10 @@ import pytest
 import torch
 from judge import Error, judge
 from layouts import LAYOUTS, lay_out
+from random_calls import HEADS, LENGTHS, Group
 
 REQUESTS_PER_GROUP = 160
-LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300, 383, 513)
-HEADS = ((1, 1, 1), (2, 2, 2), (1, 4, 2), (3, 4, 1), (2, 3, 3))
 MASKS = ("none", "causal", "bool", "additive", "padding", "some rows", "expanded")
-
-
-@dataclass(frozen=True)
-class Group:
-    recipe: str
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
 
 
 GROUPS = [
@@ -35,8 +26,8 @@ GROUPS = [
     Group("sage1", 64, 64, torch.float16),
     Group("sage1", 128, 80, torch.bfloat16),
     Group("sage1", 16, 96, torch.float32),
-    Group("sage_bwd", 64, 64, torch.bfloat16),
-    Group("sage_bwd", 128, 80, torch.float16),
+    Group("sage_bwd_int8", 64, 64, torch.bfloat16),
+    Group("sage_bwd_int8", 128, 80, torch.float16),
     Group("sage3", 64, 64, torch.bfloat16),
     Group("sage3", 128, 128, torch.bfloat16),
     Group("sage3", 40, 24, torch.float16),

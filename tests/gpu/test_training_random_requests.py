@@ -5,25 +5,16 @@ Drawn in groups that share what a kernel is compiled for. What failed as "GROUPS
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from judge_training import Draw, GradientErrors, judge_training
 from layouts import LAYOUTS, lay_out
+from random_calls import HEADS, LENGTHS, Group
 
 CALLS_PER_GROUP_AND_KIND = 18
-LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300, 383, 513)
-HEADS = ((1, 1, 1), (2, 2, 2), (1, 4, 2), (3, 4, 1), (2, 3, 3))
 KINDS = ("plain", "causal", "valid", "valid, causal", "packed", "packed, causal")
-
-
-@dataclass(frozen=True)
-class Group:
-    recipe: str
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
 
 
 GROUPS = [
