@@ -20,8 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def compute_as_gpus_do(monkeypatch):
-    """The interpreter's own cast to e4m3 neither carries into the exponent nor saturates, its cast to bfloat16 cuts off,
-    and its products take bfloat16 for integers.
+    """The interpreter's own cast to e4m3 neither carries into the exponent nor saturates, the one to bfloat16 cuts
+    off, and products take bfloat16 for integers.
     """
     if not INTERPRETED:
         return

@@ -20,7 +20,7 @@ def draw(*, batch=1, q_heads=4, kv_heads=2, q_len=70, kv_len=150, head_dim=64, v
     ]
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd"])
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
 @pytest.mark.parametrize(
     "sizes", [{}, {"head_dim": 80, "v_head_dim": 40, "q_len": 130, "kv_len": 64}, {"dtype": torch.float16, "kv_len": 1}]
 )
@@ -71,7 +71,7 @@ def masks(q_len, kv_len):
     }
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd"])
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
 @pytest.mark.parametrize("mask", ["none", "bool", "one row", "additive", "padding"])
 @pytest.mark.parametrize("causal_offset", [None, 0, -3, 80])
 def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
@@ -129,7 +129,7 @@ def test_any_scale_is_honoured(scale):
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd"])
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_are_those_sequences(recipe, is_causal):
     q_lengths, kv_lengths, used = [130, 1, 64, 70], [100, 70, 128, 300], [200, 0, 128, 250]

@@ -77,6 +77,15 @@ class MachineCode:
         loops = [loop for loop in self.loops if loop.matrix_products]
         return max(loops, key=lambda loop: (loop.matrix_products, -loop.total))
 
+    @property
+    def lean_loop(self) -> Instructions:
+        """The shortest of the loops with matrix instructions: without the masks of tiles at an edge.
+
+        Raises:
+            ValueError: no loop has any.
+        """
+        return min((loop for loop in self.loops if loop.matrix_products), key=lambda loop: loop.total)
+
 
 class _CompileOnlyDriver:
     """What compiling asks of a Triton driver: the architecture, and a device, which keys the JIT's cache."""

@@ -1,4 +1,5 @@
-"""The forward kernel of all INT8 recipes: Q·Kᵀ in INT8, P·V in float16 (`sage1`), e4m3 (`sage2`) or INT8 (`sage_bwd`).
+"""The forward kernel of the INT8 recipes: Q·Kᵀ in INT8, P·V in float16 (`sage1`, `sage_bwd`), e4m3 (`sage2`) or INT8
+(`sage_bwd_int8`).
 
 A tile of scores comes out of the matrix units as integers. A thread needs one scale of K for each 64 keys
 (`reference.thread_order`), so its maxima are taken of integers, and scaling is one multiplication of the maximum and
@@ -258,14 +259,6 @@ def shift(PV: tl.constexpr):
 
 
 @triton.jit
-def add_to_sum(row_sum, decay, tile_sum, gain, PV: tl.constexpr):
-    """Sums by thread, (BLOCK_M, 4), with those of a tile."""
-    if PV == "int8":
-        tile_sum = tile_sum * gain[:, None]
-    return row_sum * decay[:, None] + tile_sum
-
-
-@triton.jit
 def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PV: tl.constexpr):
     """One tile of the online softmax, of unmasked integer scores.
 
@@ -286,7 +279,9 @@ def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     reference = tile_max if PV == "int8" else new_max
     gain = tl.exp2(reference - new_max)
     p = tl.exp2(s.to(tl.float32) * scale[:, :, None, :, None] + (-reference + shift(PV))[:, None, None, None, None])
-    row_sum = add_to_sum(row_sum, decay, tl.sum(tl.sum(tl.sum(p, 4), 2), 1), gain, PV)
+    row_sum = row_sum * decay[:, None]
+    tile_sum = tl.sum(tl.sum(tl.sum(p, 4), 2), 1)
+    row_sum += tile_sum * gain[:, None] if PV == "int8" else tile_sum
     return tl.reshape(p, (BLOCK_M, BLOCK_N)), gain, decay, new_max, row_sum
 
 
@@ -303,7 +298,9 @@ def masked_softmax_tile(x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
         reference = tl.where(tile_max == float("-inf"), 0.0, tile_max)
     p = tl.exp2(x + (-reference + shift(PV))[:, None])
     p_of_thread = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
-    row_sum = add_to_sum(row_sum, decay, tl.sum(tl.sum(p_of_thread, 3), 1), gain, PV)
+    row_sum = row_sum * decay[:, None]
+    tile_sum = tl.sum(tl.sum(p_of_thread, 3), 1)
+    row_sum += tile_sum * gain[:, None] if PV == "int8" else tile_sum
     return p, gain, decay, new_max, row_sum
 
 
@@ -319,10 +316,11 @@ def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
     if PV == "fp16":
         return tl.dot(p.to(tl.float16), v, acc * decay[:, None])
     elif PV == "fp8":
-        return acc * decay[:, None] + tl.dot(as_operand(p).to(tl.float8e4nv), v)
+        p = as_operand(p).to(tl.float8e4nv)
+        return acc * decay[:, None] + tl.dot(p, v)
     else:
-        product = tl.dot(round_to_byte(as_operand(p)), v).to(tl.float32)
-        return acc * decay[:, None] + product * gain[:, None]
+        p = round_to_byte(as_operand(p))
+        return acc * decay[:, None] + tl.dot(p, v).to(tl.float32) * gain[:, None]
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])

@@ -16,6 +16,7 @@ MAX_GRID = 65535  # programs along the second and third axis of a launch
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 INT8, NVFP4 = frozenset(["sage1", "sage2", "sage_bwd", "sage_bwd_int8"]), frozenset(["sage3", "sage3_paper"])
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
+BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
@@ -90,9 +91,15 @@ def _unsupported_int8(request: Request) -> str:
     reason = _unsupported(request)
     if not reason and request.recipe == "sage2" and request.capability is not None and request.capability < (8, 9):
         return "FP8 needs compute capability 8.9 (Ada) or newer"
-    if not reason and request.grad and request.dtype not in TRAINING_DTYPES:
+    if reason or not request.grad:
+        return reason
+    if request.dtype not in TRAINING_DTYPES:
         return "gradients need float16 or bfloat16"
-    return reason
+    capability, triton = request.capability, triton_version()
+    if capability is not None and capability[0] == 10 and triton is not None and triton < BLACKWELL_TRAINING_TRITON:
+        major, minor = BLACKWELL_TRAINING_TRITON
+        return f"gradients on compute capability {capability[0]}.{capability[1]} need Triton {major}.{minor}"
+    return ""
 
 
 def _unsupported_nvfp4(request: Request) -> str:
