@@ -1,6 +1,6 @@
-"""What the backward kernels read: dO, V, Q and K once more, padded and in the formats of their products.
+"""What the backward kernels' loops read: dO, V, Q and K once more, padded and in the formats of their products.
 
-The main loops then load whole tiles, and know nothing of strides, lengths and rows without a key.
+The loops then load whole tiles, and know nothing of strides, lengths and rows without a key.
 """
 
 from __future__ import annotations
@@ -24,79 +24,60 @@ BLOCK_ROWS = tl.constexpr(KEY_BLOCK)
 
 
 @dataclass(frozen=True)
-class BackwardOperands:
-    """Operands of the backward kernels; rows are those of `Saved`, channels powers of two. 0 beyond a sequence.
+class QueryOperands:
+    """What the kernel that walks over queries reads; rows are those of `Saved`, channels powers of two.
 
     "16 bit" is the dtype of the caller's tensors. "Transposed" is int8 (operand batch, heads, channels, rows) with the
-    tokens of each 16 in the order of `operand_tiles.as_operand`.
+    tokens of each 16 in the order of `operand_tiles.operand_token`. What lies beyond a sequence is 0.
 
     Attributes:
         gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels); 0 in rows without a key.
-        value: V in 16 bit (operand batch, kv_heads, rows, v_channels); 0 for keys that do not exist.
+        query: what the saved codes stand for in 16 bit (operand batch, q_heads, rows, channels); or, where dS is INT8,
+            the codes transposed.
+        gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
+            where P is not INT8.
         lse: float32 (operand batch, q_heads, rows), of scores in base 2; +inf in rows without a key, so that their P
             is 0.
         delta: float32, the same shape: rowsum(dO∘O).
-        query, key: what the saved codes stand for in 16 bit (operand batch, heads, rows, channels); or, where dS is
-            INT8, the codes transposed.
-        gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
-            where P is not INT8.
     """
 
     gradient: torch.Tensor
-    value: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor
     query: torch.Tensor
-    key: torch.Tensor
     gradient_codes: torch.Tensor | None
     gradient_scale: torch.Tensor | None
+    lse: torch.Tensor
+    delta: torch.Tensor
 
 
-def backward_operands(
+def query_operands(
     output_gradient: torch.Tensor,
-    value: torch.Tensor,
     output: torch.Tensor,
     saved: Saved,
     batch: int,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    padding: KeyPadding | None,
+    sequences: Sequences,
     int8: bool,
-) -> BackwardOperands:
+) -> QueryOperands:
     """Make them.
 
     Args:
         output_gradient, output: (batch, q_heads, tokens, v_head_dim), any strides; (1, q_heads, total tokens,
             v_head_dim) when packed.
-        value: (batch, kv_heads, tokens, v_head_dim), or packed likewise.
         saved: what the forward kept.
-        batch: number of sequences.
-        q_sequences, kv_sequences: the token axes.
-        padding: which keys exist; None: all.
+        batch, sequences: the number of sequences and the token axis.
         int8: P and dS are multiplied in INT8.
     """
-    kv_heads, v_head_dim = value.shape[1], value.shape[3]
     operand_batch, q_heads, rows, channels = saved.query.shape
-    kv_rows, v_channels = saved.key.shape[2], padded_channels(v_head_dim)
-    dtype, options = value.dtype, {"PACKED": q_sequences.packed, "RAGGED": q_sequences.ranges is not None}
-    num_warps = 8 if max(channels, v_channels) > 128 else 4
-
-    def again(codes: torch.Tensor) -> torch.Tensor:
-        if int8:
-            return codes.new_empty((*codes.shape[:2], codes.shape[3], codes.shape[2]))
-        return torch.empty_like(codes, dtype=dtype)
-
-    operands = BackwardOperands(
-        gradient=value.new_empty((operand_batch, q_heads, rows, v_channels)),
-        value=value.new_empty((operand_batch, kv_heads, kv_rows, v_channels)),
-        lse=torch.empty_like(saved.query_scale),
-        delta=torch.empty_like(saved.query_scale),
-        query=again(saved.query),
-        key=again(saved.key),
+    v_head_dim = output.shape[3]
+    v_channels = padded_channels(v_head_dim)
+    operands = QueryOperands(
+        gradient=output.new_empty((operand_batch, q_heads, rows, v_channels)),
+        query=_again(saved.query, output.dtype, int8),
         gradient_codes=saved.query.new_empty((operand_batch, q_heads, v_channels, rows)) if int8 else None,
         gradient_scale=saved.lse.new_empty((operand_batch, q_heads, rows // KEY_BLOCK)) if int8 else None,
+        lse=torch.empty_like(saved.query_scale),
+        delta=torch.empty_like(saved.query_scale),
     )
-    blocks = q_sequences.rows_of_longest // KEY_BLOCK
+    blocks = sequences.rows_of_longest // KEY_BLOCK
     launch(
         prepare_queries,
         (blocks * batch * q_heads,),
@@ -111,47 +92,78 @@ def backward_operands(
         operands.query,
         operands.gradient_codes,
         operands.gradient_scale,
-        q_sequences.ranges,
-        q_sequences.tokens,
+        sequences.ranges,
+        sequences.tokens,
         blocks,
         q_heads,
         v_head_dim,
         rows,
-        *batch_strides(output_gradient, q_sequences),
-        *batch_strides(output, q_sequences),
-        *batch_strides(saved.lse, q_sequences),
+        *batch_strides(output_gradient, sequences),
+        *batch_strides(output, sequences),
+        *batch_strides(saved.lse, sequences),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         INT8=int8,
-        **options,
-        num_warps=num_warps,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        num_warps=8 if max(channels, v_channels) > 128 else 4,
     )
-    blocks = kv_sequences.rows_of_longest // KEY_BLOCK
+    return operands
+
+
+def key_operands(
+    value: torch.Tensor, saved: Saved, batch: int, sequences: Sequences, padding: KeyPadding | None, int8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel that walks over keys reads.
+
+    Args:
+        value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed likewise.
+        saved, batch, sequences, int8: as above.
+        padding: which keys exist; None: all.
+
+    Returns:
+        (value, key): V in 16 bit (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist; and of K
+        what `QueryOperands.query` is of Q.
+    """
+    operand_batch, kv_heads, rows, channels = saved.key.shape
+    v_head_dim = value.shape[3]
+    v_channels = padded_channels(v_head_dim)
+    operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels))
+    key = _again(saved.key, value.dtype, int8)
+    blocks = sequences.rows_of_longest // KEY_BLOCK
     launch(
         prepare_keys,
         (blocks * batch * kv_heads,),
         value,
         saved.key,
         saved.key_scale,
-        operands.value,
-        operands.key,
+        operand_value,
+        key,
         None if padding is None else padding.valid,
-        kv_sequences.ranges,
-        kv_sequences.tokens,
+        sequences.ranges,
+        sequences.tokens,
         blocks,
         kv_heads,
         v_head_dim,
-        kv_rows,
-        *batch_strides(value, kv_sequences),
+        rows,
+        *batch_strides(value, sequences),
         0 if padding is None else padding.strides[0],
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         INT8=int8,
         HAS_VALID=padding is not None,
-        **options,
-        num_warps=num_warps,
+        PACKED=sequences.packed,
+        RAGGED=sequences.ranges is not None,
+        num_warps=8 if max(channels, v_channels) > 128 else 4,
     )
-    return operands
+    return operand_value, key
+
+
+def _again(codes: torch.Tensor, dtype: torch.dtype, int8: bool) -> torch.Tensor:
+    """Empty: the codes transposed, or values of that dtype."""
+    if int8:
+        return codes.new_empty((*codes.shape[:2], codes.shape[3], codes.shape[2]))
+    return torch.empty_like(codes, dtype=dtype)
 
 
 def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:

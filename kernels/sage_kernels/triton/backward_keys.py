@@ -1,0 +1,250 @@
+"""dK and dV: a program holds keys, and walks over the queries that see them.
+
+It computes Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ are where the left operands of the next products have to be: in its registers.
+What a key that does not exist would do stays in the row of dK and dV that is its own; only causality needs a mask.
+"""
+
+import triton
+import triton.language as tl
+
+from .byte_rows import FULL, byte_rows, largest
+from .operand_tiles import load_key, load_key_scale, load_value
+from .scores import LOG2E
+from .sequences import operand_row, sequence_range
+
+
+@triton.jit
+def add_queries(
+    k,
+    k_scale,
+    v,
+    dk,
+    dv,
+    first_key,
+    query,
+    query_scale,
+    query_operand,
+    gradient,
+    gradient_codes,
+    gradient_scale,
+    lse,
+    delta,
+    of_head,
+    q_first,
+    q_operand_start,
+    q_rows,
+    tile,
+    causal_offset,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INT8: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """(dk, dv) with what a tile of queries adds; the tile of scores is (BLOCK_N keys, BLOCK_M queries)."""
+    KEY_BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
+    first = q_first + tile * BLOCK_M
+    row = first + tl.arange(0, BLOCK_M)
+    s = tl.dot(k, load_key(query, first, BLOCK_M, CHANNELS, TMA).T)
+    do = load_key(gradient, first, BLOCK_M, V_CHANNELS, TMA)
+    dp = tl.dot(v, do.T)
+    q_scale = tl.load(query_scale + row)
+    s = tl.reshape(s, (KEY_BLOCKS, BLOCK_N // 8 // KEY_BLOCKS, 4, 2, BLOCK_M)).to(tl.float32)
+    scale = k_scale[:, :, None] * q_scale[None, None, :]
+    x = s * scale[:, None, :, None, :] - tl.load(lse + row)[None, None, None, None, :]
+    p = tl.reshape(tl.exp2(x), (BLOCK_N, BLOCK_M))
+    if MASKED:
+        column = first_key + tl.arange(0, BLOCK_N)
+        allowed = column[:, None] <= (tile * BLOCK_M + tl.arange(0, BLOCK_M) + causal_offset)[None, :]
+        p = tl.where(allowed, p, 0.0)
+    row_delta = tl.load(delta + row)
+    if INT8:  # dS times Q's scales, which lie along the sum
+        dp *= q_scale[None, :]
+        row_delta *= q_scale
+    ds = p * (dp - row_delta[None, :])
+    if MASKED:
+        ds = tl.where(allowed, ds, 0.0)
+    if INT8:
+        p_max, ds_max = largest(p, 1), largest(ds, 1)
+        p_codes, ds_codes = byte_rows(p, p_max), byte_rows(ds, ds_max)
+        position = q_operand_start + tile * BLOCK_M
+        do_codes = load_value(gradient_codes, of_head, position, q_rows, BLOCK_M, V_CHANNELS, True, TMA)
+        p_max *= tl.load(gradient_scale + first // 64) * (1.0 / FULL)
+        dv += tl.dot(p_codes, do_codes).to(tl.float32) * p_max[:, None]
+        q_codes = load_value(query_operand, of_head, position, q_rows, BLOCK_M, CHANNELS, True, TMA)
+        dk += tl.dot(ds_codes, q_codes).to(tl.float32) * (ds_max * (1.0 / FULL))[:, None]
+    else:
+        # Both operands before either product: a matrix instruction under way forbids writing another's registers.
+        p, ds = p.to(do.dtype), ds.to(do.dtype)
+        q = load_key(query_operand, first, BLOCK_M, CHANNELS, TMA)
+        dv = tl.dot(p, do, dv)
+        dk = tl.dot(ds, q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+def int8_backward_key(
+    key,
+    key_scale,
+    value,
+    query,
+    query_scale,
+    query_operand,
+    gradient,
+    gradient_codes,
+    gradient_scale,
+    key_gradient,
+    value_gradient,
+    lse,
+    delta,
+    valid,
+    spans,
+    valid_stride,
+    spans_stride,
+    q_ranges,
+    kv_ranges,
+    q_len,
+    kv_len,
+    q_rows,
+    kv_rows,
+    group,
+    causal_offset,
+    softmax_scale,
+    head_dim,
+    v_head_dim,
+    v_stride_batch,
+    v_stride_head,
+    v_stride_token,
+    v_stride_channel,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    key_stride_channel,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
+    value_stride_channel,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INT8: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group."""
+    block = tl.program_id(0)
+    kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    kv_heads = tl.num_programs(1)
+    _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
+    kv_start, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    first_key = block * BLOCK_N
+    if first_key < kv_len:
+        kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED) + first_key
+        row = kv_first + tl.arange(0, BLOCK_N)
+        channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
+        k = tl.load(key + row[:, None] * CHANNELS + channel[None, :])
+        column = first_key + tl.arange(0, BLOCK_N)
+        inside = column < kv_len
+        exists = inside
+        if PADDED:
+            exists = exists & (tl.load(valid + batch * valid_stride + column, mask=inside, other=0) != 0)
+        token = (kv_start + column).to(tl.int64)
+        at = value + batch * v_stride_batch + kv_head * v_stride_head + token[:, None] * v_stride_token
+        at += v_channel.to(tl.int64)[None, :] * v_stride_channel
+        v = tl.load(at, mask=exists[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
+        k_scale = load_key_scale(key_scale, kv_first, BLOCK_N) * (softmax_scale * LOG2E)
+        dk = tl.zeros((BLOCK_N, CHANNELS), tl.float32)
+        dv = tl.zeros((BLOCK_N, V_CHANNELS), tl.float32)
+
+        # Queries from tile `begin` on see some of the keys, those from `full_begin` on all of them.
+        begin, full_begin, end = 0, 0, tl.cdiv(q_len, BLOCK_M)
+        if PADDED:
+            spans += batch * spans_stride
+            end = tl.where((first_key + BLOCK_N > tl.load(spans)) & (first_key < tl.load(spans + 2)), end, 0)
+        if CAUSAL:
+            first_query = first_key - causal_offset
+            begin = tl.minimum(tl.maximum(first_query, 0) // BLOCK_M, end)
+            full_begin = tl.minimum(tl.cdiv(tl.maximum(first_query + BLOCK_N - 1, 0), BLOCK_M), end)
+        for member in range(group):
+            head = kv_head * group + member
+            q_first = operand_row(batch, head, kv_heads * group, q_rows, q_operand_start, PACKED)
+            of_head = operand_row(batch, head, kv_heads * group, 1, 0, PACKED)
+            if CAUSAL:
+                for tile in range(begin, full_begin):
+                    dk, dv = add_queries(
+                        k,
+                        k_scale,
+                        v,
+                        dk,
+                        dv,
+                        first_key,
+                        query,
+                        query_scale,
+                        query_operand,
+                        gradient,
+                        gradient_codes,
+                        gradient_scale,
+                        lse,
+                        delta,
+                        of_head,
+                        q_first,
+                        q_operand_start,
+                        q_rows,
+                        tile,
+                        causal_offset,
+                        CHANNELS,
+                        V_CHANNELS,
+                        BLOCK_M,
+                        BLOCK_N,
+                        INT8,
+                        True,
+                        TMA,
+                    )
+            for tile in range(full_begin, end):
+                dk, dv = add_queries(
+                    k,
+                    k_scale,
+                    v,
+                    dk,
+                    dv,
+                    first_key,
+                    query,
+                    query_scale,
+                    query_operand,
+                    gradient,
+                    gradient_codes,
+                    gradient_scale,
+                    lse,
+                    delta,
+                    of_head,
+                    q_first,
+                    q_operand_start,
+                    q_rows,
+                    tile,
+                    causal_offset,
+                    CHANNELS,
+                    V_CHANNELS,
+                    BLOCK_M,
+                    BLOCK_N,
+                    INT8,
+                    False,
+                    TMA,
+                )
+
+        attended = exists
+        if CAUSAL:
+            attended = attended & (column < q_len + causal_offset)
+        into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token
+        into += channel[None, :] * key_stride_channel
+        dk = tl.where(attended[:, None], dk * softmax_scale, 0.0)
+        tl.store(into, dk.to(key_gradient.dtype.element_ty), mask=inside[:, None] & (channel < head_dim)[None, :])
+        into = value_gradient + batch * value_stride_batch + kv_head * value_stride_head
+        into += token[:, None] * value_stride_token + v_channel[None, :] * value_stride_channel
+        dv = tl.where(attended[:, None], dv, 0.0)
+        tl.store(into, dv.to(value_gradient.dtype.element_ty), mask=inside[:, None] & (v_channel < v_head_dim)[None, :])
