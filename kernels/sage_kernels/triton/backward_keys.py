@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .byte_rows import FULL, byte_rows, largest
-from .operand_tiles import load_key, load_key_scale, load_value
+from .operand_tiles import forgotten, load_key, load_key_scale, load_value
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
 
@@ -84,6 +84,17 @@ def add_queries(
     return dk, dv
 
 
+@triton.jit
+def keys_of(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
+    """Of keys `first_key`…: (index in the sequence, token of the caller's tensors, inside the sequence, exists)."""
+    column = first_key + tl.arange(0, BLOCK_N)
+    inside = column < kv_len
+    exists = inside
+    if PADDED:
+        exists = exists & (tl.load(valid + column, mask=inside, other=0) != 0)
+    return column, (kv_start + column).to(tl.int64), inside, exists
+
+
 @triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
 def int8_backward_key(
     key,
@@ -149,12 +160,9 @@ def int8_backward_key(
         row = kv_first + tl.arange(0, BLOCK_N)
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
         k = tl.load(key + row[:, None] * CHANNELS + channel[None, :])
-        column = first_key + tl.arange(0, BLOCK_N)
-        inside = column < kv_len
-        exists = inside
-        if PADDED:
-            exists = exists & (tl.load(valid + batch * valid_stride + column, mask=inside, other=0) != 0)
-        token = (kv_start + column).to(tl.int64)
+        column, token, _inside, exists = keys_of(
+            first_key, kv_start, kv_len, valid, batch * valid_stride, BLOCK_N, PADDED
+        )
         at = value + batch * v_stride_batch + kv_head * v_stride_head + token[:, None] * v_stride_token
         at += v_channel.to(tl.int64)[None, :] * v_stride_channel
         v = tl.load(at, mask=exists[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
@@ -237,7 +245,7 @@ def int8_backward_key(
                     TMA,
                 )
 
-        attended = exists
+        column, token, inside, attended = keys_of(forgotten(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token

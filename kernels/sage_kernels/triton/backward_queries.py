@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .byte_rows import FULL, codes_per_unit, largest
 from .key_padding import key_tiles
-from .operand_tiles import as_operand, load_key, load_key_scale, load_value
+from .operand_tiles import as_operand, forgotten, load_key, load_key_scale, load_value
 from .quantize_int8 import round_to_byte
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
@@ -217,6 +217,8 @@ def int8_backward_query(
                 TMA,
             )
 
+        index = forgotten(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+        token = (q_start + index).to(tl.int64)
         into = query_gradient + batch * stride_batch + head * stride_head + token[:, None] * stride_token
         into += channel[None, :] * stride_channel
         inside = (index < q_len)[:, None] & (channel < head_dim)[None, :]

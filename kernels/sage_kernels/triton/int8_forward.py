@@ -38,6 +38,7 @@ from .statistics import token_statistics
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["fp8"]))
 PV_OF_DTYPE = {dtype: pv for pv, dtype in DTYPES.items()}
 INT8_MAX_LOG2 = tl.constexpr(math.log2(INT8_MAX))
+MARGIN = tl.constexpr(2.0**-22)
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,15 @@ def shift(PV: tl.constexpr):
 
 
 @triton.jit
+def not_below(tile_max):
+    """What no score of a tile exceeds, however large scores round; one that did by 2⁻⁷ would wrap in `round_to_byte`.
+
+    Its logarithmic distance to the maximum is below what float32 resolves of such scores.
+    """
+    return tl.maximum(tile_max * (1.0 - MARGIN), tile_max * (1.0 + MARGIN))
+
+
+@triton.jit
 def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PV: tl.constexpr):
     """One tile of the online softmax, of unmasked integer scores.
 
@@ -276,7 +286,7 @@ def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     tile_max = tl.max(tl.max(tl.max(tl.max(s, 4), 2).to(tl.float32) * scale, 1), 1)
     new_max = tl.maximum(row_max, tile_max)
     decay = tl.exp2(row_max - new_max)
-    reference = tile_max if PV == "int8" else new_max
+    reference = not_below(tile_max) if PV == "int8" else new_max
     gain = tl.exp2(reference - new_max)
     p = tl.exp2(s.to(tl.float32) * scale[:, :, None, :, None] + (-reference + shift(PV))[:, None, None, None, None])
     row_sum = row_sum * decay[:, None]
@@ -292,10 +302,10 @@ def masked_softmax_tile(x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     new_max = tl.maximum(row_max, tile_max)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - finite_max)
-    gain = tl.exp2(tile_max - finite_max)
-    reference = finite_max
+    reference, gain = finite_max, 1.0
     if PV == "int8":
-        reference = tl.where(tile_max == float("-inf"), 0.0, tile_max)
+        gain = tl.exp2(not_below(tile_max) - finite_max)
+        reference = tl.where(tile_max == float("-inf"), 0.0, not_below(tile_max))
     p = tl.exp2(x + (-reference + shift(PV))[:, None])
     p_of_thread = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
     row_sum = row_sum * decay[:, None]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .quantize_int8 import INTERPRETED
+
 
 @triton.jit
 def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.constexpr):
@@ -48,3 +50,12 @@ def as_operand(x):
 def operand_token(position):
     """The token at a position of a transposed operand; among each 16: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15."""
     return position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+
+
+@triton.jit
+def forgotten(x):
+    """x (int32), unknown to the compiler: what follows from it is computed again behind a loop, not kept meanwhile."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
