@@ -16,6 +16,7 @@ from sage_hf.config import SageConfig
 from sage_hf.names import name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.targets import Target, find_targets
+from sage_kernels.recipe import get_recipe
 
 Change = Callable[[list[Callable[[], None]]], None]  # makes a change and appends what undoes it
 
@@ -157,8 +158,10 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
     model: Any = getattr(target.model, "_orig_mod", target.model)
     if config.steps:
         timestep_argument(model)
-    # Transformers makes the masks that the implementation's name asks for: those that training can use.
-    implementation = name_of(config.training or config.recipe, None)
+    # Transformers makes the masks that the implementation's name asks for: what training can use, if a layer can.
+    recipes = [config.training or config.recipe, config.recipe, *(rule.recipe for rule in config.layers)]
+    with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
+    implementation = name_of(next(with_gradients, recipes[0]), None)
 
     def change(undo: list[Callable[[], None]]) -> None:
         for model_config in _configs(model):

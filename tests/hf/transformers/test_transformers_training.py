@@ -317,6 +317,18 @@ def test_the_mode_chooses_the_recipe_and_rules_win() -> None:
     assert torch.equal(run(model, **inputs), exact)
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_a_rule_alone_trains_its_layers_in_few_bits_with_padding(padding: str) -> None:
+    model, inputs = LLAMA.build("sdpa").train(), LLAMA.inputs(padding)
+    expected = gradients(model, inputs)
+    with sage_hf.apply(model, SageConfig("exact", layers=(LayerRule("model.layers.1.*", "sage_bwd"),))):
+        found = gradients(model, inputs)
+        ran = [(row.asked, row.recipe) for row in sage_hf.explain(model).rows]
+    assert ran == [("exact", "exact"), ("sage_bwd", "sage_bwd")]
+    found, expected = (torch.cat([gradient.flatten() for gradient in some]) for some in (found, expected))
+    assert torch.cosine_similarity(found, expected, dim=0) > 0.98
+
+
 def test_the_shipped_configuration_trains_in_int8_and_infers_in_fp4() -> None:
     model = LLAMA.build("sdpa")
     with sage_hf.apply(model, "train-int8-infer-fp4"):
