@@ -299,6 +299,8 @@ def _why_exact(
         return f"{recipe} cannot be differentiated inside a transform of torch.func"
     if mask is not None and valid is None:
         return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
+    if fallback == "error":
+        return ""  # `training.attention` raises, and says why
     return training.why_exact(query, key, value, valid=valid, is_causal=is_causal, recipe=recipe, fallback=fallback)
 
 
