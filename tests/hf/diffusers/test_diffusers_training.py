@@ -32,6 +32,20 @@ def gradient_of(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
+def gradients_in_attention(model: torch.nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
+    """As `gradient_of`, of each parameter of the attention layers; those that change nothing left out."""
+    gradient_of(model, inputs)
+    found = {
+        f"{name}.{parameter}": value.grad.flatten().clone()
+        for name, layer in attention_layers(model).items()
+        for parameter, value in layer.named_parameters()
+        if value.grad is not None
+    }
+    # The bias of K is one of them, whose gradient is nothing but rounding errors.
+    largest = max(gradient.norm() for gradient in found.values())
+    return {name: gradient for name, gradient in found.items() if gradient.norm() > 1e-5 * largest}
+
+
 def in_training(case: Family) -> torch.nn.Module:
     """The model in training mode, its dropout off."""
     model = case.build().train()
@@ -47,12 +61,16 @@ def recipes(model: torch.nn.Module) -> list[str]:
 
 @each_family
 def test_gradients_of_every_family_point_where_exact_ones_do(case: Family):
+    """Each on its own: the gradients of Q and K are small beside those of the rest."""
     model, inputs = in_training(case), case.make_inputs()
-    expected = gradient_of(model, inputs)
+    exactly = gradients_in_attention(model, inputs)
     model.set_attn_processor(SageBwdProcessor(fallback="emulate"))
-    found = gradient_of(model, inputs)
+    ours = gradients_in_attention(model, inputs)
 
-    assert torch.cosine_similarity(found, expected, dim=0) > 0.99
+    assert exactly.keys() <= ours.keys()
+    for name, gradient in exactly.items():
+        assert torch.cosine_similarity(ours[name], gradient, dim=0) > 0.99, name
+    found, expected = (torch.cat([some[name] for name in exactly]) for some in (ours, exactly))
     for name, layer in attention_layers(model).items():
         for plan in record.last_plans(layer):
             masked = plan.recipe == "exact" and plan.request.mask != "none" and "the same for all" in plan.reason
