@@ -226,6 +226,7 @@ class Experiment:
             "pool": args.pool,
             "points": args.points,
             "base": args.folder.name,
+            "gpu": facts(self.accelerator.device)["gpu"],  # and with it the dtype
         }
 
         def run() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Trains small language models with exact and with INT8 attention and compares them, then runs them in FP4.
 
     python examples/train_language_model.py pretrain    # 1. from nothing: without QK-norm (Llama) and with it (Qwen 3)
-    python examples/train_language_model.py finetune    # 2. the first Llama of step 1, continued on other text
+    python examples/train_language_model.py finetune    # 2. the exact Llama of seed 0 of step 1, on other text
     python examples/train_language_model.py evaluate    # 3. the models of step 2, with exact, 8-bit and FP4 attention
     python examples/train_language_model.py all         # all three
 
@@ -185,6 +185,7 @@ class Experiments:
             "points": args.points,
             "size": asdict(self.size),
             "text": text.facts,
+            "gpu": facts(self.accelerator.device)["gpu"],  # and with it the dtype
         }
         if base is not None:
             settings |= {"base": base.name, "pretrain_steps": args.pretrain_steps, "pretrain_lr": args.pretrain_lr}
@@ -248,10 +249,9 @@ class Experiments:
         self.finish("pretrain", groups)
 
     def base(self) -> Path:
-        """The weights to fine-tune: pre-trained with exact attention from the first seed."""
-        seed = self.args.seeds[0]
-        self.one_run("pretrain-llama", "llama", "exact", seed, self.pretraining_text())
-        return self.args.run_dir / "pretrain-llama" / f"exact-{seed}"
+        """The weights to fine-tune, whatever the seeds of fine-tuning: pre-trained with exact attention from seed 0."""
+        self.one_run("pretrain-llama", "llama", "exact", 0, self.pretraining_text())
+        return self.args.run_dir / "pretrain-llama" / "exact-0"
 
     def finetuned(self) -> list[dict[str, Any]]:
         base, text = self.base(), self.finetuning_text()

@@ -22,7 +22,10 @@ def build_accelerator() -> Accelerator:
     """
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     if accelerator.num_processes > 1:
-        raise SystemExit("a run takes one process: on several GPUs start a process on each, with its own --seeds")
+        raise SystemExit(
+            "a run takes one process: on several GPUs start a process on each, with its own --seeds, one command after "
+            "the other, and at the end each command with all --seeds, which collects the runs that were kept"
+        )
     return accelerator
 
 
@@ -62,14 +65,19 @@ def fit(
         held_out_loss: Called after ``use_recipe(model, "exact")``, in evaluation mode.
         use_recipe: Switches the model's attention.
         recipe: Of the attention in training.
-        points: How often along the way to note the losses.
+        steps, points: How many steps, and how often along the way to note the losses; each at least 1.
         title: Of the progress bar.
 
     Returns:
         "curve": rows of "step", "train_loss" (mean since the row before), "largest_gradient_norm" (likewise) and
         "held_out_loss"; what is not finite is None. "kernels" as `kernels_that_ran`; "tokens_per_second", without
         the steps before the first of several points, which compile the kernels; "peak_memory_bytes", None on a CPU.
+
+    Raises:
+        SystemExit: no steps, or no points.
     """
+    if steps < 1 or points < 1:
+        raise SystemExit(f"{steps} steps and {points} points of the curve: both must be at least 1")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Matrices decay, gains and biases do not.
     groups = [
@@ -95,7 +103,8 @@ def fit(
     curve: list[dict[str, Any]] = [
         {"step": 0, "train_loss": None, "largest_gradient_norm": None, "held_out_loss": held_out()}
     ]
-    noted = {round(steps * point / points) for point in range(1, points + 1)}
+    # Of more points than steps, each step is one.
+    noted = {round(steps * point / points) for point in range(1, points + 1)} - {0}
     losses: list[Tensor] = []
     norms: list[Tensor] = []
     kernels: list[str] = []
@@ -117,7 +126,7 @@ def fit(
                     "train_loss": finite(torch.stack(losses).mean().item()),
                     "largest_gradient_norm": finite(torch.stack(norms).max().item()),
                 }
-                if len(curve) > 1 or points == 1:
+                if len(curve) > 1 or len(noted) == 1:
                     seconds += time.perf_counter() - started
                     timed_steps += len(losses)
                 row["held_out_loss"] = held_out()
