@@ -160,9 +160,9 @@ def int8_backward_key(
         row = kv_first + tl.arange(0, BLOCK_N)
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
         k = tl.load(key + row[:, None] * CHANNELS + channel[None, :])
-        column, token, _inside, exists = keys_of(
-            first_key, kv_start, kv_len, valid, batch * valid_stride, BLOCK_N, PADDED
-        )
+        if PADDED:
+            valid += batch * valid_stride
+        _column, token, _inside, exists = keys_of(first_key, kv_start, kv_len, valid, BLOCK_N, PADDED)
         at = value + batch * v_stride_batch + kv_head * v_stride_head + token[:, None] * v_stride_token
         at += v_channel.to(tl.int64)[None, :] * v_stride_channel
         v = tl.load(at, mask=exists[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)

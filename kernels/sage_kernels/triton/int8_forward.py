@@ -263,9 +263,9 @@ def shift(PV: tl.constexpr):
 def not_below(tile_max):
     """What no score of a tile exceeds, however large scores round; one that did by 2⁻⁷ would wrap in `round_to_byte`.
 
-    Its logarithmic distance to the maximum is below what float32 resolves of such scores.
+    It is as near to the maximum as float32 can tell such scores apart.
     """
-    return tl.maximum(tile_max * (1.0 - MARGIN), tile_max * (1.0 + MARGIN))
+    return tile_max + tl.abs(tile_max) * MARGIN
 
 
 @triton.jit
@@ -302,10 +302,10 @@ def masked_softmax_tile(x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     new_max = tl.maximum(row_max, tile_max)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - finite_max)
-    reference, gain = finite_max, 1.0
+    reference = finite_max
     if PV == "int8":
-        gain = tl.exp2(not_below(tile_max) - finite_max)
-        reference = tl.where(tile_max == float("-inf"), 0.0, not_below(tile_max))
+        reference = not_below(tl.where(tile_max == float("-inf"), finite_max, tile_max))
+    gain = tl.exp2(reference - finite_max)
     p = tl.exp2(x + (-reference + shift(PV))[:, None])
     p_of_thread = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
     row_sum = row_sum * decay[:, None]
