@@ -118,6 +118,21 @@ def test_a_row_of_padding_alone_attends_to_all_of_it():
     assert torch.allclose(output, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(recipe, is_causal):
+    """In INT8 such a weight would be a negative number."""
+    inputs = [x * factor for x, factor in zip(draw(), (200, 200, 1), strict=True)]
+    options = {"is_causal": is_causal, "causal_offset": 80 if is_causal else 0}
+    truth, lse = exact.attention(*inputs, **options)
+    assert lse.median() > 2**16
+    expected, _ = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
+    output, _ = int8_forward.attention(
+        *inputs, **options, mask=None, scale=None, recipe=RECIPES[recipe], return_lse=False, capability=ADA
+    )
+    assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_any_scale_is_honoured(scale):
     inputs = draw()
