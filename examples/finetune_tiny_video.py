@@ -16,6 +16,7 @@ Training is in bfloat16 on a GPU and in float32 on a CPU. Needs ``pip install ".
 
 import argparse
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,6 +206,9 @@ class Experiment:
             latent_channels=self.pipe.vae.config.latent_channels,
         )
         self.task = Task(self.pipe, size, args.pool, self.accelerator.device)
+        self.base_crc32 = 0
+        for path in sorted(args.folder.rglob("*.safetensors")):
+            self.base_crc32 = zlib.crc32(path.read_bytes(), self.base_crc32)
         self.result = args.output / "tiny_video.json"
 
     def weights(self, recipe: str, seed: int) -> Path:
@@ -225,7 +229,7 @@ class Experiment:
             "batch_size": args.batch_size,
             "pool": args.pool,
             "points": args.points,
-            "base": args.folder.name,
+            "base": {"name": args.folder.name, "crc32": self.base_crc32},
             "gpu": facts(self.accelerator.device)["gpu"],  # and with it the dtype
         }
 

@@ -16,6 +16,7 @@ is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes so
 """
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -188,7 +189,7 @@ class Experiments:
             "gpu": facts(self.accelerator.device)["gpu"],  # and with it the dtype
         }
         if base is not None:
-            settings |= {"base": base.name, "pretrain_steps": args.pretrain_steps, "pretrain_lr": args.pretrain_lr}
+            settings["base"] = json.loads(base.with_suffix(".json").read_text())["settings"]
 
         def run() -> dict[str, Any]:
             model = build_model(architecture, self.size, seed)

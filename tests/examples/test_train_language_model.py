@@ -1,6 +1,7 @@
 """The language-model experiment learns, compares like with like, resumes, and reports what it measured."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,7 +132,14 @@ def test_every_seed_fine_tunes_the_same_weights(everything, monkeypatch):
     monkeypatch.delattr(train_language_model, "train")
     again = run("finetune", everything[0], "--recipes", "exact", "--seeds", "1")
     ((_, group),) = again["finetune"].items()
-    assert [run["settings"]["base"] for run in group["runs"]] == ["exact-0"]
+    (base,) = (run["settings"]["base"] for run in group["runs"])
+    assert (base["recipe"], base["seed"]) == ("exact", 0)
+
+
+def test_runs_from_other_weights_are_not_mixed(everything, tmp_path):
+    shutil.copytree(everything[0] / "runs" / "finetune-llama", tmp_path / "runs" / "finetune-llama")
+    with pytest.raises(SystemExit, match=r"finetune-llama/exact-0\.json was made with another base"):
+        run("finetune", tmp_path, "--recipes", "exact", "--seeds", "0", "--pretrain-steps", "3")
 
 
 def test_runs_of_different_machines_are_not_mixed(everything, tmp_path):
