@@ -186,6 +186,33 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
             raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
 
 
+def check_lengths(
+    query: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> None:
+    """Refuse packed sequences whose lengths a kernel would read out of bounds.
+
+    What the lengths are is the GPU's to know, and not checked.
+    """
+    if cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
+        return
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError("packed sequences need both cu_seqlens_q and cu_seqlens_k")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] == 0:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must both be (sequences + 1,); "
+            f"got {tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+        )
+    sequences = cu_seqlens_q.shape[0] - 1
+    if seqused_k is not None and seqused_k.shape != (sequences,):
+        raise ValueError(f"seqused_k must be ({sequences},), one for each sequence; got {tuple(seqused_k.shape)}")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
+        if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.device != query.device):
+            raise ValueError(f"{name} must hold integers on {query.device}; got {x.dtype} on {x.device}")
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -239,6 +266,7 @@ def _packed_attention(
     # Sequences are the batch: (1, heads, tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     check_tensors(query, key, value, None)
+    check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
     request = Request.of(query, key, value, None, is_causal, recipe, return_lse)
     sequences = cu_seqlens_q.shape[0] - 1
     plan = select(replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k), fallback)

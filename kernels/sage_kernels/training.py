@@ -233,8 +233,11 @@ def _training_attention(
     recipe: str,
     fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     ops.check_tensors(query, key, value, None)
+    ops.check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    if lengths is not None and query.shape[0] != 1:
+        raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")
     _check_valid(valid, key, lengths)
     plan, kernel = _plan(query, key, value, valid, lengths, is_causal, recipe, fallback, query.shape[3])
     for listener in ops.plan_listeners:

@@ -330,6 +330,24 @@ def test_what_no_kernel_can_train_is_refused_with_what_to_do(build, options, err
         training.attention(*build(), **options)
 
 
+@pytest.mark.parametrize("attend", [training.packed_attention, ops.packed_attention])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"cu_seqlens_k": None}, "need both"),
+        ({"cu_seqlens_k": pack([90, 231])}, r"both be .sequences \+ 1,.*\(5,\) and \(3,\)"),
+        ({"cu_seqlens_q": pack([135])[:0], "cu_seqlens_k": pack([321])[:0]}, "both be"),
+        ({"seqused_k": torch.tensor([80], dtype=torch.int32)}, r"seqused_k must be \(4,\)"),
+        ({"cu_seqlens_q": pack([70, 1, 0, 64]).float()}, "cu_seqlens_q must hold integers"),
+    ],
+)
+def test_lengths_of_other_sequences_are_refused(attend, bad, message):
+    inputs, (cu_seqlens_q, cu_seqlens_k, *longest), used = packed_call()
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": used} | bad
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        attend(*inputs, max_seqlen_q=longest[0], max_seqlen_k=longest[1], **lengths, recipe="sage_bwd")
+
+
 def test_the_gradient_points_where_exact_attentions_does():
     """A wiring mistake (a swapped gradient, a lost scale) is an error of order 1; the recipe's own is below .02."""
     inputs = draw(q_len=256, kv_len=256)
