@@ -63,7 +63,8 @@ def forward(
         v_head_dim); see `Saved`.
 
     Raises:
-        ValueError: the recipe has no gradients, or both lengths and valid are given.
+        ValueError: the recipe has no gradients, both lengths and valid are given, or a sequence is longer than lengths
+            say the longest is.
     """
     _check(recipe, lengths, valid)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -190,6 +191,12 @@ def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
     """Of each sequence: its queries, its keys that count, and the rows of `Saved` that hold the ones and the others."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
     stored = lengths.cu_seqlens_k.diff()
+    for name, own, longest in (
+        ("q", lengths.cu_seqlens_q.diff(), lengths.max_seqlen_q),
+        ("k", stored, lengths.max_seqlen_k),
+    ):
+        if (own > longest).any():
+            raise ValueError(f"a sequence of cu_seqlens_{name} is longer than max_seqlen_{name}, {longest}")
     k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
     for index, (start, stop, k_start, k_length) in enumerate(
         zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False)

@@ -348,6 +348,13 @@ def test_lengths_of_other_sequences_are_refused(attend, bad, message):
         attend(*inputs, max_seqlen_q=longest[0], max_seqlen_k=longest[1], **lengths, recipe="sage_bwd")
 
 
+@pytest.mark.parametrize(("longest", "message"), [((69, 128), "max_seqlen_q, 69"), ((70, 127), "max_seqlen_k, 127")])
+def test_sequences_longer_than_the_longest_are_refused_where_the_host_knows(longest, message):
+    inputs, (*bounds, _, _), used = packed_call()
+    with pytest.raises(ValueError, match=message):
+        training.packed_attention(*inputs, *bounds, *longest, seqused_k=used)
+
+
 def test_the_gradient_points_where_exact_attentions_does():
     """A wiring mistake (a swapped gradient, a lost scale) is an error of order 1; the recipe's own is below .02."""
     inputs = draw(q_len=256, kv_len=256)
