@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import sage_kernels.ops  # noqa: F401  registers the kernels
 from sage_kernels import registry
 from sage_kernels.registry import Kernel, KernelUnavailableError, Request, select
 from sage_kernels.triton import registration
