@@ -1,4 +1,4 @@
-"""The scripts choose for their process what happens where no native kernel is; the process of the tests outlives them."""
+"""The scripts choose for their process what runs where no kernel is native; the process of the tests outlives them."""
 
 import pytest
 
