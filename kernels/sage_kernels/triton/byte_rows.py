@@ -30,6 +30,4 @@ def codes_per_unit(row_max):
 @triton.jit
 def byte_rows(x, row_max):
     """Rows of x in int8, 127 at `row_max`, as the left operand of a product."""
-    return round_to_byte(
-        as_operand(x * (tl.full(row_max.shape, FULL, tl.float32) / tl.maximum(row_max, SMALLEST))[:, None])
-    )
+    return round_to_byte(as_operand(x * codes_per_unit(row_max)[:, None]))

@@ -50,7 +50,8 @@ def attention(
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32) if return_lse else None
     if 0 in (batch, q_heads, q_len, kv_len):
         return output.zero_(), None if lse is None else lse.fill_(-torch.inf)
-    causal_offset = max(-q_len, min(causal_offset, kv_len))  # beyond these nothing changes
+    q_sequences, kv_sequences = Sequences.equal(q_len), Sequences.equal(kv_len)
+    causal_offset = clamped_offset(causal_offset, q_sequences, kv_sequences)
     tiles = None
     if mask is not None:
         tiles = mask_tiles(mask, (batch, q_heads, q_len, kv_len), is_causal, causal_offset, *masked_tile)
@@ -61,8 +62,8 @@ def attention(
         value,
         output,
         lse,
-        Sequences.equal(q_len),
-        Sequences.equal(kv_len),
+        q_sequences,
+        kv_sequences,
         scale=scale,
         is_causal=is_causal,
         causal_offset=causal_offset,
@@ -94,7 +95,8 @@ def packed_attention(
     lse = query.new_full((1, q_heads, q_total), -torch.inf, dtype=torch.float32) if return_lse else None
     if 0 in (cu_seqlens_q.shape[0] - 1, q_heads, q_total, key.shape[2], max_seqlen_q, max_seqlen_k):
         return output, lse
-    causal_offset = max(-max_seqlen_q, min(causal_offset, max_seqlen_k))
+    q_sequences = Sequences.of_cu_seqlens(cu_seqlens_q, max_seqlen_q, q_total)
+    kv_sequences = Sequences.of_cu_seqlens(cu_seqlens_k, max_seqlen_k, key.shape[2], seqused_k)
     query, scale = positive_scale(query, scale)
     attend(
         query,
@@ -102,14 +104,19 @@ def packed_attention(
         value,
         output,
         lse,
-        Sequences.of_cu_seqlens(cu_seqlens_q, max_seqlen_q, q_total),
-        Sequences.of_cu_seqlens(cu_seqlens_k, max_seqlen_k, key.shape[2], seqused_k),
+        q_sequences,
+        kv_sequences,
         scale=scale,
         is_causal=is_causal,
-        causal_offset=causal_offset,
+        causal_offset=clamped_offset(causal_offset, q_sequences, kv_sequences),
         tiles=None,
     )
     return output, lse
+
+
+def clamped_offset(causal_offset: int, q_sequences: Sequences, kv_sequences: Sequences) -> int:
+    """An offset that means the same, and fits a kernel's integers."""
+    return max(-q_sequences.tokens, min(causal_offset, kv_sequences.tokens))
 
 
 def positive_scale(query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:

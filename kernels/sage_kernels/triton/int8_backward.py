@@ -18,8 +18,9 @@ from ..saved import Lengths, Saved, padded_channels
 from .backward_keys import int8_backward_key
 from .backward_operands import batch_strides, key_operands, query_operands
 from .backward_queries import int8_backward_query
+from .calls import clamped_offset
 from .configs import int8_backward_key_config, int8_backward_query_config
-from .int8_training import clamped_offset, token_axes
+from .int8_training import token_axes
 from .key_padding import KeyPadding
 from .launch import launch
 from .sequences import ceil_div

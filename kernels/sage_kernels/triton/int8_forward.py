@@ -130,27 +130,13 @@ def _attend(
     q_sequences: Sequences,
     kv_sequences: Sequences,
     *,
-    scale: float,
-    is_causal: bool,
-    causal_offset: int,
     tiles: MaskTiles | None,
     recipe: Recipe,
-    capability: tuple[int, int],
+    **call: Any,
 ) -> None:
     valid = None if tiles is None else tiles.valid
     operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, valid, lse is not None)
-    forward(
-        operands,
-        output,
-        lse,
-        q_sequences,
-        kv_sequences,
-        scale=scale,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        tiles=tiles,
-        capability=capability,
-    )
+    forward(operands, output, lse, q_sequences, kv_sequences, tiles=tiles, **call)
 
 
 def forward(

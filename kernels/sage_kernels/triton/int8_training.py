@@ -6,7 +6,7 @@ import torch
 
 from ..recipe import Recipe
 from ..saved import Lengths, Saved, padded_channels
-from .calls import positive_scale
+from .calls import clamped_offset, positive_scale
 from .int8_forward import forward, quantize_operands
 from .key_padding import KeyPadding
 from .sequences import Sequences
@@ -21,11 +21,6 @@ def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[
         Sequences.of_cu_seqlens(lengths.cu_seqlens_q, lengths.max_seqlen_q, q_tokens),
         Sequences.of_cu_seqlens(lengths.cu_seqlens_k, lengths.max_seqlen_k, kv_tokens, lengths.seqused_k),
     )
-
-
-def clamped_offset(causal_offset: int, q_sequences: Sequences, kv_sequences: Sequences) -> int:
-    """An offset that means the same, and fits a kernel's integers."""
-    return max(-q_sequences.tokens, min(causal_offset, kv_sequences.tokens))
 
 
 def training_attention(

@@ -88,31 +88,13 @@ def _attend(
     q_sequences: Sequences,
     kv_sequences: Sequences,
     *,
-    scale: float,
-    is_causal: bool,
-    causal_offset: int,
     tiles: MaskTiles | None,
     recipe: Recipe,
-    native: bool,
-    capability: tuple[int, int],
+    **call: Any,
 ) -> None:
     valid = None if tiles is None else tiles.valid
     operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, valid, lse is not None)
-    forward(
-        operands,
-        key,
-        output,
-        lse,
-        q_sequences,
-        kv_sequences,
-        recipe=recipe,
-        scale=scale,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        tiles=tiles,
-        native=native,
-        capability=capability,
-    )
+    forward(operands, key, output, lse, q_sequences, kv_sequences, recipe=recipe, tiles=tiles, **call)
 
 
 def forward(
