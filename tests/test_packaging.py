@@ -75,11 +75,13 @@ def test_the_wheel_holds_both_packages_the_configs_and_nothing_else_at_top_level
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_wheel_holds_every_python_file_of_the_two_packages(wheel: Path, source: Path) -> None:
-    """A package missing from pyproject.toml's list would be missing from the wheel."""
+def test_the_wheel_holds_every_source_file_of_the_two_packages(wheel: Path, source: Path) -> None:
+    """A package missing from pyproject.toml's list would be missing from the wheel, and so would CUDA C++."""
     shipped = set(zipfile.ZipFile(wheel).namelist())
     expected = {str(path.relative_to(source)) for path in source.glob("sage_hf/**/*.py")}
-    expected |= {str(path.relative_to(source / "kernels")) for path in source.glob("kernels/sage_kernels/**/*.py")}
+    for suffix in ("py", "cu", "cuh"):
+        files = source.glob(f"kernels/sage_kernels/**/*.{suffix}")
+        expected |= {str(path.relative_to(source / "kernels")) for path in files}
     assert expected <= shipped
 
 

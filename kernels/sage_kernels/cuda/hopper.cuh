@@ -1,0 +1,162 @@
+// What Hopper's hardware does and C++ has no word for: barriers, the tensor memory accelerator (TMA), warpgroup matrix
+// products. Source of the formats: PTX ISA, sections "mbarrier", "cp.async.bulk.tensor" and "wgmma".
+#pragma once
+
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(64) TensorMap {
+  uint64 opaque[16];
+};
+
+DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
+
+// ---- Barriers --------------------------------------------------------------------------------------------------------
+
+DEVICE void init(uint64& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+}
+
+DEVICE void arrive(uint64& barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrive, and have the phase wait for so many bytes from the TMA.
+DEVICE void arrive_expecting(uint64& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes) : "memory");
+}
+
+// Wait until the phase of that parity is over.
+DEVICE void wait(uint64& barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
+
+// Barriers of the hardware, by number: 0 is __syncthreads().
+DEVICE void sync_threads(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void arrive_threads(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Makes what was written to shared memory visible to the TMA and the matrix units.
+DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- TMA -------------------------------------------------------------------------------------------------------------
+
+// Load the map's box at (row, column) to shared memory; `barrier` is told of its bytes.
+DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(into)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)) : "memory");
+}
+
+// ---- Warpgroup matrix products ---------------------------------------------------------------------------------------
+
+template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// Uses of an accumulator stay behind the wait that completes it.
+template <typename T, int N> DEVICE void pin(T (&x)[N]) {
+  #pragma unroll
+  for (int i = 0; i < N; i++) {
+    if constexpr (sizeof(T(0.5f)) == 4 && T(0.5f) != T(0)) asm volatile("" : "+f"(x[i])::"memory");
+    else asm volatile("" : "+r"(x[i])::"memory");
+  }
+}
+
+// Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes. 16 bytes further
+// along K add 1.
+template <int WIDTH> DEVICE uint64 descriptor(const void* tile) {
+  constexpr uint64 swizzle = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : 3;
+  constexpr uint64 eight_rows = 8 * WIDTH / 16;
+  return swizzle << 62 | eight_rows << 32 | 1ull << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+}
+
+#define ACCUMULATORS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ACCUMULATORS_48 \
+  ACCUMULATORS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define ACCUMULATORS_64 \
+  ACCUMULATORS_48 ", " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define OPERANDS_8(kind, x, i) \
+  kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3]), kind(x[i + 4]), kind(x[i + 5]), kind(x[i + 6]), kind(x[i + 7])
+#define OPERANDS_32(kind, x) OPERANDS_8(kind, x, 0), OPERANDS_8(kind, x, 8), OPERANDS_8(kind, x, 16), OPERANDS_8(kind, x, 24)
+#define OPERANDS_48(kind, x) OPERANDS_32(kind, x), OPERANDS_8(kind, x, 32), OPERANDS_8(kind, x, 40)
+#define OPERANDS_64(kind, x) OPERANDS_48(kind, x), OPERANDS_8(kind, x, 48), OPERANDS_8(kind, x, 56)
+
+// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if `add`; A and B in INT8, 32 deep.
+#define INT8_PRODUCT(N, COLUMNS, A, B, ADD)                                                                             \
+  DEVICE void add_product(int(&x)[N], uint64 a, uint64 b, int add) {                                                    \
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0;\n"                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.s32.s8.s8 {" ACCUMULATORS_##N "}, " A ", " B ", add; }" \
+                 : OPERANDS_##N("+r", x)                                                                                \
+                 : "l"(a), "l"(b), "r"(add));                                                                           \
+  }
+INT8_PRODUCT(32, "64", "%32", "%33", "%34")
+INT8_PRODUCT(48, "96", "%48", "%49", "%50")
+INT8_PRODUCT(64, "128", "%64", "%65", "%66")
+
+// x += A·Bᵀ in e4m3, 32 deep; A in registers.
+#define E4M3_PRODUCT(N, COLUMNS, A, B)                                                                                   \
+  DEVICE void add_product(float(&x)[N], const uint32* a, uint64 b) {                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, " B     \
+                 ", 1, 1, 1;"                                                                                           \
+                 : OPERANDS_##N("+f", x)                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+  }
+E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36")
+E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68")
+
+// ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+DEVICE float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Four numbers in e4m3, the first in the lowest byte.
+DEVICE uint32 to_e4m3(float a, float b, float c, float d) {
+  uint32 y;
+  asm("{ .reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
+DEVICE float from_bfloat16(uint16 x) { return __uint_as_float(static_cast<uint32>(x) << 16); }
+
+#define INFINITE __int_as_float(0x7F800000)
+
+// Two numbers of the output, the first one in the lower half, at most its type's largest; NaN stays NaN.
+DEVICE uint32 to_bfloat16(float a, float b) {
+  constexpr float largest = 3.3895313892515355e38f;
+  a = a > largest ? largest : a < -largest ? -largest : a, b = b > largest ? largest : b < -largest ? -largest : b;
+  uint32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
+DEVICE uint32 to_float16(float a, float b) {
+  constexpr float largest = 65504.0f;
+  a = a > largest ? largest : a < -largest ? -largest : a, b = b > largest ? largest : b < -largest ? -largest : b;
+  uint32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}

@@ -1,0 +1,316 @@
+"""CUDA C++ kernels get their arguments, run where and when they should, and read tensors through tensor maps."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sage_kernels.cuda import compiler, jit
+
+pytestmark = pytest.mark.skipif(bool(jit.why_not()), reason=jit.why_not())
+
+SOURCE = "kernels.cu"
+KERNELS = """
+typedef unsigned long long uint64;
+typedef unsigned char byte;
+
+extern "C" __global__ void add(int* x, int value) { x[threadIdx.x] += value * TIMES; }
+
+struct Arguments { const void* pointer; const void* null; uint64 wide; int narrow; float real; };
+extern "C" __global__ void arguments(
+    Arguments* out, const void* pointer, const void* null, int narrow, long long wide, float real) {
+  *out = {pointer, null, (uint64)wide, narrow, real};
+}
+extern "C" __global__ void structure(Arguments* out, const __grid_constant__ Arguments given, int more) {
+  *out = given;
+  out->narrow += more;
+}
+
+extern "C" __global__ void visit(int* visits) {
+  int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  atomicAdd(visits + block * blockDim.x * blockDim.y * blockDim.z + thread, 1);
+}
+
+extern "C" __global__ void last_byte(byte* out, int bytes) {
+  extern __shared__ byte memory[];
+  memory[bytes - 1] = 7;
+  __syncthreads();
+  *out = memory[bytes - 1];
+}
+
+#if HOPPER
+struct __align__(64) Map { uint64 words[16]; };
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+extern "C" __global__ void read_box(
+    const __grid_constant__ Map map, byte* out, int bytes, int c0, int c1, int c2, int c3, int c4) {
+  extern __shared__ __align__(1024) byte box[];
+  unsigned to = (unsigned)__cvta_generic_to_shared(box), barrier = to + bytes;
+  if (to % 1024) __trap();  // swizzles follow the address
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\\n"
+                 "fence.mbarrier_init.release.cluster;\\n"
+                 "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.tensor." TEXT(RANK) "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, " COORDINATES "], [%2];"
+                 :: "r"(to), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+  }
+  __syncthreads();
+  asm volatile("{ .reg .pred done;\\n"
+               "waiting: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\\n"
+               "@!done bra waiting; }" :: "r"(barrier) : "memory");
+  for (int i = threadIdx.x; i < bytes; i += blockDim.x) out[i] = box[i];
+}
+
+extern "C" __global__ void produce(volatile int* flag) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (long long start = clock64(); clock64() - start < 100000000;) {}
+  *flag = 1;
+}
+
+extern "C" __global__ void consume(volatile int* flag, int* seen) {
+  seen[0] = *flag;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  seen[1] = *flag;
+}
+#endif
+"""
+SLEEP = 100_000_000  # clocks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / SOURCE).write_text(KERNELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "FOLDER", folder)
+        patch.setenv("SAGE_KERNELS_CACHE", str(folder / "cache"))
+        patch.delenv("SAGE_KERNELS_COMPILE", raising=False)
+        yield
+
+
+@pytest.fixture
+def hopper(device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("needs a tensor memory accelerator")
+
+
+def launch(
+    kernel: str, *args, grid=(1,), block=(1,), shared_bytes=0, device=None, dependent=False, **macros: int | str
+) -> None:
+    device = args[-1].device if device is None else device
+    macros = {"TIMES": 1, "HOPPER": 0, **macros}
+    jit.launch(SOURCE, kernel, macros, grid, block, shared_bytes, args, device, dependent=dependent)
+
+
+def add(x: torch.Tensor, value: int = 1, **macros: int | str) -> None:
+    launch("add", x, value, block=(x.numel(),), device=x.device, **macros)
+
+
+@pytest.mark.parametrize("kernel", ["arguments", "structure"])
+def test_a_kernel_gets_its_arguments(kernel, device):
+    x = torch.zeros(4, device=device)
+    out = torch.zeros(32, dtype=torch.uint8, device=device)
+    if kernel == "arguments":
+        launch(kernel, out, x[1:], None, -5, jit.Int64(-(2**40)), 0.1, device=device)
+    else:
+        launch(kernel, out, (x[1:], None, jit.Int64(-(2**40)), -8, 0.1), 3, device=device)
+    assert out[:24].view(torch.int64).tolist() == [x.data_ptr() + 4, 0, -(2**40)]
+    assert out[24:28].view(torch.int32).item() == -5
+    assert torch.equal(out[28:].view(torch.float32).cpu(), torch.tensor([0.1]))
+
+
+@pytest.mark.parametrize(("grid", "block"), [((3,), (5,)), ((2, 3), (4, 5)), ((2, 3, 4), (5, 6, 7))])
+def test_every_thread_of_every_block_runs_once(grid, block, device):
+    threads = torch.Size(grid).numel() * torch.Size(block).numel()
+    visits = torch.zeros(threads + 1, dtype=torch.int32, device=device)
+    launch("visit", visits, grid=grid, block=block)
+    assert visits.tolist() == [1] * threads + [0]
+
+
+def test_no_blocks_run_nothing(device):
+    visits = torch.zeros(1, dtype=torch.int32, device=device)
+    launch("visit", visits, grid=(2, 0))
+    assert visits.item() == 0
+
+
+def test_a_block_can_have_all_of_the_shared_memory(device):
+    out = torch.zeros(1, dtype=torch.uint8, device=device)
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    launch("last_byte", out, limit, shared_bytes=limit, device=device)
+    assert out.item() == 7
+
+
+def test_macros_tell_kernels_apart(device):
+    x = torch.zeros(2, dtype=torch.int32, device=device)
+    for times in (1, 10, 1):
+        add(x, TIMES=times)
+    assert x.tolist() == [12, 12]
+
+
+def test_it_runs_on_the_current_stream(device):
+    x = torch.zeros(32, dtype=torch.int32, device=device)
+    add(x, 0)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda._sleep(SLEEP)
+        x.fill_(5)
+        add(x)
+        torch.cuda.current_stream(device).synchronize()
+    assert x.tolist() == [6] * 32
+
+
+def test_a_thread_that_never_used_the_gpu_can_launch(device, hopper):
+    x = torch.arange(16 * 32, dtype=torch.int32, device=device).view(torch.float32).view(16, 32)
+    out = torch.zeros(16 * 128, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    errors = []
+
+    def work() -> None:
+        try:
+            read_box(x, (16, 32), 0, (0, 0), out)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+    torch.cuda.synchronize(device)
+    assert torch.equal(out, x.view(torch.uint8).flatten())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_device_has_its_own_kernel_and_the_current_device_stays():
+    tensors = [torch.zeros(32, dtype=torch.int32, device=f"cuda:{index}") for index in (1, 0, 1)]
+    for x in tensors:
+        add(x)
+    assert torch.cuda.current_device() == 0
+    assert [x.tolist() for x in tensors] == [[1] * 32] * 3
+    with pytest.raises(ValueError, match="runs on cuda:0, but argument 0 is on cuda:1"):
+        launch("add", tensors[0], 1, device=torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("first", ["before the capture", "in the capture"])
+def test_a_graph_captures_and_replays_it(first, device):
+    x = torch.zeros(32, dtype=torch.int32, device=device)
+    times = {"before the capture": 100, "in the capture": 101}[first]
+    if first == "before the capture":
+        add(x, 0, TIMES=times)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add(x, TIMES=times)
+        add(x, TIMES=times)
+    assert x.tolist() == [0] * 32
+    for _ in range(3):
+        graph.replay()
+    assert x.tolist() == [6 * times] * 32
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_dependent_kernel_starts_before_the_previous_one_ends_and_waits_for_it(dependent, device, hopper):
+    flag, seen = (torch.zeros(2, dtype=torch.int32, device=device) for _ in range(2))
+    macros = {"HOPPER": 1, "RANK": 2, "COORDINATES": '"{%3, %4}"'}
+    for kernel, args in (("produce", (flag,)), ("consume", (flag, seen))):
+        launch(kernel, *args, **macros)  # loads it
+    torch.cuda.synchronize(device)
+    flag.zero_()
+    torch.cuda.synchronize(device)
+    launch("produce", flag, **macros)
+    launch("consume", flag, seen, dependent=dependent, **macros)
+    assert seen.tolist() == [0 if dependent else 1, 1]
+
+
+def read_box(x: torch.Tensor, box: tuple[int, ...], swizzle: int, start: tuple[int, ...], out: torch.Tensor) -> None:
+    """Write a box of x as it lies in shared memory to out."""
+    rank = len(box)
+    coordinates = [*reversed(start), *[0] * (5 - rank)]
+    names = ", ".join(f"%{3 + axis}" for axis in range(rank))
+    launch(
+        *("read_box", jit.tensor_map(x, box, swizzle), out, out.numel(), *coordinates),
+        block=(128,),
+        shared_bytes=out.numel() + 8,
+        device=x.device,
+        HOPPER=1,
+        RANK=rank,
+        COORDINATES=f'"{{{names}}}"',
+    )
+
+
+def swizzled(box: torch.Tensor, swizzle: int) -> torch.Tensor:
+    """Bytes as they lie in shared memory: chunks of 16 change places within `swizzle` bytes, by the line of 128."""
+    flat = box.view(torch.uint8).flatten()
+    address = torch.arange(flat.numel())
+    chunks = max(swizzle // 16, 1)
+    return torch.empty_like(flat).index_put_((address ^ (address // 128 % chunks * 16),), flat)
+
+
+def bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bit patterns, NaN and denormal numbers among them."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+@pytest.mark.parametrize("where", ["inside", "beyond the end"])
+@pytest.mark.parametrize(
+    ("x", "box", "swizzle"),
+    [
+        (bits(40, 48, dtype=torch.int8), (16, 32), 0),
+        (bits(40, 64, dtype=torch.float32), (16, 64), 0),
+        (bits(40, 64, dtype=torch.uint8), (16, 32), 32),
+        (bits(3, 40, 48, dtype=torch.float16), (1, 16, 16), 32),
+        (bits(40, 128, dtype=torch.float8_e4m3fn), (32, 64), 64),
+        (bits(2, 3, 40, 64, dtype=torch.bfloat16), (1, 2, 16, 32), 64),
+        (bits(300, 128, dtype=torch.int8), (256, 128), 128),
+        (bits(2, 40, 3, 64, dtype=torch.bfloat16).transpose(1, 2), (1, 1, 32, 64), 128),
+        (bits(2, 2, 3, 20, 64, dtype=torch.float32), (1, 2, 1, 8, 32), 128),
+        (bits(1, 40, 64, dtype=torch.float8_e5m2)[:, :, None].transpose(1, 2), (1, 1, 16, 64), 64),
+    ],
+    ids=lambda value: f"{value.dtype}".removeprefix("torch.") if isinstance(value, torch.Tensor) else None,
+)
+def test_tma_reads_boxes_by_tensor_maps(x, box, swizzle, where, device, hopper):
+    first = [size - step for size, step in zip(x.shape, box, strict=True)]  # of the last box
+    if where == "beyond the end":
+        start = tuple(last + step // 2 if last else 0 for last, step in zip(first, box, strict=True))
+    else:
+        start = tuple(last // 2 for last in first)
+    part = x[tuple(slice(begin, begin + step) for begin, step in zip(start, box, strict=True))]
+    expected = torch.zeros(*box[:-1], box[-1] * x.itemsize, dtype=torch.uint8).view(x.dtype)
+    expected[tuple(map(slice, part.shape))] = part
+    on_device = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+    out = torch.full((expected.numel() * x.itemsize,), 255, dtype=torch.uint8, device=device)
+    read_box(on_device, box, swizzle, start, out)
+    assert torch.equal(out.cpu(), swizzled(expected, swizzle))
+
+
+def test_a_box_that_tma_cannot_read_is_refused(device, hopper):
+    with pytest.raises(ValueError, match=r"box \(257, 16\).*CUDA_ERROR_INVALID_VALUE"):
+        jit.tensor_map(torch.zeros(512, 16, dtype=torch.int8, device=device), (257, 16), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kernel": "absent"}, RuntimeError, "absent of kernels.cu.*CUDA_ERROR_NOT_FOUND"),
+        ({"args": ()}, TypeError, r"add of kernels.cu has parameters of \(8, 4\) bytes, was given \(\)"),
+        ({"args": (1, 1)}, TypeError, r"\(8, 4\) bytes, was given \(4, 4\)"),
+        ({"args": (torch.zeros(1), 1)}, ValueError, "argument 0 is on cpu"),
+        ({"block": (2048,)}, RuntimeError, r"add of kernels.cu: .*block \(2048,\).*CUDA_ERROR_INVALID_VALUE"),
+        ({"shared_bytes": 2**20}, RuntimeError, r"add of kernels.cu: .*1048576 bytes.*CUDA_ERROR_INVALID_VALUE"),
+        ({"grid": (1, 1, 1, 1)}, ValueError, "values to unpack"),
+        ({"macros": {}}, jit.CompileError, "TIMES"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_a_wrong_launch_is_an_error_that_leaves_the_gpu_usable(change, error, message, device):
+    x = torch.zeros(1, dtype=torch.int32, device=device)
+    call = {"kernel": "add", "macros": {"TIMES": 1, "HOPPER": 0}, "grid": (1,), "block": (1,), "shared_bytes": 0}
+    call |= {"source": SOURCE, "args": (x, 1), "device": device}
+    with pytest.raises(error, match=message):
+        jit.launch(**{**call, **change})
+    jit.launch(**call)
+    assert x.item() == 1
