@@ -57,6 +57,17 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row,
           shared_address(into)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)) : "memory");
 }
 
+// Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.
+DEVICE void store_box(const TensorMap& map, const void* from, int batch, int head, int row, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from)) : "memory");
+}
+
+// Wait until the boxes that this thread stores have been read.
+DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // ---- Warpgroup matrix products ---------------------------------------------------------------------------------------
 
 template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

@@ -2,7 +2,7 @@
 // quantisers write (`triton/quantize_int8.py`, `triton/quantize_v.py`).
 //
 // A block of the grid works through items: 64·WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA bring
-// tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and output are in its registers. Its
+// tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers. Its
 // matrix products of a tile's scores and of the last tile's P·V are begun together; while P·V runs, the scores become the
 // next P. With PING_PONG the warpgroups take turns to begin theirs.
 //
@@ -13,48 +13,42 @@
 // SUMMED_TILES, CAUSAL, PADDED, LSE, OUTPUT_FLOAT16.
 #include "hopper.cuh"
 
-constexpr int STAGES = 2;
+constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
 constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;  // keys of V side by side in shared memory
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
+constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
-constexpr float LN2 = 0.6931471805599453f;
-// P is at most 2^SLACK while its row's maximum is at most SLACK (in powers of two) above the reference; e4m3 ends at 448.
-constexpr float SLACK = 1.0f, P_LOG2 = 8.807354922057604f - SLACK;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+// A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
+constexpr float SLACK = 0.5f, P_LOG2 = 8.807354922057604f - SLACK;
 
 struct Barriers {
-  uint64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
-template <int VALUE> struct Constant {
-  static constexpr int value = VALUE;
-};
-
-// Shapes as in `int8_forward.py`.
 struct Arguments {
-  const float* query_scale;  // (batch, q_heads, q_rows)
-  const uint16* key_scale;   // bfloat16 (batch, kv_heads, kv_rows / 64, 4): a quad's thread i has the i-th
+  const float* query_scale;               // (batch, q_heads, q_rows)
+  const uint16* key_scale;                // bfloat16 (batch, kv_heads, kv_rows / 64, 4): thread i of a quad has the i-th
   const float *value_scale, *value_mean;  // (batch, kv_heads, HEAD_DIM)
-  const float* mean_score;   // (batch, q_heads, q_rows), or null: Q's products with K's mean, which the LSE gets
-  const uint8* valid;        // (batch or 1, kv_len), as `KeyPadding` has it
-  const int* spans;          // (batch or 1, 3), the same
-  void* output;              // its channels are contiguous
-  float* lse;                // (batch, q_heads, q_len)
-  int64 output_stride_batch, output_stride_head, output_stride_token;
+  const float* mean_score;                // (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets
+  const uint8* valid;                     // (batch or 1, kv_len), as `KeyPadding` has it
+  const int* spans;                       // (batch or 1, 3), the same
+  float* lse;                             // (batch, q_heads, q_len)
   int64 valid_stride, spans_stride;
-  int batch, q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, v_head_dim, causal_offset, heads_at_once;
+  int batch, q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, causal_offset, heads_at_once;
   float softmax_scale;
 };
 
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
-  int begin, end;            // tiles of keys, the first one even
-  int keys;                  // none at or beyond it exists
+  int begin, end;    // tiles of keys, the first one even
+  int keys;          // none at or beyond it exists
   int whole_begin, whole_keys;  // tiles from the one on, and keys before the other: without a gap
 
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
@@ -64,14 +58,13 @@ struct Item {
 // Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
 // first, and blocks change order from round to round.
 DEVICE bool next_item(const Arguments& a, int round, Item& item) {
-  const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, pairs = a.batch * a.q_heads;
-  int index = round * gridDim.x + (CAUSAL && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  if (round * static_cast<int>(gridDim.x) >= blocks * pairs) return false;
+  const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
+  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (index >= items) return false;
   int block, pair;
-  if (index >= blocks * pairs) index = -1;
   if (CAUSAL) {
     const int group = index / (blocks * a.heads_at_once), within = index - group * blocks * a.heads_at_once;
-    const int heads = min(a.heads_at_once, pairs - group * a.heads_at_once);
+    const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
     block = blocks - 1 - within / heads;
     pair = group * a.heads_at_once + within % heads;
   } else {
@@ -79,7 +72,7 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
     pair = index / blocks;
   }
   item.batch = pair / a.q_heads;
-  item.head = pair % a.q_heads;
+  item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M;
   item.begin = item.whole_begin = 0;
@@ -92,27 +85,28 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
     item.keys = spans[2];
   }
   if (CAUSAL) item.keys = min(item.keys, item.first_row + BLOCK_M + a.causal_offset);
-  item.end = index < 0 ? item.begin : max(item.begin, (item.keys + BLOCK_N - 1) / BLOCK_N);
-  if (index < 0) item.first_row = a.q_len;
+  item.end = max(item.begin, (item.keys + BLOCK_N - 1) / BLOCK_N);
   return true;
 }
 
-// What thread 0 of each brings: K and Q must not wait for a free stage of V.
+// One thread brings Q and K, another V: K must not wait for a free stage of V.
 DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const TensorMap& key, uint8* q, uint8* k, Barriers& b) {
   Item item;
-  int stage_uses = 0;
+  int q_uses = 0, k_uses = 0;
   #pragma unroll 1
-  for (int round = 0, used = 0; next_item(a, round, item); round++) {
+  for (int round = 0; next_item(a, round, item); round++) {
     if (item.begin == item.end) continue;
-    wait(b.q_empty, used++ & 1 ^ 1);
-    arrive_expecting(b.q_full, Q_BYTES);
+    const int q_stage = q_uses % STAGES;
+    wait(b.q_empty[q_stage], q_uses++ / STAGES & 1 ^ 1);
+    arrive_expecting(b.q_full[q_stage], Q_BYTES);
     #pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
-      load_box(query, q + i * 64 * HEAD_DIM, b.q_full, item.pair(a) * a.q_rows + item.first_row + i * 64, 0);
+      load_box(query, q + q_stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[q_stage],
+               item.pair(a) * a.q_rows + item.first_row + i * 64, 0);
     #pragma unroll 1
-    for (int tile = item.begin; tile < item.end + (item.end & 1); tile++, stage_uses++) {
-      const int stage = stage_uses % STAGES;
-      wait(b.k_empty[stage], stage_uses / STAGES & 1 ^ 1);
+    for (int tile = item.begin; tile < item.end + (item.end & 1); tile++, k_uses++) {
+      const int stage = k_uses % STAGES;
+      wait(b.k_empty[stage], k_uses / STAGES & 1 ^ 1);
       arrive_expecting(b.k_full[stage], K_BYTES);
       load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + tile * BLOCK_N, 0);
     }
@@ -121,13 +115,13 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const Tenso
 
 DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
   Item item;
-  int stage_uses = 0;
+  int uses = 0;
   #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
     #pragma unroll 1
-    for (int tile = item.begin; tile < item.end + (item.end & 1); tile++, stage_uses++) {
-      const int stage = stage_uses % STAGES;
-      wait(b.v_empty[stage], stage_uses / STAGES & 1 ^ 1);
+    for (int tile = item.begin; tile < item.end + (item.end & 1); tile++, uses++) {
+      const int stage = uses % STAGES;
+      wait(b.v_empty[stage], uses / STAGES & 1 ^ 1);
       arrive_expecting(b.v_full[stage], V_BYTES);
       #pragma unroll
       for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
@@ -137,28 +131,29 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
   }
 }
 
-// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8; element i of `scores` is
-// of row i / 2 % 2 and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
+// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores` is
+// of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Consumer {
   const Arguments& a;
+  const TensorMap& output;
   Barriers& barriers;
-
-  float4* sums;  // the thread's float32 outputs, every 128th of these
-  uint64 q, k, v;
-  int warpgroup, quad, row;
-  bool leader;  // of its warp, for barriers
+  uint8* shared_sums;  // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  uint64 q, k, v;      // descriptors: of the item's rows of Q, and of the first stages of K and V
+  int warpgroup, thread, quad, row;
+  bool leader;         // of its warp, for barriers
 
   Item item;
-  int limit[2];  // keys before it are allowed
-  int exists;    // PADDED: bit i / 4 * 2 + i % 2 of the masked tile
-  const uint16* key_scale;
+  int first_key_scale, last_key_scale;  // the thread's in the item's head
+  int left[2];  // keys of a masked tile that the rows may attend to, from quad * 2 on
+  int exists;   // PADDED: those that exist; bit i / 4 * 2 + i % 2 is that of scores[i]
   int scores[SCORES];
   uint32 weights[SCORES / 4];
   float outputs[OUTPUTS];
   float row_scale[2], next_key_scale[SEGMENTS], scale[2][SEGMENTS];
-  float reference[2], exponent[2], decay[2], row_sum[2], sums_reference[2];
+  float base[2];  // P_LOG2 - the row's reference
+  float decay[2], row_sum[2], sums_base[2];
   bool grows, has_sums;
-  int parity;  // of the barriers in this round of stages
+  int parity;
 
   DEVICE void take_turn() {
     if (PING_PONG) sync_threads(1 + warpgroup, 256);
@@ -166,45 +161,50 @@ struct Consumer {
   DEVICE void pass_turn() {
     if (PING_PONG) arrive_threads(1 + (warpgroup + 1) % WARPGROUPS, 256);
   }
+  DEVICE void sync_warpgroup() { sync_threads(1 + WARPGROUPS + warpgroup, 128); }
 
   // The segment of scores[i] in an even or odd tile: its block of 64 keys, counted from the tile's first.
   static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % 64 + i / 4 * 8) / 64; }
 
   DEVICE void load_key_scale(int tile) {
     #pragma unroll
-    for (int i = 0; i < SEGMENTS; i++) {
-      const int block = min(tile * BLOCK_N / 64 + i, a.kv_rows / 64 - 1);
-      next_key_scale[i] = from_bfloat16(key_scale[block * 4 + quad]);
-    }
+    for (int i = 0; i < SEGMENTS; i++)
+      next_key_scale[i] = from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / 64 + i) * 4, last_key_scale)]);
   }
 
-  DEVICE bool allowed(int tile, int i) const {
-    const bool before = tile * BLOCK_N + i / 4 * 8 + quad * 2 + i % 2 < limit[i / 2 % 2];
-    return before && (!PADDED || exists >> (i / 4 * 2 + i % 2) & 1);
-  }
-
-  DEVICE void load_exists(int tile) {
+  // What a masked tile allows.
+  DEVICE void load_mask(int tile) {
+    const int first = tile * BLOCK_N + quad * 2;
+    #pragma unroll
+    for (int r = 0; r < 2; r++)
+      left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
+    if (!PADDED) return;
     exists = 0;
     const uint8* valid = a.valid + item.batch * a.valid_stride;
     #pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      if (i & 2) continue;
-      const int key = tile * BLOCK_N + i / 4 * 8 + quad * 2 + i % 2;
-      if (key < a.kv_len && valid[key]) exists |= 1 << (i / 4 * 2 + i % 2);
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      const int key = first + i / 2 * 8 + i % 2;
+      if (key < a.kv_len && valid[key]) exists |= 1 << i;
     }
   }
+  DEVICE bool allowed(int i) const {
+    return i / 4 * 8 + i % 2 < left[i / 2 % 2] && (!PADDED || exists >> (i / 4 * 2 + i % 2) & 1);
+  }
 
-  // Scales of a tile, and its rows' maxima: a row whose maximum has outgrown its reference by SLACK gets a new one.
+  // Scales of a tile, and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
   template <int ODD, bool MASKED> DEVICE void find_maxima(int tile) {
     #pragma unroll
-    for (int i = 0; i < SEGMENTS; i++) scale[0][i] = row_scale[0] * next_key_scale[i], scale[1][i] = row_scale[1] * next_key_scale[i];
+    for (int i = 0; i < SEGMENTS; i++) {
+      scale[0][i] = row_scale[0] * next_key_scale[i];
+      scale[1][i] = row_scale[1] * next_key_scale[i];
+    }
     load_key_scale(tile + 1);
     constexpr int NO_KEY = -2147483647 - 1;
     if (MASKED) {
-      if (PADDED) load_exists(tile);
+      load_mask(tile);
       #pragma unroll
       for (int i = 0; i < SCORES; i++)
-        if (!allowed(tile, i)) scores[i] = NO_KEY;
+        if (!allowed(i)) scores[i] = NO_KEY;
     }
     float largest[2] = {-INFINITE, -INFINITE};
     #pragma unroll
@@ -222,35 +222,35 @@ struct Consumer {
       for (int r = 0; r < 2; r++)
         if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
     }
-    grows = __any_sync(~0u, largest[0] > reference[0] + SLACK || largest[1] > reference[1] + SLACK);
+    constexpr float limit = P_LOG2 + SLACK;
+    grows = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
     if (grows) {
       #pragma unroll
       for (int r = 0; r < 2; r++) {
         float x = largest[r];
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        x = fmaxf(x, reference[r]);
-        decay[r] = MASKED && x == -INFINITE ? 1.0f : exp2_approximate(reference[r] - x);
-        reference[r] = x;
+        const float before = base[r];
+        base[r] = fminf(before, P_LOG2 - x);
+        decay[r] = MASKED && base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
         row_sum[r] *= decay[r];
       }
     }
-    exponent[0] = P_LOG2 - reference[0], exponent[1] = P_LOG2 - reference[1];
   }
 
   // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of LEAD chunks before) keeps the
   // compiler from converting all scores first and then waiting for one exponential after the other.
-  template <int ODD, bool MASKED> DEVICE void begin_chunk(int tile, int chunk) {
-    float base[2] = {exponent[0], exponent[1]};
+  template <int ODD, bool MASKED> DEVICE void begin_chunk(int chunk) {
+    float shift[2] = {base[0], base[1]};
     if (chunk >= LEAD) {
       const float before = __int_as_float(scores[(chunk - LEAD) * CHUNK]);
-      base[0] = __fmaf_rn(before, 0.0f, base[0]), base[1] = __fmaf_rn(before, 0.0f, base[1]);
+      shift[0] = __fmaf_rn(before, 0.0f, base[0]), shift[1] = __fmaf_rn(before, 0.0f, base[1]);
     }
     #pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
       const int r = i / 2 % 2;
-      float x = __fmaf_rn(static_cast<float>(scores[i]), scale[r][segment(ODD, i)], base[r]);
-      if (MASKED && !allowed(tile, i)) x = -INFINITE;
+      float x = __fmaf_rn(static_cast<float>(scores[i]), scale[r][segment(ODD, i)], shift[r]);
+      if (MASKED && !allowed(i)) x = -INFINITE;
       scores[i] = __float_as_int(x);
     }
   }
@@ -271,7 +271,8 @@ struct Consumer {
 
   DEVICE void begin_scores(int stage) {
     #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 32; i++) add_product(scores, q + 2 * i, k + stage * (K_BYTES / 16) + 2 * i, i > 0);
+    for (int i = 0; i < HEAD_DIM / 32; i++)
+      add_product(scores, q + 2 * i, k + stage * (K_BYTES / 16) + 2 * i, i > 0);
     commit_products();
   }
   DEVICE void begin_outputs(int stage) {
@@ -283,14 +284,17 @@ struct Consumer {
     commit_products();
   }
 
-  DEVICE void decay_outputs() {
-    #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
+  // The warpgroup's shared memory is free again, and all its threads have passed here.
+  DEVICE void reclaim_shared_sums() {
+    if (thread == 0) wait_until_read();
+    sync_warpgroup();
   }
 
   // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
   template <bool LAST> DEVICE void move_sums() {
-    const float gain[2] = {exp2_approximate(sums_reference[0] - reference[0]), exp2_approximate(sums_reference[1] - reference[1])};
+    float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
+    if (!has_sums) reclaim_shared_sums();
+    const float gain[2] = {exp2_approximate(base[0] - sums_base[0]), exp2_approximate(base[1] - sums_base[1])};
     #pragma unroll
     for (int i = 0; i < OUTPUTS / 4; i++) {
       float* x = outputs + 4 * i;
@@ -300,7 +304,7 @@ struct Consumer {
       if (!LAST) sums[i * 128] = sum;
       x[0] = LAST ? sum.x : 0.0f, x[1] = LAST ? sum.y : 0.0f, x[2] = LAST ? sum.z : 0.0f, x[3] = LAST ? sum.w : 0.0f;
     }
-    sums_reference[0] = reference[0], sums_reference[1] = reference[1];
+    sums_base[0] = base[0], sums_base[1] = base[1];
     has_sums = true;
   }
 
@@ -317,11 +321,11 @@ struct Consumer {
     if (leader) arrive(barriers.k_empty[ODD]);
     find_maxima<ODD, MASKED>(tile);
     #pragma unroll
-    for (int c = 0; c < LEAD; c++) begin_chunk<ODD, MASKED>(tile, c);
+    for (int c = 0; c < LEAD; c++) begin_chunk<ODD, MASKED>(c);
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       exponentiate_chunk(c);
-      if (c + LEAD < CHUNKS) begin_chunk<ODD, MASKED>(tile, c + LEAD);
+      if (c + LEAD < CHUNKS) begin_chunk<ODD, MASKED>(c + LEAD);
       if (c == WAIT_AT) {
         pin(scores);
         // These waits are branches, above which the compiler does not move the wait for P·V.
@@ -337,17 +341,23 @@ struct Consumer {
     }
     end_chunk(CHUNKS - 1);
     pin(weights);
-    if (grows) decay_outputs();
+    if (grows) {
+      #pragma unroll
+      for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
+    }
     if (ODD == 0 && (tile - item.begin) % SUMMED_TILES == 0) move_sums<false>();
   }
 
-  template <int ODD> DEVICE void step_masked_or_not(int tile, int whole_end) {
-    if (tile >= item.whole_begin && tile < whole_end) step<ODD, false>(tile);
-    else step<ODD, true>(tile);
+  template <bool MASKED> DEVICE void first_step() {
+    find_maxima<0, MASKED>(item.begin);
+    #pragma unroll
+    for (int c = 0; c < CHUNKS; c++) begin_chunk<0, MASKED>(c), exponentiate_chunk(c), end_chunk(c);
   }
 
-  // From the item's first tile to its last; the outputs are then those of `reference`, without a scale.
-  DEVICE void attend(int whole_end) {
+  // From the item's first tile to its last; the outputs then have no scale, and are not divided by the row's sum.
+  // Tiles before `whole_end` and from item.whole_begin on need no mask.
+  DEVICE void attend(int whole_end, uint64& q_empty) {
+    auto whole = [&](int tile) { return (!PADDED || tile >= item.whole_begin) && tile < whole_end; };
     wait(barriers.k_full[0], parity);
     take_turn();
     fence_products();
@@ -357,19 +367,20 @@ struct Consumer {
     wait_products<0>();
     pin(scores);
     if (leader) arrive(barriers.k_empty[0]);
-    find_maxima<0, true>(item.begin);
-    #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) begin_chunk<0, true>(item.begin, c), exponentiate_chunk(c), end_chunk(c);
+    if (whole(item.begin)) first_step<false>();
+    else first_step<true>();
     if (item.begin + 1 < item.end) wait(barriers.k_full[1], parity);
     pin(weights);
     #pragma unroll 1
     for (int tile = item.begin + 1; tile < item.end; tile++) {
-      step_masked_or_not<1>(tile, whole_end);
+      if (whole(tile)) step<1, false>(tile);
+      else step<1, true>(tile);
       if (++tile >= item.end) break;
       parity ^= 1;
-      step_masked_or_not<0>(tile, whole_end);
+      if (whole(tile)) step<0, false>(tile);
+      else step<0, true>(tile);
     }
-    if (leader) arrive(barriers.q_empty);
+    if (leader) arrive(q_empty);
     const int last = (item.end - 1) % STAGES;
     take_turn();
     fence_products();
@@ -387,86 +398,92 @@ struct Consumer {
     if (has_sums) move_sums<true>();
   }
 
-  DEVICE void store(float total, int r) {
-    const int at = item.first_row + row + 8 * r;
-    if (at >= a.q_len) return;
+  // The outputs go to shared memory in the TMA's order: 64 channels of a row are 128 bytes, whose 16-byte parts are
+  // exchanged from row to row.
+  DEVICE void store() {
     const int64 of_head = static_cast<int64>(item.kv_pair(a)) * HEAD_DIM;
-    const float inverse = 1.0f / total;
-    auto* into = static_cast<uint32*>(a.output) + (item.batch * a.output_stride_batch + item.head * a.output_stride_head + at * a.output_stride_token) / 2;
+    float inverse[2];
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float total = row_sum[r];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      inverse[r] = total == 0.0f ? 0.0f : 1.0f / total;
+      const int at = item.first_row + row + 8 * r;
+      if (LSE && quad == 0 && at < a.q_len) {
+        float natural = (__log2f(total) - base[r]) * LN2;
+        if (a.mean_score != nullptr)
+          natural += a.softmax_scale * a.mean_score[static_cast<int64>(item.pair(a)) * a.q_rows + at];
+        a.lse[static_cast<int64>(item.pair(a)) * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
+      }
+    }
+    reclaim_shared_sums();
     #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; i++) {
       const int channel = i * 8 + quad * 2;
-      if (channel >= a.v_head_dim) break;
       const float2 gain = *reinterpret_cast<const float2*>(a.value_scale + of_head + channel);
       const float2 mean = *reinterpret_cast<const float2*>(a.value_mean + of_head + channel);
-      const float x = outputs[4 * i + 2 * r] * inverse * gain.x + mean.x, y = outputs[4 * i + 2 * r + 1] * inverse * gain.y + mean.y;
-      into[channel / 2] = total == 0.0f ? 0u : (OUTPUT_FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y));
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
+        const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
+        const int line = row % 64 + 8 * r, part = i % 8 ^ line % 8;
+        *reinterpret_cast<uint32*>(shared_sums + i / 8 * (64 * 128) + line * 128 + part * 16 + quad * 4) =
+            OUTPUT_FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+      }
     }
-    if (LSE && quad == 0) {
-      float natural = (reference[r] + __log2f(total) - P_LOG2) * LN2;
-      if (a.mean_score != nullptr) natural += a.softmax_scale * a.mean_score[static_cast<int64>(item.pair(a)) * a.q_rows + at];
-      a.lse[static_cast<int64>(item.pair(a)) * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
+    fence_shared();
+    sync_warpgroup();
+    if (thread == 0) {
+      #pragma unroll
+      for (int i = 0; i < HEAD_DIM / 64; i++)
+        store_box(output, shared_sums + i * (64 * 128), item.batch, item.head, item.first_row + warpgroup * 64, i * 64);
     }
   }
 
-  DEVICE void run() {
+  DEVICE void run(uint64 first_q) {
     parity = 0;
-    Item& it = item;
+    int q_uses = 0;
     #pragma unroll 1
-    for (int round = 0, used = 0; next_item(a, round, it); round++) {
-      key_scale = a.key_scale + static_cast<int64>(item.kv_pair(a)) * (a.kv_rows / 64) * 4;
+    for (int round = 0; next_item(a, round, item); round++) {
       int whole_end = item.whole_keys / BLOCK_N;
       if (CAUSAL) whole_end = min(whole_end, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
       #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const int at = item.first_row + row + 8 * r;
-        limit[r] = CAUSAL ? min(item.keys, at + a.causal_offset + 1) : item.keys;
         row_sum[r] = 0.0f;
-        reference[r] = -INFINITE;
+        base[r] = INFINITE;
+        const int at = min(item.first_row + row + 8 * r, a.q_rows - 1);
+        row_scale[r] = a.query_scale[static_cast<int64>(item.pair(a)) * a.q_rows + at] * (a.softmax_scale * LOG2E);
       }
       #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
       has_sums = false;
       if (item.begin < item.end) {
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int at = min(item.first_row + row + 8 * r, a.q_len - 1);
-          row_scale[r] = a.query_scale[static_cast<int64>(item.pair(a)) * a.q_rows + at] * (a.softmax_scale * 1.4426950408889634f);
-        }
+        first_key_scale = item.kv_pair(a) * (a.kv_rows / 16) + quad;
+        last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
         load_key_scale(item.begin);
-        wait(barriers.q_full, used++ & 1);
-        attend(whole_end);
+        const int q_stage = q_uses % STAGES;
+        q = first_q + q_stage * (Q_BYTES / 16);
+        wait(barriers.q_full[q_stage], q_uses++ / STAGES & 1);
+        attend(whole_end, barriers.q_empty[q_stage]);
       }
-      #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        float total = row_sum[r];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        store(total, r);
-      }
+      store();
     }
+    if (thread == 0) wait_until_read();
   }
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
 int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
-             const __grid_constant__ TensorMap value, const float* query_scale, const uint16* key_scale,
-             const float* value_scale, const float* value_mean, const float* mean_score, const uint8* valid,
-             const int* spans, void* output, float* lse, int64 output_stride_batch, int64 output_stride_head,
-             int64 output_stride_token, int valid_stride, int spans_stride, int batch, int q_heads, int kv_heads, int q_len,
-             int kv_len, int q_rows, int kv_rows, int v_head_dim, int causal_offset, int heads_at_once,
-             float softmax_scale) {
-  const Arguments arguments{query_scale, key_scale, value_scale, value_mean, mean_score, valid, spans, output, lse,
-                            output_stride_batch, output_stride_head, output_stride_token, valid_stride, spans_stride, batch,
-                            q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, v_head_dim, causal_offset, heads_at_once,
-                            softmax_scale};
+             const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap output,
+             const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) uint8 shared[];
-  uint8 *q = shared, *k = q + Q_BYTES, *v = k + STAGES * K_BYTES;
+  uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
   __shared__ Barriers barriers;
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
-    init(barriers.q_full, 1), init(barriers.q_empty, 4 * WARPGROUPS);
     for (int i = 0; i < STAGES; i++) {
+      init(barriers.q_full[i], 1), init(barriers.q_empty[i], 4 * WARPGROUPS);
       init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
@@ -475,21 +492,19 @@ int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ Te
   __syncthreads();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x % 128 == 0) produce_keys(arguments, query, key, q, k, barriers);
-    if (threadIdx.x % 128 == 32) produce_values(arguments, value, v, barriers);
+    if (thread == 0) produce_keys(arguments, query, key, q, k, barriers);
+    if (thread == 32) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     if (PING_PONG && warpgroup == WARPGROUPS - 1) arrive_threads(1, 256);  // the first turn is warpgroup 0's
-    const int thread = threadIdx.x % 128;
-    Consumer consumer{arguments, barriers};
-    consumer.sums = reinterpret_cast<float4*>(v + STAGES * V_BYTES) + warpgroup * (OUTPUTS / 4) * 128 + thread;
-    consumer.q = descriptor<HEAD_DIM>(q + warpgroup * 64 * HEAD_DIM);
+    Consumer consumer{arguments, output, barriers, sums + warpgroup * SUMS_BYTES};
     consumer.k = descriptor<HEAD_DIM>(k);
     consumer.v = descriptor<V_WIDTH>(v);
     consumer.warpgroup = warpgroup;
+    consumer.thread = thread;
     consumer.quad = thread % 4;
     consumer.row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     consumer.leader = thread % 32 == 0;
-    consumer.run();
+    consumer.run(descriptor<HEAD_DIM>(q + warpgroup * 64 * HEAD_DIM));
   }
 }

@@ -37,9 +37,8 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """A tile of Q, two of K and of V, and the float32 sums."""
-        tiles = self.block_m * self.HEAD_DIM + 4 * self.BLOCK_N * self.HEAD_DIM
-        return tiles + self.block_m * self.HEAD_DIM * 4
+        """Two tiles of Q, K and V, and the float32 sums."""
+        return (6 * self.block_m + 4 * self.BLOCK_N) * self.HEAD_DIM
 
 
 def int8_forward_config(channels: int) -> Config:
@@ -95,7 +94,7 @@ def forward(
         scale, is_causal, causal_offset: see `ops.attention`.
         config: default `int8_forward_config`'s.
     """
-    batch, q_heads, q_len, v_head_dim = output.shape
+    batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
     q_rows = operands.query.shape[2]
     config = config or int8_forward_config(channels)
@@ -119,29 +118,29 @@ def forward(
             jit.tensor_map(operands.query.view(-1, channels), (64, channels), channels),
             jit.tensor_map(operands.key.view(-1, channels), (config.BLOCK_N, channels), channels),
             jit.tensor_map(operands.value.view(-1, kv_rows), (channels, width), width),
-            operands.query_scale,
-            operands.key_scale,
-            operands.value_scale,
-            operands.value_mean,
-            operands.mean_score,
-            None,
-            None,
-            output,
-            lse,
-            *(jit.Int64(stride) for stride in output.stride()[:3]),
-            0,
-            0,
-            batch,
-            q_heads,
-            kv_heads,
-            q_len,
-            kv_len,
-            q_rows,
-            kv_rows,
-            v_head_dim,
-            causal_offset,
-            max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
-            float(scale),
+            jit.tensor_map(output, (1, 1, 64, 64), 128),
+            (
+                operands.query_scale,
+                operands.key_scale,
+                operands.value_scale,
+                operands.value_mean,
+                operands.mean_score,
+                None,
+                None,
+                lse,
+                jit.Int64(0),
+                jit.Int64(0),
+                batch,
+                q_heads,
+                kv_heads,
+                q_len,
+                kv_len,
+                q_rows,
+                kv_rows,
+                causal_offset,
+                max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
+                float(scale),
+            ),
         ),
         device,
     )
