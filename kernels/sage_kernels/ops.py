@@ -10,9 +10,10 @@ import torch
 from torch.autograd import forward_ad
 
 from . import exact, reference, reference_backward
+from .cuda import registration as cuda_kernels
 from .recipe import RECIPES, Recipe, get_recipe
 from .registry import SUPPORTED_DTYPES, Fallback, Kernel, Plan, Request, get_kernel, register, select
-from .triton import registration
+from .triton import registration as triton_kernels
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Called with the plan of every call of `attention`, at run time also when the call is inside a compiled graph."""
@@ -269,7 +270,8 @@ def _packed_attention(
     check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
     request = Request.of(query, key, value, None, is_causal, recipe, return_lse)
     sequences = cu_seqlens_q.shape[0] - 1
-    plan = select(replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k), fallback)
+    request = replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k, packed=True)
+    plan = select(request, fallback)
     for listener in plan_listeners:
         listener(plan)
     kernel = None if plan.kernel == "sdpa" else get_kernel(plan.kernel)
@@ -447,7 +449,8 @@ def _unsupported_by_reference(request: Request) -> str:
     return ""
 
 
-registration.register_all()
+cuda_kernels.register_all()
+triton_kernels.register_all()
 register(
     Kernel(
         "reference",

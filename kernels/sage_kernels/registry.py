@@ -37,7 +37,11 @@ class KernelUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One call's facts. `grad`: gradients are wanted, so `run_training` and `run_backward` of a kernel."""
+    """One call's facts.
+
+    `grad`: gradients are wanted, so `run_training` and `run_backward` of a kernel. `packed`: sequences lie one after
+    the other, so `run_packed`; batch is their number, q_len and kv_len are the longest ones'.
+    """
 
     recipe: str
     device_type: str
@@ -54,6 +58,7 @@ class Request:
     is_causal: bool
     return_lse: bool
     grad: bool = False
+    packed: bool = False
 
     @classmethod
     def of(

@@ -76,27 +76,24 @@ def _ours(recipe: str) -> Prepare:
 
 def _our_int8_kernel(recipe: str) -> Prepare:
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
-        from sage_kernels.triton import int8_forward
+        from sage_kernels.cuda import int8_forward as hopper
+        from sage_kernels.triton import int8_forward as portable
 
+        plan = select(Request.of(query, key, value, is_causal=is_causal, recipe=recipe), "error")
         operands, sequences = _int8_operands(query, key, value, recipe)
         output = torch.empty_like(query)
-        capability = torch.cuda.get_device_capability(query.device)
+        call: dict[str, Any] = {"scale": query.shape[-1] ** -0.5, "is_causal": is_causal, "causal_offset": 0}
+        if plan.kernel == "int8_forward_hopper":
+            attend = partial(hopper.forward, operands, output, None, key.shape[2], **call)
+        else:
+            call |= {"tiles": None, "capability": torch.cuda.get_device_capability(query.device)}
+            attend = partial(portable.forward, operands, output, None, *sequences, **call)
 
-        def call() -> Tensor:
-            int8_forward.forward(
-                operands,
-                output,
-                None,
-                *sequences,
-                scale=query.shape[-1] ** -0.5,
-                is_causal=is_causal,
-                causal_offset=0,
-                tiles=None,
-                capability=capability,
-            )
+        def run() -> Tensor:
+            attend()
             return output
 
-        return Prepared(call, "int8_forward")
+        return Prepared(run, plan.kernel)
 
     return prepare
 

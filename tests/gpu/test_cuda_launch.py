@@ -79,6 +79,7 @@ extern "C" __global__ void consume(volatile int* flag, int* seen) {
 #endif
 """
 SLEEP = 100_000_000  # clocks
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -183,7 +184,7 @@ def test_a_thread_that_never_used_the_gpu_can_launch(device, hopper):
     assert torch.equal(out, x.view(torch.uint8).flatten())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_each_device_has_its_own_kernel_and_the_current_device_stays():
     tensors = [torch.zeros(32, dtype=torch.int32, device=f"cuda:{index}") for index in (1, 0, 1)]
     for x in tensors:
@@ -285,6 +286,16 @@ def test_tma_reads_boxes_by_tensor_maps(x, box, swizzle, where, device, hopper):
     out = torch.full((expected.numel() * x.itemsize,), 255, dtype=torch.uint8, device=device)
     read_box(on_device, box, swizzle, start, out)
     assert torch.equal(out.cpu(), swizzled(expected, swizzle))
+
+
+@two_gpus
+def test_tma_reads_tensors_of_each_device(hopper):
+    for index in (1, 0):
+        x = bits(16, 32, dtype=torch.uint8).to(f"cuda:{index}")
+        out = torch.zeros(512, dtype=torch.uint8, device=x.device)
+        read_box(x, (16, 32), 0, (0, 0), out)
+        assert torch.equal(out, x.flatten())
+    assert torch.cuda.current_device() == 0
 
 
 def test_a_box_that_tma_cannot_read_is_refused(device, hopper):

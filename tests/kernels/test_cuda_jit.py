@@ -301,6 +301,23 @@ def test_forbidden_to_compile_the_cache_serves_and_nothing_else(calls, monkeypat
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("cache", ["cache", "file/cache"])
+def test_forbidden_to_compile_a_kernel_can_be_had_when_it_is_cached(cache, calls, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()  # so that there is no folder below it
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / cache))
+    monkeypatch.setattr(compiler, "_outdated", lambda: "")
+    others = [("kernel.cu", {"FACTOR": 4}, "sm_90a"), ("kernel.cu", {"FACTOR": 3}, "sm_80")]
+    asked = [("kernel.cu", {"FACTOR": 3}, "sm_90a"), *others]
+    jit.compile(*asked[0])
+    assert [jit.why_not(*kernel) for kernel in asked] == ["", "", ""]
+    monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
+    assert ["SAGE_KERNELS_COMPILE=0" in jit.why_not(*kernel) for kernel in asked] == [False, True, True]
+    assert jit.why_not(*asked[0]) == ""
+    assert len(calls) == 1
+    monkeypatch.setattr(compiler, "_outdated", lambda: "the driver is too old")
+    assert jit.why_not(*asked[0]) == "the driver is too old"
+
+
 def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("SAGE_KERNELS_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -463,8 +480,38 @@ def test_wrong_arguments_are_refused_before_the_kernel_runs(args, error, message
         (torch.zeros(4, 16).T, (4, 4), 0, "last axis"),
         (torch.zeros(4, 5), (1, 4), 0, "multiples of 16 bytes"),
         (torch.zeros(4, 16)[:, 1:], (1, 4), 0, "multiples of 16 bytes"),
+        (torch.zeros(4, 16), (1, 16), 0, "on a GPU"),
     ],
 )
 def test_a_tensor_that_tma_cannot_read_is_refused(x, box, swizzle, message):
     with pytest.raises(ValueError, match=message):
         jit.tensor_map(x, box, swizzle)
+
+
+def test_a_tensor_map_is_encoded_once_for_a_device_in_its_context(monkeypatch):
+    from cuda.bindings import driver
+
+    current, encoded = [], []
+
+    def encode(*description):
+        encoded.append(current[-1])
+        if description[2] == 32:  # the address
+            return driver.CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return driver.CUresult.CUDA_SUCCESS, driver.CUtensorMap()
+
+    success = (driver.CUresult.CUDA_SUCCESS,)
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda index: (*success, f"context {index}"))
+    monkeypatch.setattr(driver, "cuCtxPushCurrent", lambda context: current.append(context) or success)
+    monkeypatch.setattr(driver, "cuCtxPopCurrent", lambda: (*success, current.pop()))
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    layout = ((4, 16), (16, 1), torch.float32, (1, 16), 0)
+    try:
+        for index in (0, 1, 0, 1):
+            assert len(jit._tensor_map(index, 16, *layout).image) == 128
+        assert encoded == ["context 0", "context 1"]
+        with pytest.raises(ValueError, match="CUDA_ERROR_INVALID_VALUE"):
+            jit._tensor_map(0, 32, *layout)
+        assert current == []
+    finally:
+        jit._tensor_map.cache_clear()
+        jit._context.cache_clear()

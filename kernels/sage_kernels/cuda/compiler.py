@@ -34,7 +34,7 @@ OLDEST_DRIVER = 12040  # the first that tells the sizes of a kernel's parameters
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _lock = threading.Lock()
-_unstored: dict[str, Cubin] = {}
+_unstored: dict[Path, Cubin] = {}
 _unusable: set[Path] = set()
 
 
@@ -55,9 +55,18 @@ class Cubin:
     log: str
 
 
-def why_not() -> str:
-    """Why nothing can be compiled for the GPUs here, and what to do about it; "" when it can. Touches no GPU."""
-    return _forbidden() or _missing() or _outdated()
+def why_not(source: str | None = None, macros: Mapping[str, int | str] | None = None, arch: str = "sm_90a") -> str:
+    """Why nothing can be compiled for the GPUs here, and what to do about it; "" when it can. Touches no GPU.
+
+    With a source (macros and arch as of `compile`): why that cannot be had, compiled now or from the cache. The cache
+    is read only where compiling is forbidden.
+    """
+    if reason := _missing() or _outdated():
+        return reason
+    forbidden = _forbidden()
+    if forbidden and source and _cached(_Program.read(source, macros or {}, arch).path):
+        return ""
+    return forbidden
 
 
 def compile(source: str, macros: Mapping[str, int | str], arch: str = "sm_90a") -> Cubin:
@@ -76,13 +85,12 @@ def compile(source: str, macros: Mapping[str, int | str], arch: str = "sm_90a") 
     if missing := _missing():
         raise CompileError(f"{source} cannot be compiled: {missing}")
     program = _Program.read(source, macros, arch)
-    folder = _cache_folder()
-    path = folder / f"{Path(source).stem}-{arch}-{program.digest}.cubin"
+    path = program.path
     with _lock:
-        if cubin := _unstored.get(program.digest) or _load(path):
+        if cubin := _cached(path):
             return cubin
         if reason := _forbidden():
-            raise CompileError(f"{program} is not in {folder}, and {reason}")
+            raise CompileError(f"{program} is not in {path.parent}, and {reason}")
         with _file_lock(path.with_suffix(".lock")):
             if cubin := _load(path):
                 return cubin
@@ -92,9 +100,9 @@ def compile(source: str, macros: Mapping[str, int | str], arch: str = "sm_90a") 
             try:
                 _store(path, cubin)
             except OSError as error:
-                _unstored[program.digest] = cubin
-                if folder not in _unusable:
-                    _unusable.add(folder)
+                _unstored[path] = cubin
+                if path.parent not in _unusable:
+                    _unusable.add(path.parent)
                     logger.warning(
                         "CUDA kernels are compiled again by each process, for want of a cache folder: %s. "
                         "SAGE_KERNELS_CACHE names another one",
@@ -121,6 +129,7 @@ class _Program:
     source: str
     text: str
     headers: tuple[tuple[str, str], ...]
+    arch: str
     options: tuple[str, ...]
 
     @classmethod
@@ -135,15 +144,18 @@ class _Program:
         text = texts.pop(source)
         # A bool is a number to the preprocessor, which takes the word True for 0.
         defines = (f"-D{name}={value * 1}" for name, value in sorted(macros.items()))
-        return cls(source, text, tuple(sorted(texts.items())), (f"--gpu-architecture={arch}", *FLAGS, *defines))
+        options = (f"--gpu-architecture={arch}", *FLAGS, *defines)
+        return cls(source, text, tuple(sorted(texts.items())), arch, options)
 
     def __str__(self) -> str:
         return " ".join((self.source, *self.options))
 
     @property
-    def digest(self) -> str:
+    def path(self) -> Path:
+        """Of the cubin in the cache."""
         parts = (self.source, self.text, self.headers, self.options, _nvrtc_version())
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        return _cache_folder() / f"{Path(self.source).stem}-{self.arch}-{digest}.cubin"
 
 
 def _compile(program: _Program) -> Cubin:
@@ -233,6 +245,10 @@ def _file_lock(path: Path) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
+
+
+def _cached(path: Path) -> Cubin | None:
+    return _unstored.get(path) or _load(path)
 
 
 def _load(path: Path) -> Cubin | None:

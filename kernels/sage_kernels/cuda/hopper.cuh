@@ -39,11 +39,8 @@ DEVICE void wait(uint64& barrier, int parity) {
       "@!done bra again;\n}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 
-// Barriers of the hardware, by number: 0 is __syncthreads().
+// A barrier of the hardware, by number: 0 is __syncthreads().
 DEVICE void sync_threads(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-DEVICE void arrive_threads(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 // Makes what was written to shared memory visible to the TMA and the matrix units.
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -86,13 +83,11 @@ template <typename T, int N> DEVICE void pin(T (&x)[N]) {
   }
 }
 
-// Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes. 16 bytes further
-// along K add 1.
-template <int WIDTH> DEVICE uint64 descriptor(const void* tile) {
-  constexpr uint64 swizzle = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : 3;
-  constexpr uint64 eight_rows = 8 * WIDTH / 16;
-  return swizzle << 62 | eight_rows << 32 | 1ull << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
-}
+// Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes: its lower half.
+// 16 bytes further along K add 1.
+DEVICE uint32 descriptor(const void* tile) { return 1u << 16 | (shared_address(tile) & 0x3FFFF) >> 4; }
+// The upper half.
+template <int WIDTH> constexpr uint32 LAYOUT = (WIDTH == 128 ? 1u : WIDTH == 64 ? 2u : 3u) << 30 | 8 * WIDTH / 16;
 
 #define ACCUMULATORS_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -109,28 +104,32 @@ template <int WIDTH> DEVICE uint64 descriptor(const void* tile) {
 #define OPERANDS_48(kind, x) OPERANDS_32(kind, x), OPERANDS_8(kind, x, 32), OPERANDS_8(kind, x, 40)
 #define OPERANDS_64(kind, x) OPERANDS_48(kind, x), OPERANDS_8(kind, x, 48), OPERANDS_8(kind, x, 56)
 
-// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if `add`; A and B in INT8, 32 deep.
-#define INT8_PRODUCT(N, COLUMNS, A, B, ADD)                                                                             \
-  DEVICE void add_product(int(&x)[N], uint64 a, uint64 b, int add) {                                                    \
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0;\n"                                                     \
-                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.s32.s8.s8 {" ACCUMULATORS_##N "}, " A ", " B ", add; }" \
-                 : OPERANDS_##N("+r", x)                                                                                \
-                 : "l"(a), "l"(b), "r"(add));                                                                           \
+// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if ADD; A and B in INT8, 32 deep, their rows WIDTH bytes.
+#define INT8_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                                \
+  template <int WIDTH, bool ADD> DEVICE void add_product(int(&x)[N], uint32 a, uint32 b) {                               \
+    asm volatile("{ .reg .b64 a, b;\n"                                                                                   \
+                 "mov.b64 a, {" A ", " LAYOUT_AT "};\n"                                                                  \
+                 "mov.b64 b, {" B ", " LAYOUT_AT "};\n"                                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.s32.s8.s8 {" ACCUMULATORS_##N "}, a, b, " ADD_AT "; }"  \
+                 : OPERANDS_##N("+r", x)                                                                                 \
+                 : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                                                         \
   }
-INT8_PRODUCT(32, "64", "%32", "%33", "%34")
-INT8_PRODUCT(48, "96", "%48", "%49", "%50")
-INT8_PRODUCT(64, "128", "%64", "%65", "%66")
+INT8_PRODUCT(32, "64", "%32", "%33", "%34", "%35")
+INT8_PRODUCT(48, "96", "%48", "%49", "%50", "%51")
+INT8_PRODUCT(64, "128", "%64", "%65", "%66", "%67")
 
 // x += A·Bᵀ in e4m3, 32 deep; A in registers.
-#define E4M3_PRODUCT(N, COLUMNS, A, B)                                                                                   \
-  DEVICE void add_product(float(&x)[N], const uint32* a, uint64 b) {                                                     \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, " B     \
-                 ", 1, 1, 1;"                                                                                           \
-                 : OPERANDS_##N("+f", x)                                                                                \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT)                                                                        \
+  template <int WIDTH> DEVICE void add_product(float(&x)[N], const uint32* a, uint32 b) {                                \
+    asm volatile("{ .reg .b64 b;\n"                                                                                      \
+                 "mov.b64 b, {" B ", " LAYOUT_AT "};\n"                                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A              \
+                 "}, b, 1, 1, 1; }"                                                                                      \
+                 : OPERANDS_##N("+f", x)                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>));                               \
   }
-E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36")
-E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68")
+E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37")
+E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69")
 
 // ---- Numbers ---------------------------------------------------------------------------------------------------------
 

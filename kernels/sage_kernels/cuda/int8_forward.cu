@@ -1,19 +1,18 @@
 // The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that the Triton
 // quantisers write (`triton/quantize_int8.py`, `triton/quantize_v.py`).
 //
-// A block of the grid works through items: 64·WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA bring
-// tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers. Its
-// matrix products of a tile's scores and of the last tile's P·V are begun together; while P·V runs, the scores become the
-// next P. With PING_PONG the warpgroups take turns to begin theirs.
+// A block of the grid works through items: 192 rows of one (batch, head). One warpgroup of it has the TMA bring tiles of Q,
+// K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers. Its matrix products
+// of a tile's scores and of the last tile's P·V are begun together; while P·V runs, the scores become the next P.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory.
 //
-// Compile-time constants: HEAD_DIM 64 or 128, BLOCK_N keys a tile, WARPGROUPS 2 or 3, PING_PONG, LEAD and WAIT_AT (below),
-// SUMMED_TILES, CAUSAL, PADDED, LSE, OUTPUT_FLOAT16.
+// Compile-time constants: HEAD_DIM 64 or 128, BLOCK_N keys a tile, SUMMED_TILES (even), CAUSAL, LSE, OUTPUT_FLOAT16.
 #include "hopper.cuh"
 
-constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
+constexpr int WARPGROUPS = 3;  // that attend
+constexpr int STAGES = 2;      // of Q, of K and of V in shared memory
 constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
@@ -21,7 +20,7 @@ constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;  // keys of V side by side in shared memory
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
 constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
+constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
@@ -36,10 +35,7 @@ struct Arguments {
   const uint16* key_scale;                // bfloat16 (batch, kv_heads, kv_rows / 64, 4): thread i of a quad has the i-th
   const float *value_scale, *value_mean;  // (batch, kv_heads, HEAD_DIM)
   const float* mean_score;                // (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets
-  const uint8* valid;                     // (batch or 1, kv_len), as `KeyPadding` has it
-  const int* spans;                       // (batch or 1, 3), the same
   float* lse;                             // (batch, q_heads, q_len)
-  int64 valid_stride, spans_stride;
   int batch, q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, causal_offset, heads_at_once;
   float softmax_scale;
 };
@@ -47,9 +43,7 @@ struct Arguments {
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
-  int begin, end;    // tiles of keys, the first one even
-  int keys;          // none at or beyond it exists
-  int whole_begin, whole_keys;  // tiles from the one on, and keys before the other: without a gap
+  int tiles;  // of keys, from the first one on
 
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
@@ -75,17 +69,8 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M;
-  item.begin = item.whole_begin = 0;
-  item.keys = item.whole_keys = a.kv_len;
-  if (PADDED) {
-    const int* spans = a.spans + item.batch * a.spans_stride;
-    item.begin = spans[0] / BLOCK_N & ~1;
-    item.whole_begin = (spans[0] + BLOCK_N - 1) / BLOCK_N;
-    item.whole_keys = spans[1];
-    item.keys = spans[2];
-  }
-  if (CAUSAL) item.keys = min(item.keys, item.first_row + BLOCK_M + a.causal_offset);
-  item.end = max(item.begin, (item.keys + BLOCK_N - 1) / BLOCK_N);
+  const int keys = CAUSAL ? min(a.kv_len, item.first_row + BLOCK_M + a.causal_offset) : a.kv_len;
+  item.tiles = max(0, (keys + BLOCK_N - 1) / BLOCK_N);
   return true;
 }
 
@@ -95,7 +80,7 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const Tenso
   int q_uses = 0, k_uses = 0;
   #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
-    if (item.begin == item.end) continue;
+    if (item.tiles == 0) continue;
     const int q_stage = q_uses % STAGES;
     wait(b.q_empty[q_stage], q_uses++ / STAGES & 1 ^ 1);
     arrive_expecting(b.q_full[q_stage], Q_BYTES);
@@ -104,7 +89,7 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const Tenso
       load_box(query, q + q_stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[q_stage],
                item.pair(a) * a.q_rows + item.first_row + i * 64, 0);
     #pragma unroll 1
-    for (int tile = item.begin; tile < item.end + (item.end & 1); tile++, k_uses++) {
+    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, k_uses++) {
       const int stage = k_uses % STAGES;
       wait(b.k_empty[stage], k_uses / STAGES & 1 ^ 1);
       arrive_expecting(b.k_full[stage], K_BYTES);
@@ -119,7 +104,7 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
   #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
     #pragma unroll 1
-    for (int tile = item.begin; tile < item.end + (item.end & 1); tile++, uses++) {
+    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
       const int stage = uses % STAGES;
       wait(b.v_empty[stage], uses / STAGES & 1 ^ 1);
       arrive_expecting(b.v_full[stage], V_BYTES);
@@ -138,14 +123,13 @@ struct Consumer {
   const TensorMap& output;
   Barriers& barriers;
   uint8* shared_sums;  // of the warpgroup: its float32 sums, and its outputs on their way to memory
-  uint64 q, k, v;      // descriptors: of the item's rows of Q, and of the first stages of K and V
+  uint32 q, k, v;      // descriptors: of the item's rows of Q, and of the first stages of K and V
   int warpgroup, thread, quad, row;
   bool leader;         // of its warp, for barriers
 
   Item item;
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];  // keys of a masked tile that the rows may attend to, from quad * 2 on
-  int exists;   // PADDED: those that exist; bit i / 4 * 2 + i % 2 is that of scores[i]
   int scores[SCORES];
   uint32 weights[SCORES / 4];
   float outputs[OUTPUTS];
@@ -155,13 +139,7 @@ struct Consumer {
   bool grows, has_sums;
   int parity;
 
-  DEVICE void take_turn() {
-    if (PING_PONG) sync_threads(1 + warpgroup, 256);
-  }
-  DEVICE void pass_turn() {
-    if (PING_PONG) arrive_threads(1 + (warpgroup + 1) % WARPGROUPS, 256);
-  }
-  DEVICE void sync_warpgroup() { sync_threads(1 + WARPGROUPS + warpgroup, 128); }
+  DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
   // The segment of scores[i] in an even or odd tile: its block of 64 keys, counted from the tile's first.
   static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % 64 + i / 4 * 8) / 64; }
@@ -178,17 +156,9 @@ struct Consumer {
     #pragma unroll
     for (int r = 0; r < 2; r++)
       left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
-    if (!PADDED) return;
-    exists = 0;
-    const uint8* valid = a.valid + item.batch * a.valid_stride;
-    #pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; i++) {
-      const int key = first + i / 2 * 8 + i % 2;
-      if (key < a.kv_len && valid[key]) exists |= 1 << i;
-    }
   }
   DEVICE bool allowed(int i) const {
-    return i / 4 * 8 + i % 2 < left[i / 2 % 2] && (!PADDED || exists >> (i / 4 * 2 + i % 2) & 1);
+    return i / 4 * 8 + i % 2 < left[i / 2 % 2];
   }
 
   // Scales of a tile, and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
@@ -222,6 +192,10 @@ struct Consumer {
       for (int r = 0; r < 2; r++)
         if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
     }
+    // The conversion fills the time until it is known whether a row has a new reference.
+    #pragma unroll
+    for (int i = 0; i < SCORES; i++) scores[i] = __float_as_int(static_cast<float>(scores[i]));
+    pin(scores);
     constexpr float limit = P_LOG2 + SLACK;
     grows = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
     if (grows) {
@@ -238,18 +212,18 @@ struct Consumer {
     }
   }
 
-  // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of LEAD chunks before) keeps the
-  // compiler from converting all scores first and then waiting for one exponential after the other.
+  // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of the chunk before) keeps the
+  // compiler from scaling all scores first and then waiting for one exponential after the other.
   template <int ODD, bool MASKED> DEVICE void begin_chunk(int chunk) {
     float shift[2] = {base[0], base[1]};
-    if (chunk >= LEAD) {
-      const float before = __int_as_float(scores[(chunk - LEAD) * CHUNK]);
+    if (chunk > 0) {
+      const float before = __int_as_float(scores[(chunk - 1) * CHUNK]);
       shift[0] = __fmaf_rn(before, 0.0f, base[0]), shift[1] = __fmaf_rn(before, 0.0f, base[1]);
     }
     #pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
-      const int r = i / 2 % 2;
-      float x = __fmaf_rn(static_cast<float>(scores[i]), scale[r][segment(ODD, i)], shift[r]);
+  const int r = i / 2 % 2;
+      float x = __fmaf_rn(__int_as_float(scores[i]), scale[r][segment(ODD, i)], shift[r]);
       if (MASKED && !allowed(i)) x = -INFINITE;
       scores[i] = __float_as_int(x);
     }
@@ -265,21 +239,28 @@ struct Consumer {
   DEVICE void end_chunk(int chunk) {
     const int i = chunk * CHUNK;
     auto p = [&](int n) { return __int_as_float(scores[i + n]); };
-    weights[i / 4] = to_e4m3(p(0), p(1), p(4), p(5));
-    weights[i / 4 + 1] = to_e4m3(p(2), p(3), p(6), p(7));
+    const uint32 first = to_e4m3(p(0), p(1), p(4), p(5)), second = to_e4m3(p(2), p(3), p(6), p(7));
+    scores[i] = first, scores[i + 1] = second;
+  }
+  // The weights stay in place of the scores until the matrix products have read those of the last tile.
+  DEVICE void take_weights() {
+    #pragma unroll
+    for (int i = 0; i < SCORES / 4; i++) weights[i] = scores[i / 2 * CHUNK + i % 2];
+    pin(weights);
   }
 
   DEVICE void begin_scores(int stage) {
+    const uint32 of_stage = k + stage * (K_BYTES / 16);
+    add_product<HEAD_DIM, false>(scores, q, of_stage);
     #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 32; i++)
-      add_product(scores, q + 2 * i, k + stage * (K_BYTES / 16) + 2 * i, i > 0);
+    for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, q + 2 * i, of_stage + 2 * i);
     commit_products();
   }
   DEVICE void begin_outputs(int stage) {
     #pragma unroll
     for (int i = 0; i < BLOCK_N / 32; i++) {
       const int at = i * 32 / V_WIDTH * (HEAD_DIM * V_WIDTH) + i * 32 % V_WIDTH;
-      add_product(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+      add_product<V_WIDTH>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
     }
     commit_products();
   }
@@ -310,82 +291,70 @@ struct Consumer {
 
   // P·V of the last tile runs while this tile's scores become weights.
   template <int ODD, bool MASKED> DEVICE void step(int tile) {
-    take_turn();
     fence_products();
     begin_scores(ODD);
     fence_products();
     begin_outputs(ODD ^ 1);
-    pass_turn();
     wait_products<1>();
     pin(scores);
     if (leader) arrive(barriers.k_empty[ODD]);
     find_maxima<ODD, MASKED>(tile);
-    #pragma unroll
-    for (int c = 0; c < LEAD; c++) begin_chunk<ODD, MASKED>(c);
+    begin_chunk<ODD, MASKED>(0);
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       exponentiate_chunk(c);
-      if (c + LEAD < CHUNKS) begin_chunk<ODD, MASKED>(c + LEAD);
-      if (c == WAIT_AT) {
-        pin(scores);
-        // These waits are branches, above which the compiler does not move the wait for P·V.
-        if (tile + 1 < item.end) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
-        wait(barriers.v_full[ODD], parity);
-        wait_products<0>();
-        pin(outputs);
-        if (leader) arrive(barriers.v_empty[ODD ^ 1]);
-        #pragma unroll
-        for (int done = 0; done < c; done++) end_chunk(done);
-      }
-      if (c > WAIT_AT) end_chunk(c - 1);
+      if (c + 1 < CHUNKS) begin_chunk<ODD, MASKED>(c + 1);
+      if (c > 0) end_chunk(c - 1);
     }
     end_chunk(CHUNKS - 1);
-    pin(weights);
+    pin(scores);
+    // These waits are branches, above which the compiler does not move the wait for P·V.
+    if (tile + 1 < item.tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
+    wait(barriers.v_full[ODD], parity);
+    wait_products<0>();
+    pin(outputs);
+    if (leader) arrive(barriers.v_empty[ODD ^ 1]);
+    take_weights();
     if (grows) {
       #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
     }
-    if (ODD == 0 && (tile - item.begin) % SUMMED_TILES == 0) move_sums<false>();
+    if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>();
   }
 
   template <bool MASKED> DEVICE void first_step() {
-    find_maxima<0, MASKED>(item.begin);
+    find_maxima<0, MASKED>(0);
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++) begin_chunk<0, MASKED>(c), exponentiate_chunk(c), end_chunk(c);
   }
 
   // From the item's first tile to its last; the outputs then have no scale, and are not divided by the row's sum.
-  // Tiles before `whole_end` and from item.whole_begin on need no mask.
-  DEVICE void attend(int whole_end, uint64& q_empty) {
-    auto whole = [&](int tile) { return (!PADDED || tile >= item.whole_begin) && tile < whole_end; };
+  // Tiles before `whole` need no mask.
+  DEVICE void attend(int whole, uint64& q_empty) {
     wait(barriers.k_full[0], parity);
-    take_turn();
     fence_products();
     begin_scores(0);
-    pass_turn();
     wait(barriers.v_full[0], parity);
     wait_products<0>();
     pin(scores);
     if (leader) arrive(barriers.k_empty[0]);
-    if (whole(item.begin)) first_step<false>();
+    if (whole > 0) first_step<false>();
     else first_step<true>();
-    if (item.begin + 1 < item.end) wait(barriers.k_full[1], parity);
-    pin(weights);
+    if (item.tiles > 1) wait(barriers.k_full[1], parity);
+    take_weights();
     #pragma unroll 1
-    for (int tile = item.begin + 1; tile < item.end; tile++) {
-      if (whole(tile)) step<1, false>(tile);
+    for (int tile = 1; tile < item.tiles; tile++) {
+      if (tile < whole) step<1, false>(tile);
       else step<1, true>(tile);
-      if (++tile >= item.end) break;
+      if (++tile == item.tiles) break;
       parity ^= 1;
-      if (whole(tile)) step<0, false>(tile);
+      if (tile < whole) step<0, false>(tile);
       else step<0, true>(tile);
     }
     if (leader) arrive(q_empty);
-    const int last = (item.end - 1) % STAGES;
-    take_turn();
+    const int last = (item.tiles - 1) % STAGES;
     fence_products();
     begin_outputs(last);
-    pass_turn();
     wait_products<0>();
     pin(outputs);
     if (leader) arrive(barriers.v_empty[last]);
@@ -441,13 +410,13 @@ struct Consumer {
     }
   }
 
-  DEVICE void run(uint64 first_q) {
+  DEVICE void run(uint32 first_q) {
     parity = 0;
     int q_uses = 0;
     #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
-      int whole_end = item.whole_keys / BLOCK_N;
-      if (CAUSAL) whole_end = min(whole_end, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
+      int whole = a.kv_len / BLOCK_N;
+      if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
       #pragma unroll
       for (int r = 0; r < 2; r++) {
         row_sum[r] = 0.0f;
@@ -455,17 +424,17 @@ struct Consumer {
         const int at = min(item.first_row + row + 8 * r, a.q_rows - 1);
         row_scale[r] = a.query_scale[static_cast<int64>(item.pair(a)) * a.q_rows + at] * (a.softmax_scale * LOG2E);
       }
-      #pragma unroll
+        #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
       has_sums = false;
-      if (item.begin < item.end) {
+      if (item.tiles > 0) {
         first_key_scale = item.kv_pair(a) * (a.kv_rows / 16) + quad;
         last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
-        load_key_scale(item.begin);
+        load_key_scale(0);
         const int q_stage = q_uses % STAGES;
         q = first_q + q_stage * (Q_BYTES / 16);
         wait(barriers.q_full[q_stage], q_uses++ / STAGES & 1);
-        attend(whole_end, barriers.q_empty[q_stage]);
+        attend(whole, barriers.q_empty[q_stage]);
       }
       store();
     }
@@ -496,15 +465,14 @@ int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ Te
     if (thread == 32) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    if (PING_PONG && warpgroup == WARPGROUPS - 1) arrive_threads(1, 256);  // the first turn is warpgroup 0's
     Consumer consumer{arguments, output, barriers, sums + warpgroup * SUMS_BYTES};
-    consumer.k = descriptor<HEAD_DIM>(k);
-    consumer.v = descriptor<V_WIDTH>(v);
+    consumer.k = descriptor(k);
+    consumer.v = descriptor(v);
     consumer.warpgroup = warpgroup;
     consumer.thread = thread;
     consumer.quad = thread % 4;
     consumer.row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     consumer.leader = thread % 32 == 0;
-    consumer.run(descriptor<HEAD_DIM>(q + warpgroup * 64 * HEAD_DIM));
+    consumer.run(descriptor(q + warpgroup * 64 * HEAD_DIM));
   }
 }

@@ -98,9 +98,34 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap
         swizzle: 0, 32, 64 or 128 bytes; no more than that many bytes along the box's last axis, unless 0.
 
     Raises:
-        ValueError: x, box or swizzle is none of those.
+        ValueError: x, box or swizzle is none of those, or x is not on a GPU.
     """
-    return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.dtype, box, swizzle)
+    return _tensor_map(x.get_device(), x.data_ptr(), x.shape, x.stride(), x.dtype, box, swizzle)
+
+
+class _Context:
+    """The context of a device that PyTorch uses too, current inside a `with`.
+
+    A thread that has not used the device has no current context, or another device's.
+    """
+
+    def __init__(self, index: int) -> None:
+        from cuda.bindings import driver
+
+        self.driver = driver
+        self.name = f"cuda:{index}"
+        self.handle = checked(f"{self.name}: cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(index))
+
+    def __enter__(self) -> None:
+        checked(f"{self.name}: cuCtxPushCurrent", self.driver.cuCtxPushCurrent(self.handle))
+
+    def __exit__(self, *exception: object) -> None:
+        self.driver.cuCtxPopCurrent()
+
+
+@cache
+def _context(index: int) -> _Context:
+    return _Context(index)
 
 
 @cache
@@ -118,8 +143,8 @@ class _Function:
         self.driver = driver
         self.name = f"{kernel} of {source}"
         self.index = index
-        self.context = self.checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(index))
-        with self.current_context(), self.loading_during_capture():
+        self.context = _context(index)
+        with self.context, self.loading_during_capture():
             module = self.checked("cuModuleLoadData", driver.cuModuleLoadData(image))
             self.handle = self.checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, kernel.encode()))
             self.checked("cuFuncLoad", driver.cuFuncLoad(self.handle))
@@ -166,19 +191,10 @@ class _Function:
         if dependent:
             config.attrs = self.dependent
             config.numAttrs = 1
-        with self.current_context():
+        with self.context:
             answer = self.driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(packed), 0)
         if answer[0].value:
             self.checked(f"grid {grid}, block {block}, {shared_bytes} bytes of dynamic shared memory", answer)
-
-    @contextlib.contextmanager
-    def current_context(self) -> Iterator[None]:
-        """Makes the device's context current: a thread that has not used the device has none or another's."""
-        self.checked("cuCtxPushCurrent", self.driver.cuCtxPushCurrent(self.context))
-        try:
-            yield
-        finally:
-            self.driver.cuCtxPopCurrent()
 
     @contextlib.contextmanager
     def loading_during_capture(self) -> Iterator[None]:
@@ -280,6 +296,7 @@ def _structure(forms: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)
 def _tensor_map(
+    index: int,
     address: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -303,22 +320,25 @@ def _tensor_map(
     ]
     if any(line % 16 for line in (address, *lines)):
         raise ValueError(f"{what}: address and strides must be multiples of 16 bytes")
+    if index < 0:
+        raise ValueError(f"{what}: must be on a GPU")
     from cuda.bindings import driver
 
     rank = len(shape)
-    answer = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[dtype]}"),
-        rank,
-        address,
-        [driver.cuuint64_t(size) for size in reversed(shape)],
-        [driver.cuuint64_t(line) for line in reversed(lines)],
-        [driver.cuuint32_t(size) for size in reversed(box)],
-        [driver.cuuint32_t(1)] * rank,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{SWIZZLES[swizzle]}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
+    with _context(index):
+        answer = driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[dtype]}"),
+            rank,
+            address,
+            [driver.cuuint64_t(size) for size in reversed(shape)],
+            [driver.cuuint64_t(line) for line in reversed(lines)],
+            [driver.cuuint32_t(size) for size in reversed(box)],
+            [driver.cuuint32_t(1)] * rank,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{SWIZZLES[swizzle]}"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
     if answer[0].value:
         raise ValueError(f"{what}: {answer[0].name}")
     return TensorMap(ctypes.string_at(answer[1].getPtr(), 128))

@@ -1,0 +1,52 @@
+"""What the CUDA C++ kernels can do, in the registry. The first call that runs one imports it, and compiles it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..recipe import Recipe
+from ..registry import Kernel, Request, register
+from ..triton.registration import triton_version
+from ..triton.sequences import BLOCK, ceil_div, power_of_two
+from . import compiler
+
+CAPABILITY = (9, 0)
+CHANNELS = (64, 128)  # of Q, K and V in the operands
+MIN_KV_LEN = 8192
+MAX_COORDINATE = 2**31  # of the tensor memory accelerator
+
+
+def register_all() -> None:
+    """Register the kernels; they are preferred to those registered later."""
+    register(Kernel("int8_forward_hopper", frozenset(["sage2"]), True, _unsupported, _run))
+
+
+def _unsupported(request: Request) -> str:
+    if request.device_type != "cuda" or request.capability != CAPABILITY or torch.version.hip is not None:
+        return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
+    if triton_version() is None:
+        return "Triton, whose kernels quantise, is not installed"
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return "dtype must be one of float16, bfloat16"
+    if request.mask != "none":
+        return "no masks"
+    if request.packed:
+        return "no packed sequences"
+    channels = power_of_two(request.head_dim)
+    if channels not in CHANNELS or channels != power_of_two(request.v_head_dim):
+        return "head_dim of Q and V must both be 33 to 64, or both 65 to 128"
+    if request.v_head_dim % 8:
+        return "head_dim of V must be a multiple of 8"
+    rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
+    if request.batch * request.q_heads * max(rows, channels) >= MAX_COORDINATE:
+        return "more than 2³¹ rows of Q, or of K for each head of Q"
+    if request.is_causal or request.kv_len < MIN_KV_LEN:
+        return f"int8_forward is faster with is_causal, and with fewer than {MIN_KV_LEN} keys"
+    return compiler.why_not()
+
+
+def _run(*inputs: torch.Tensor, mask: None, recipe: Recipe, **call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return import_module(".int8_forward", __package__).attention(*inputs, **call)

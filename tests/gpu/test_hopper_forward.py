@@ -1,0 +1,148 @@
+"""The CUDA kernel of `sage2` for Hopper, on the operands that the Triton kernel gets too."""
+
+import pytest
+import torch
+from judge import lse_tolerance
+
+from sage_hf import record, sage_attention
+from sage_kernels import exact
+from sage_kernels.cuda import compiler
+from sage_kernels.cuda import int8_forward as hopper
+from sage_kernels.recipe import RECIPES
+from sage_kernels.triton import calls, int8_forward
+from sage_kernels.triton.sequences import Sequences
+
+# (batch, q_heads, kv_heads, q_len, kv_len)
+SIZES = (
+    (1, 1, 1, 64, 96),
+    (1, 1, 1, 1, 1),
+    (1, 2, 1, 63, 65),
+    (2, 4, 2, 300, 500),
+    (1, 2, 2, 193, 97),
+    (2, 2, 2, 1000, 1000),
+    (1, 6, 2, 700, 64),
+    (1, 3, 1, 129, 4113),
+    (1, 2, 2, 2000, 9000),
+)
+CAUSAL = ((False, 0), (True, 0), (True, 37), (True, -100), (True, -5000))
+HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.float16))
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    if reason := compiler.why_not():
+        pytest.skip(reason)
+
+
+class Operands:
+    """Q, K and V, both with means, and what the quantisers make of them."""
+
+    def __init__(self, sizes, head_dim, v_head_dim, dtype, return_lse=True):
+        batch, q_heads, kv_heads, self.q_len, self.kv_len = sizes
+        generator = torch.Generator("cuda").manual_seed(sum(sizes))
+
+        def draw(heads, tokens, channels):
+            x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
+            return x + torch.randn(1, heads, 1, channels, generator=generator, device="cuda")
+
+        self.query = draw(q_heads, self.q_len, head_dim).to(dtype)
+        self.key = draw(kv_heads, self.kv_len, head_dim).to(dtype)
+        self.value = draw(kv_heads, self.kv_len, v_head_dim).to(dtype)
+        self.return_lse = return_lse
+
+    def quantize(self):
+        self.sequences = Sequences.equal(self.q_len), Sequences.equal(self.kv_len)
+        inputs = self.query, self.key, self.value
+        self.quantized = int8_forward.quantize_operands(
+            *inputs, RECIPES["sage2"], *self.sequences, return_lse=self.return_lse
+        )
+        return self
+
+    def attend(self, kernel, is_causal=False, causal_offset=0):
+        """(output, lse), in memory that held NaN."""
+        shape = (self.query.shape[0], self.q_len, self.query.shape[1], self.value.shape[3])
+        output = self.query.new_full(shape, torch.nan).transpose(1, 2)
+        lse = self.query.new_full(output.shape[:3], torch.nan, dtype=torch.float32) if self.return_lse else None
+        offset = calls.clamped_offset(causal_offset, *self.sequences)
+        call = {"scale": self.query.shape[3] ** -0.5, "is_causal": is_causal, "causal_offset": offset}
+        if kernel is hopper:
+            hopper.forward(self.quantized, output, lse, self.kv_len, **call)
+        else:
+            call |= {"tiles": None, "capability": (9, 0)}
+            int8_forward.forward(self.quantized, output, lse, *self.sequences, **call)
+        return output, lse
+
+
+def error(x, truth):
+    return (x.double() - truth).abs().sum().item()
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), HEADS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_it_is_as_accurate_as_the_portable_kernel(sizes, head_dim, v_head_dim, dtype):
+    operands = Operands(sizes, head_dim, v_head_dim, dtype).quantize()
+    inputs = operands.query, operands.key, operands.value
+    for is_causal, offset in CAUSAL:
+        output, lse = operands.attend(hopper, is_causal, offset)
+        expected, expected_lse = operands.attend(int8_forward, is_causal, offset)
+        truth, _ = exact.attention(*inputs, is_causal=is_causal, causal_offset=offset)
+        assert output.isfinite().all()
+        # Weights are relative to another power of two, so that they round otherwise; as far, on average.
+        rounding = torch.finfo(dtype).eps * truth.abs().sum().item()
+        assert error(output, truth) <= 1.05 * error(expected, truth) + rounding
+        assert error(output, expected.double()) <= 2**0.5 * error(expected, truth) + rounding
+        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+        assert torch.equal((output == 0).all(-1), (expected == 0).all(-1))
+        finite = expected_lse > -torch.inf
+        assert ((lse - expected_lse)[finite].abs() <= lse_tolerance(operands.query, operands.key)).all()
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_a_mean_of_v_does_not_add_up_in_the_matrix_units(head_dim):
+    """Their sums keep few bits, so sums of many keys move to float32."""
+    operands = Operands((1, 2, 2, 384, 60_000), head_dim, head_dim, torch.bfloat16)
+    # As much of a mean as smoothing leaves.
+    operands.value = torch.randn_like(operands.value) + 0.05
+    truth, _ = exact.attention(operands.query, operands.key, operands.value)
+    operands.quantize()
+    found, expected = (error(operands.attend(kernel)[0], truth) for kernel in (hopper, int8_forward))
+    assert found <= 1.05 * expected
+
+
+def test_a_nan_spoils_the_rows_that_see_it_and_no_others():
+    operands = Operands((1, 2, 1, 600, 600), 128, 128, torch.bfloat16)
+    operands.query[0, 0, 50] = torch.nan
+    operands.key[0, 0, 333, 7] = torch.nan
+    operands.quantize()
+    for is_causal in (False, True):
+        (output, lse), (expected, expected_lse) = (operands.attend(x, is_causal) for x in (hopper, int8_forward))
+        assert torch.equal(output.isnan(), expected.isnan())
+        assert torch.equal(lse.isnan(), expected_lse.isnan())
+
+
+def test_reruns_streams_and_graphs_give_the_same_bits():
+    operands = Operands((2, 4, 2, 1000, 3000), 128, 128, torch.bfloat16, return_lse=False).quantize()
+    expected, _ = operands.attend(hopper)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    outputs = []
+    for stream in streams * 8:
+        with torch.cuda.stream(stream):
+            outputs.append(operands.attend(hopper)[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = operands.attend(hopper)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for x in (*outputs, captured))
+
+
+def test_a_long_call_selects_it():
+    draw = torch.randn(3, 1, 2, 9000, 64, device="cuda", dtype=torch.float16)
+    layer = torch.nn.Identity()
+    output = record.run_in_layer(layer, sage_attention, *draw, recipe="sage2")
+    assert [plan.kernel for plan in record.last_plans(layer)] == ["int8_forward_hopper"]
+    truth, _ = exact.attention(*draw)
+    assert error(output, truth) <= 0.045 * truth.abs().sum().item()

@@ -1,0 +1,80 @@
+"""What the CUDA C++ kernels compile to, for the GPU that they are for. Needs no GPU."""
+
+import re
+import subprocess
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import sage_kernels.ops  # noqa: F401 - registers the kernels
+from sage_kernels.cuda import compiler, int8_forward
+from sage_kernels.cuda.registration import MIN_KV_LEN
+from sage_kernels.registry import Request, select
+
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+LONG = Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False)
+
+
+@pytest.fixture
+def can_compile(monkeypatch):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    select.cache_clear()
+    yield
+    select.cache_clear()
+
+
+@pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "return_lse", "dtype"),
+    product((64, 128), (False, True), (False, True), (torch.bfloat16, torch.float16)),
+)
+def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, head_dim, is_causal, return_lse, dtype):
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    config = int8_forward.Config(head_dim)
+    cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype))
+    # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
+    assert "warning" not in cubin.log.lower(), cubin.log
+    assert "Used 128 registers" in cubin.log
+    spilled = int(re.search(r"(\d+) bytes spill stores", cubin.log)[1])
+    assert spilled <= (100 if is_causal else 8)
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(cubin.image)
+    code = subprocess.run([NVDISASM, "-c", image], capture_output=True, text=True, check=True).stdout
+    # The first tile's scores; four steps (odd and even, masked or not); the last tile's outputs.
+    assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
+    assert len(re.findall(r"QGMMA\.64x\d+x32", code)) == 5 * config.block_n // 32
+    assert config.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.usefixtures("can_compile")
+def test_int8_forward_serves_what_it_is_fastest_at():
+    assert select(LONG).kernel == "int8_forward_hopper"
+    for change in (
+        {"is_causal": True},
+        {"kv_len": MIN_KV_LEN - 1},
+        {"mask": "bool"},
+        {"packed": True},
+        {"head_dim": 64},
+        {"head_dim": 256, "v_head_dim": 256},
+        {"head_dim": 32, "v_head_dim": 32},
+        {"v_head_dim": 100},
+        {"dtype": torch.float32},
+        {"capability": (10, 0)},
+        {"batch": 4000},
+    ):
+        plan = select(replace(LONG, **change))
+        assert plan.kernel == "int8_forward", change
+        assert any(who == "sage2 by int8_forward_hopper" for who, _ in plan.passed_over), change
+
+
+def test_int8_forward_says_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "no NVRTC here")
+    select.cache_clear()
+    plan = select(LONG)
+    select.cache_clear()
+    assert plan.kernel == "int8_forward"
+    assert ("sage2 by int8_forward_hopper", "no NVRTC here") in plan.passed_over
