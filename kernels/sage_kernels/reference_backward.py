@@ -112,7 +112,9 @@ def backward(
     Returns:
         (query_gradient, key_gradient, value_gradient) in value's dtype, each laid out as (batch, tokens, heads,
         channels). A row that attends to nothing has gradient 0 and gives none; so has a key that does not exist. What
-        is not finite in a row's dO makes the gradients not finite of its query and of the keys that it attends to.
+        is not finite in a row's dO makes the gradients not finite of its query and of the keys that it attends to, of
+        no other query, and of no other key's K. V's gradient of another key may be lost as well, where dO is multiplied
+        by a weight of 0: that depends on the tiles, and in exact attention is everywhere.
 
     Raises:
         ValueError: the recipe has no gradients, both lengths and valid are given, or the tile is not supported.

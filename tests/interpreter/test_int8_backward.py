@@ -212,16 +212,19 @@ def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe
     inputs[3][0, 1, 20, 3] = poison
     valid = exist(100, 150, tokens=150)
     options = call(valid=valid, is_causal=True)
-    (dq, dk, dv), (expected, _, _) = gradients(inputs, recipe, options)
-    spoiled = ~dq.isfinite().all(-1)
-    assert torch.equal(spoiled, ~expected.isfinite().all(-1))
-    assert spoiled.sum() == 1
-    assert spoiled[0, 1, 20]
-    for gradient in (dk, dv):
-        spoiled = ~gradient.isfinite().all(-1)
+    found, expected = gradients(inputs, recipe, options)
+    (dq, dk, dv), (expected_dq, expected_dk, _) = ([~x.isfinite().all(-1) for x in each] for each in (found, expected))
+    assert torch.equal(dq, expected_dq)
+    assert dq.sum() == 1
+    assert dq[0, 1, 20]
+    assert torch.equal(dk, expected_dk)
+    assert dk.sum() == 21
+    # dO times a weight of 0 spoils other keys of the tile.
+    for spoiled in (dk, dv):
         assert spoiled[0, 0, :21].all()
-        spoiled[0, 0] = False
-        assert not spoiled.any()
+        assert not spoiled[0, 1].any()
+        assert not spoiled[1].any()
+    for gradient in found[1:]:
         assert not gradient[0, :, 100:].any()
 
 

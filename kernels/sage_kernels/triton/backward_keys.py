@@ -8,9 +8,20 @@ import triton
 import triton.language as tl
 
 from .byte_rows import FULL, byte_rows, largest
+from .key_padding import key_exists
 from .operand_tiles import forgotten, load_key, load_key_scale, load_value
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
+
+
+@triton.jit
+def weights_of_keys(s, k_scale, q_scale, lse):
+    """P (keys, queries) of INT8 scores; k_scale is (blocks of 64 keys, 4 threads), q_scale and lse are (queries,)."""
+    BLOCKS: tl.constexpr = k_scale.shape[0]
+    by_thread = tl.reshape(s, (BLOCKS, s.shape[0] // 8 // BLOCKS, 4, 2, s.shape[1])).to(tl.float32)
+    scale = k_scale[:, :, None] * q_scale[None, None, :]
+    x = by_thread * scale[:, None, :, None, :] - lse[None, None, None, None, :]
+    return tl.reshape(tl.exp2(x), (s.shape[0], s.shape[1]))
 
 
 @triton.jit
@@ -44,17 +55,13 @@ def add_queries(
     TMA: tl.constexpr,
 ):
     """(dk, dv) with what a tile of queries adds; the tile of scores is (BLOCK_N keys, BLOCK_M queries)."""
-    KEY_BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
     first = q_first + tile * BLOCK_M
     row = first + tl.arange(0, BLOCK_M)
     s = tl.dot(k, load_key(query, first, BLOCK_M, CHANNELS, TMA).T)
     do = load_key(gradient, first, BLOCK_M, V_CHANNELS, TMA)
     dp = tl.dot(v, do.T)
     q_scale = tl.load(query_scale + row)
-    s = tl.reshape(s, (KEY_BLOCKS, BLOCK_N // 8 // KEY_BLOCKS, 4, 2, BLOCK_M)).to(tl.float32)
-    scale = k_scale[:, :, None] * q_scale[None, None, :]
-    x = s * scale[:, None, :, None, :] - tl.load(lse + row)[None, None, None, None, :]
-    p = tl.reshape(tl.exp2(x), (BLOCK_N, BLOCK_M))
+    p = weights_of_keys(s, k_scale, q_scale, tl.load(lse + row))
     if MASKED:
         column = first_key + tl.arange(0, BLOCK_N)
         allowed = column[:, None] <= (tile * BLOCK_M + tl.arange(0, BLOCK_M) + causal_offset)[None, :]
@@ -88,11 +95,8 @@ def add_queries(
 def keys_of(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
     """Of keys `first_key`…: (index in the sequence, token of the caller's tensors, inside the sequence, exists)."""
     column = first_key + tl.arange(0, BLOCK_N)
-    inside = column < kv_len
-    exists = inside
-    if PADDED:
-        exists = exists & (tl.load(valid + column, mask=inside, other=0) != 0)
-    return column, (kv_start + column).to(tl.int64), inside, exists
+    exists = key_exists(column, kv_len, valid, PADDED)
+    return column, (kv_start + column).to(tl.int64), column < kv_len, exists
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])

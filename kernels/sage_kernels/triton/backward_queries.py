@@ -4,11 +4,21 @@ import triton
 import triton.language as tl
 
 from .byte_rows import FULL, codes_per_unit, largest
-from .key_padding import key_tiles
+from .key_padding import key_exists, key_tiles
 from .operand_tiles import as_operand, forgotten, load_key, load_key_scale, load_value
 from .quantize_int8 import round_to_byte
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
+
+
+@triton.jit
+def weights_of_queries(s, q_scale, k_scale, lse):
+    """P (queries, keys) of INT8 scores; q_scale and lse are (queries,), k_scale is (blocks of 64 keys, 4 threads)."""
+    BLOCKS: tl.constexpr = k_scale.shape[0]
+    by_thread = tl.reshape(s, (s.shape[0], BLOCKS, s.shape[1] // 8 // BLOCKS, 4, 2)).to(tl.float32)
+    scale = q_scale[:, None, None] * k_scale[None, :, :]
+    p = tl.exp2(by_thread * scale[:, :, None, :, None] - lse[:, None, None, None, None])
+    return tl.reshape(p, (s.shape[0], s.shape[1]))
 
 
 @triton.jit
@@ -47,16 +57,12 @@ def add_keys(
     SHAPE: tl.constexpr = (BLOCK_M, KEY_BLOCKS, BLOCK_N // 8 // KEY_BLOCKS, 4, 2)
     first = kv_first + tile * BLOCK_N
     k_scale = load_key_scale(key_scale, first, BLOCK_N)
-    s = tl.reshape(tl.dot(q, load_key(key, first, BLOCK_N, CHANNELS, TMA).T), SHAPE).to(tl.float32)
+    s = tl.dot(q, load_key(key, first, BLOCK_N, CHANNELS, TMA).T)
     dp = tl.dot(do, load_key(value, first, BLOCK_N, V_CHANNELS, TMA).T)
-    scale = q_scale[:, None, None] * k_scale[None, :, :]
-    p = tl.exp2(s * scale[:, :, None, :, None] - row_lse[:, None, None, None, None])
-    ds = tl.reshape(p, (BLOCK_M, BLOCK_N)) * (dp - row_delta[:, None])
+    ds = weights_of_queries(s, q_scale, k_scale, row_lse) * (dp - row_delta[:, None])
     if MASKED:
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        allowed = (column < kv_len)[None, :]
-        if PADDED:
-            allowed = allowed & (tl.load(valid + column, mask=column < kv_len, other=0) != 0)[None, :]
+        allowed = key_exists(column, kv_len, valid, PADDED)[None, :]
         if CAUSAL:
             allowed = allowed & (column[None, :] <= query[:, None] + causal_offset)
         ds = tl.where(allowed, ds, 0.0)

@@ -36,14 +36,17 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, mas
     Hopper, measured on an H200 (TFLOP/s of the kernel at 64 heads × 16,384 tokens): several small programs a
     multiprocessor hide each other's softmax, so the registers are capped for three of them (head_dim 128: 853 with 168
     registers, 770 without a cap, 628 with 128×128 tiles) or four (head_dim 64: 613 with 128 registers, 589 with 168).
-    float16 P·V needs more registers: 642 without a cap, 575 with one (head_dim 128). Elsewhere the tile is the largest
-    whose main loop compiles without spills; masks and head_dim 256 need registers of their own.
+    float16 P·V needs more registers, and at head_dim 128 half the keys (8,192 tokens: 671, with 128 keys 648; head_dim
+    64: 496, with 128 registers 465). Elsewhere the tile is the largest whose main loop compiles without spills; masks
+    and head_dim 256 need registers of their own.
     """
     if head_dim > 128:
         return Config(64, 64, 8, 2)
     if masked:
         return Config(64, 64, 4, 2) if capability[0] == 9 or head_dim <= 64 else Config(128, 64, 8, 2)
     if capability[0] == 9:
+        if pv == "fp16":
+            return Config(64, 128 if head_dim <= 64 else 64, 4, 2)
         if head_dim <= 64:
             return Config(64, 128, 4, 2, 128)
         return Config(64, 128, 4, 2, 168 if pv == "fp8" else None)
@@ -70,8 +73,8 @@ def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: b
 
     Two float32 gradients of block_n keys stay in registers, and what is loaded for each tile shrinks with block_n. On
     Hopper that is 64 keys for the 128 threads of a matrix instruction: larger programs step through their tiles
-    together, smaller ones overlap (measured with a prototype on an H200: 5.7 ms with 64 keys, 7.0 with 128). A cap of
-    registers lets three programs run where it costs two reloads a tile. Elsewhere the tile is the one with the fewest
+    together, smaller ones overlap (on an H200, 64 heads × 8,192 tokens: 5.98 ms with 64 keys, 7.02 with 128; at
+    head_dim 64, 3.68 ms with 128 queries a tile, 3.95 with 64). Elsewhere the tile is the one with the fewest
     instructions whose loop does not spill; at head_dim 128 in INT8 it spills 3 %, and all that do not spill have 27 %
     more instructions. Two programs of 4 warps fit the shared memory of compute capability 8.0 alone. On 10.x the
     gradients lie in tensor memory.
@@ -80,7 +83,7 @@ def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: b
         small = capability in LITTLE_SHARED_MEMORY or (capability[0] == 10 and not int8)
         return Config(32 if small else 64, 64, 8, 2)
     if capability[0] == 9 or (capability[0] == 10 and int8):
-        return Config(64, 64, 4, 2, 168 if capability[0] == 9 and head_dim <= 64 and not int8 else None)
+        return Config(128 if capability[0] == 9 and head_dim <= 64 and not int8 else 64, 64, 4, 2)
     if head_dim <= 64 or capability[0] == 10 or int8:
         return Config(64, 128, 8, 2)
     return Config(64, 64, 4 if capability == (8, 0) else 8, 2)
@@ -89,11 +92,21 @@ def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: b
 def int8_backward_query_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
     """Of `int8_backward_query`; arguments as above.
 
-    On Hopper as for keys, with registers for four programs at head_dim 64. Elsewhere 128 rows, so that each tile of K
-    and V serves many; none of these loops spills.
+    On Hopper as for keys, with registers for three programs, or four at head_dim 64 (64 heads × 8,192 tokens: 4.89 ms
+    with 168 registers, 5.08 without a cap; 2.64 with 128, 2.70 without). Elsewhere 128 rows, so that each tile of K and
+    V serves many; none of these loops spills.
     """
     if head_dim > 128:
         return Config(64, 32 if capability in LITTLE_SHARED_MEMORY else 64, 8, 2)
     if capability[0] == 9:
-        return Config(64, 64, 4, 2, 128 if head_dim <= 64 else None)
+        return Config(64, 64, 4, 2, 128 if head_dim <= 64 else None if int8 else 168)
     return Config(128, 64, 8, 2)
+
+
+# Of `hopper_backward_key` and `hopper_backward_query`, which hold two warpgroups' 64 keys or rows each; num_warps are
+# those of a warpgroup. Measured on an H200 at head_dim 128, 64 heads × 8,192 tokens, causal ones in brackets: dK and dV
+# in 5.41 ms (3.01) with 2 stages, 5.65 (3.20) with 3, 5.69 (3.07) with 4, and 5.98 (3.26) by the plain kernel; dQ in
+# 3.80 (2.08) with 3 stages, 3.93 with 4, and 4.89 (2.69) by the plain kernel. At head_dim 64 the best of several forms
+# took 3.62 against 3.68, and 2.52 against 2.64: too little for kernels of their own.
+HOPPER_BACKWARD_KEY = Config(64, 128, 4, 2)
+HOPPER_BACKWARD_QUERY = Config(128, 64, 4, 3)

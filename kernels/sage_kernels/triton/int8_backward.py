@@ -3,7 +3,8 @@
 Two kernels see the same tiles of scores: `backward_keys` holds keys and walks over queries, for dK and dV;
 `backward_queries` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
 without atomics. They run one after the other, and so do the passes that write what their loops read: there are never
-more than two such tensors of 16 bit at a time.
+more than two such tensors of 16 bit at a time. Of both there is a second form, in Gluon, for Hopper: `why_not_hopper`
+says which calls it does not serve.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..recipe import Recipe
@@ -19,11 +21,42 @@ from .backward_keys import int8_backward_key
 from .backward_operands import batch_strides, key_operands, query_operands
 from .backward_queries import int8_backward_query
 from .calls import clamped_offset
-from .configs import int8_backward_key_config, int8_backward_query_config
+from .configs import (
+    HOPPER_BACKWARD_KEY,
+    HOPPER_BACKWARD_QUERY,
+    int8_backward_key_config,
+    int8_backward_query_config,
+)
 from .int8_training import token_axes
 from .key_padding import KeyPadding
 from .launch import launch
+from .registration import triton_version
 from .sequences import ceil_div
+
+HOPPER_TRITON = ((3, 6), (3, 9))  # the oldest and the newest whose Gluon, which is experimental, we have compiled with
+HOPPER_CHANNELS = 128  # with 64 the plain kernels are about as fast: `configs`
+
+
+def why_not_hopper(capability: tuple[int, int], channels: int, v_channels: int, int8: bool) -> str:
+    """Why the backward kernels that are written for Hopper do not serve a call; "" when they do.
+
+    Args:
+        capability: the GPU's.
+        channels, v_channels: of the operands.
+        int8: P and dS are INT8.
+    """
+    if capability != (9, 0):
+        return "needs compute capability 9.0"
+    if knobs.runtime.interpret:
+        return "Triton's interpreter does not run Gluon"
+    triton, (oldest, newest) = triton_version(), HOPPER_TRITON
+    if triton is None or not oldest <= triton <= newest:
+        return f"needs Triton {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    if int8:
+        return "multiplies P and dS in 16 bit"
+    if not channels == v_channels == HOPPER_CHANNELS:
+        return f"needs {HOPPER_CHANNELS} channels of Q, K and V"
+    return ""
 
 
 def backward(
@@ -85,10 +118,10 @@ def backward(
     count = sequences or batch
     channels, v_channels = saved.query.shape[-1], padded_channels(v_head_dim)
     tma = capability[0] >= 9
+    hopper = not why_not_hopper(capability, channels, v_channels, int8)
     queries = query_operands(output_gradient, output, saved, count, q_sequences, int8)
+    lse, delta = queries.lse, queries.delta
     shared: tuple[Any, ...] = (
-        queries.lse,
-        queries.delta,
         None if padding is None else padding.valid,
         None if padding is None else padding.spans,
         *((0, 0) if padding is None else padding.strides),
@@ -106,14 +139,12 @@ def backward(
     )
     constants: dict[str, Any] = {
         "CHANNELS": channels,
-        "V_CHANNELS": v_channels,
-        "INT8": int8,
         "CAUSAL": is_causal,
         "PADDED": padding is not None,
         "PACKED": q_sequences.packed,
         "RAGGED": q_sequences.ranges is not None,
-        "TMA": tma,
     }
+    plain_constants = {"V_CHANNELS": v_channels, "INT8": int8, "TMA": tma, **constants}
 
     def tiles(x: torch.Tensor | None, block: int, transposed: bool = False) -> torch.Tensor | TensorDescriptor | None:
         """An operand as a kernel reads tiles of `block` tokens of it."""
@@ -122,46 +153,100 @@ def backward(
         shape = [x.shape[2], block] if transposed else [block, x.shape[3]]
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), shape)
 
-    config = int8_backward_key_config(capability, max(channels, v_channels), int8)
-    launch(
-        int8_backward_key,
-        (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
-        saved.key,
-        saved.key_scale,
-        value,
-        tiles(saved.query, config.block_m),
-        saved.query_scale,
-        tiles(queries.query, config.block_m, transposed=int8),
-        tiles(queries.gradient, config.block_m),
-        tiles(queries.gradient_codes, config.block_m, transposed=True),
-        queries.gradient_scale,
-        gradients[1],
-        gradients[2],
-        *shared,
-        *batch_strides(value, kv_sequences),
-        *batch_strides(gradients[1], kv_sequences),
-        *batch_strides(gradients[2], kv_sequences),
-        **constants,
-        **config.constants,
-    )
+    if hopper:  # or else Triton's Gluon may be another
+        from .hopper_backward_keys import hopper_backward_key
+        from .hopper_backward_queries import hopper_backward_query
+        from .hopper_stages import stage_tiles
+
+    strides = [batch_strides(x, kv_sequences) for x in (value, *gradients[1:])]
+    if hopper:
+        config = HOPPER_BACKWARD_KEY
+        loaded = [saved.query, saved.query_scale, queries.query, queries.gradient, lse, delta]
+        launch(
+            hopper_backward_key,
+            (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
+            saved.key,
+            saved.key_scale,
+            value,
+            *(stage_tiles(x, config.block_m) for x in loaded),
+            gradients[1],
+            gradients[2],
+            *shared,
+            *strides[0],
+            *strides[1][:3],
+            *strides[2][:3],
+            STAGES=config.num_stages,
+            **constants,
+            **config.constants,
+        )
+    else:
+        config = int8_backward_key_config(capability, max(channels, v_channels), int8)
+        launch(
+            int8_backward_key,
+            (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
+            saved.key,
+            saved.key_scale,
+            value,
+            tiles(saved.query, config.block_m),
+            saved.query_scale,
+            tiles(queries.query, config.block_m, transposed=int8),
+            tiles(queries.gradient, config.block_m),
+            tiles(queries.gradient_codes, config.block_m, transposed=True),
+            queries.gradient_scale,
+            gradients[1],
+            gradients[2],
+            lse,
+            delta,
+            *shared,
+            *strides[0],
+            *strides[1],
+            *strides[2],
+            **plain_constants,
+            **config.constants,
+        )
     del queries  # before as much is allocated again
     operand_value, key = key_operands(value, saved, count, kv_sequences, padding, int8)
-    config = int8_backward_query_config(capability, max(channels, v_channels), int8)
-    launch(
-        int8_backward_query,
-        (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
-        saved.query,
-        saved.query_scale,
-        output_gradient,
-        tiles(saved.key, config.block_n),
-        saved.key_scale,
-        tiles(key, config.block_n, transposed=int8),
-        tiles(operand_value, config.block_n),
-        gradients[0],
-        *shared,
-        *batch_strides(output_gradient, q_sequences),
-        *batch_strides(gradients[0], q_sequences),
-        **constants,
-        **config.constants,
-    )
+    strides = [batch_strides(x, q_sequences) for x in (output_gradient, gradients[0])]
+    if hopper:
+        config = HOPPER_BACKWARD_QUERY
+        loaded = [saved.key, key, operand_value]
+        launch(
+            hopper_backward_query,
+            (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
+            saved.query,
+            saved.query_scale,
+            output_gradient,
+            *(stage_tiles(x, config.block_n) for x in loaded),
+            saved.key_scale,
+            gradients[0],
+            lse,
+            delta,
+            *shared,
+            *strides[0],
+            *strides[1][:3],
+            STAGES=config.num_stages,
+            **constants,
+            **config.constants,
+        )
+    else:
+        config = int8_backward_query_config(capability, max(channels, v_channels), int8)
+        launch(
+            int8_backward_query,
+            (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
+            saved.query,
+            saved.query_scale,
+            output_gradient,
+            tiles(saved.key, config.block_n),
+            saved.key_scale,
+            tiles(key, config.block_n, transposed=int8),
+            tiles(operand_value, config.block_n),
+            gradients[0],
+            lse,
+            delta,
+            *shared,
+            *strides[0],
+            *strides[1],
+            **plain_constants,
+            **config.constants,
+        )
     return gradients

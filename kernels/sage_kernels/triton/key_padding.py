@@ -63,6 +63,15 @@ def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def key_exists(column, kv_len, valid, PADDED: tl.constexpr):
+    """Which keys exist of those with these indices in their sequence; `valid` is its batch element's."""
+    exists = column < kv_len
+    if PADDED:
+        exists = exists & (tl.load(valid + column, mask=exists, other=0) != 0)
+    return exists
+
+
+@triton.jit
 def key_tiles(spans, batch, stride, kv_len, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
     """Tiles of keys: (first with a key, first and end of those without a gap, end of the keys)."""
     if PADDED:

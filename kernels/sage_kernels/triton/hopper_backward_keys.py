@@ -1,0 +1,297 @@
+"""dK and dV on Hopper: `backward_keys` with loads, and each 64 keys, in warps of their own.
+
+A warp loads tiles of queries; warpgroups with 64 of the program's keys each walk over them, out of step, so that one
+computes weights while another multiplies. What they compute of a tile is what `backward_keys` does, in 16 bit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .backward_keys import weights_of_keys
+from .hopper_stages import (
+    ROWS,
+    keep_codes,
+    keep_values,
+    memory_layout,
+    new_barriers,
+    product_layout,
+    store_gradient,
+    tma_load,
+    wait_until_empty,
+    wait_until_full,
+)
+from .key_padding import key_exists
+from .operand_tiles import forgotten
+from .scores import LOG2E
+from .sequences import operand_row, sequence_range
+
+
+@gluon.jit
+def load_queries(
+    operands,
+    heads,
+    queries,
+    stages,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """The loading warp: tiles begin…end - 1 of the queries of each head of the group."""
+    query, query_scale, query_operand, gradient, lse, delta = operands
+    batch, kv_head, kv_heads, q_rows, q_operand_start = heads
+    group, _q_len, _causal_offset, begin, end = queries
+    query_stages, operand_stages, gradient_stages, vector_stages, full, empty = stages
+    CODES: gl.constexpr = query.block_type.nbytes
+    VALUES: gl.constexpr = gradient.block_type.nbytes
+    VECTOR: gl.constexpr = lse.block_type.nbytes
+    step = 0
+    for member in range(group):
+        q_first = operand_row(batch, kv_head * group + member, kv_heads * group, q_rows, q_operand_start, PACKED)
+        for tile in range(begin, end):
+            stage = step % STAGES
+            row = (q_first + tile * BLOCK_M).to(gl.int32)
+            arrived = full.index(stage)
+            wait_until_empty(empty, step, STAGES)
+            mbarrier.expect(arrived, CODES + 2 * VALUES + 3 * VECTOR)
+            tma_load(query, [row, 0], arrived, query_stages.index(stage))
+            tma_load(gradient, [row, 0], arrived, gradient_stages.index(stage))
+            tma_load(query_scale, [row], arrived, vector_stages.index(3 * stage))
+            tma_load(lse, [row], arrived, vector_stages.index(3 * stage + 1))
+            tma_load(delta, [row], arrived, vector_stages.index(3 * stage + 2))
+            tma_load(query_operand, [row, 0], arrived, operand_stages.index(stage))
+            step += 1
+
+
+@gluon.jit
+def where_seen(x, column, last_column):
+    """x (keys, queries), 0 where a query does not see a key; `column` are the keys' indices, and query i of the tile
+    sees those up to last_column + i."""
+    query = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    # Compared for P and for dS: between the two, registers are too few to keep which.
+    return gl.where((column - forgotten(last_column))[:, None] <= query[None, :], x, 0.0)
+
+
+@gluon.jit
+def add_queries(
+    k,
+    k_scale,
+    v,
+    dk,
+    dv,
+    column,
+    stages,
+    step,
+    tile,
+    causal_offset,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """(dk, dv) with what a step's tile of queries adds; `column` are the keys' indices."""
+    P: gl.constexpr = product_layout(BLOCK_M, 16)
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    query_stages, operand_stages, gradient_stages, vector_stages, full, empty = stages
+    stage = step % STAGES
+    q, do = query_stages.index(stage), gradient_stages.index(stage)
+    s = gl.zeros((ROWS, BLOCK_M), gl.int32, product_layout(BLOCK_M, 32))
+    dp = gl.zeros((ROWS, BLOCK_M), gl.float32, P)
+    BY_THREAD: gl.constexpr = s.reshape((1, 8, 4, 2, BLOCK_M)).type.layout
+    BY_SCALE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, BY_THREAD))
+    LSE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, BY_THREAD))))
+    wait_until_full(full, step, STAGES)
+    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
+    q_scale = vector_stages.index(3 * stage).load(gl.SliceLayout(0, gl.SliceLayout(1, BY_SCALE)))
+    lse = vector_stages.index(3 * stage + 1).load(LSE)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    p = gl.convert_layout(weights_of_keys(s, k_scale, q_scale, lse), P)
+    if MASKED:
+        p = where_seen(p, column, tile * BLOCK_M + causal_offset)
+    dv = warpgroup_mma(gl.convert_layout(p.to(do.dtype), LEFT), do, warpgroup_mma_init(dv), is_async=True)
+    delta = vector_stages.index(3 * stage + 2).load(gl.SliceLayout(0, P))
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = p * (dp - delta[None, :])
+    if MASKED:
+        ds = where_seen(ds, column, tile * BLOCK_M + causal_offset)
+    left = gl.convert_layout(ds.to(do.dtype), LEFT)
+    dk = warpgroup_mma(left, operand_stages.index(stage), warpgroup_mma_init(dk), is_async=True)
+    # Were a sum under way when the loop begins again, ptxas would wait for every matrix instruction at once.
+    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def walk_over_queries(
+    keys,
+    queries,
+    gradients,
+    stages,
+    softmax_scale,
+    WARPGROUP: gl.constexpr,
+    CHANNELS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PADDED: gl.constexpr,
+):
+    """A warpgroup: dK and dV of 64 of the program's keys, from tiles begin…end - 1 of each head's queries."""
+    SUM: gl.constexpr = product_layout(CHANNELS, 16)
+    key_memory, value_memory, key_scale, valid, kv_first, kv_start, kv_len, first_key = keys
+    group, q_len, causal_offset, begin, end = queries
+    key_gradient, value_gradient, key_stride_token, value_stride_token, head_dim, v_head_dim = gradients
+    k, v = key_memory.index(WARPGROUP), value_memory.index(WARPGROUP)
+    first_key += WARPGROUP * ROWS
+    s = gl.zeros((ROWS, BLOCK_M), gl.int32, product_layout(BLOCK_M, 32))
+    BY_THREAD: gl.constexpr = s.reshape((1, 8, 4, 2, BLOCK_M)).type.layout
+    K_SCALE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, gl.SliceLayout(3, BY_THREAD)))
+    thread = gl.arange(0, 4, gl.SliceLayout(0, K_SCALE))
+    at = key_scale + (kv_first // ROWS + WARPGROUP) * 4 + thread
+    k_scale = gl.load(at, mask=first_key < kv_len, other=0.0).to(gl.float32)[None, :]
+    k_scale *= softmax_scale * LOG2E
+    column = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(BLOCK_M, 16)))
+    dk, dv = gl.zeros((ROWS, CHANNELS), gl.float32, SUM), gl.zeros((ROWS, CHANNELS), gl.float32, SUM)
+    # Queries from tile `full_begin` on see all of the keys.
+    full_begin = begin
+    if CAUSAL:
+        full_begin = gl.maximum(gl.cdiv(gl.maximum(first_key + ROWS - 1 - causal_offset, 0), BLOCK_M), begin)
+        full_begin = gl.minimum(full_begin, end)
+    step = 0
+    for _member in range(group):
+        if CAUSAL:
+            for tile in range(begin, full_begin):
+                dk, dv = add_queries(
+                    k, k_scale, v, dk, dv, column, stages, step, tile, causal_offset, BLOCK_M, STAGES, True
+                )
+                step += 1
+        for tile in range(full_begin, end):
+            dk, dv = add_queries(
+                k, k_scale, v, dk, dv, column, stages, step, tile, causal_offset, BLOCK_M, STAGES, False
+            )
+            step += 1
+
+    column = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
+    attended = key_exists(column, kv_len, valid, PADDED)
+    if CAUSAL:
+        attended = attended & (column < q_len + causal_offset)
+    dv = gl.where(attended[:, None], dv, 0.0)
+    store_gradient(dv, v, value_gradient, kv_start, first_key, kv_len, value_stride_token, v_head_dim, CHANNELS)
+    dk = gl.where(attended[:, None], dk * softmax_scale, 0.0)
+    store_gradient(dk, v, key_gradient, kv_start, first_key, kv_len, key_stride_token, head_dim, CHANNELS)
+
+
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+def hopper_backward_key(
+    key,
+    key_scale,
+    value,
+    query,
+    query_scale,
+    query_operand,
+    gradient,
+    lse,
+    delta,
+    key_gradient,
+    value_gradient,
+    valid,
+    spans,
+    valid_stride,
+    spans_stride,
+    q_ranges,
+    kv_ranges,
+    q_len,
+    kv_len,
+    q_rows,
+    kv_rows,
+    group,
+    causal_offset,
+    softmax_scale,
+    head_dim,
+    v_head_dim,
+    v_stride_batch,
+    v_stride_head,
+    v_stride_token,
+    v_stride_channel,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
+    CHANNELS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PADDED: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """dK and dV of BLOCK_N = 128 keys of one (batch, kv head), from the queries of all heads of its group."""
+    gl.static_assert(BLOCK_N == 2 * ROWS)
+    first_key = gl.program_id(0) * BLOCK_N
+    kv_head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    kv_heads = gl.num_programs(1)
+    _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
+    kv_start, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED) + first_key
+    value += batch * v_stride_batch + kv_head * v_stride_head
+    key_gradient += batch * key_stride_batch + kv_head * key_stride_head
+    value_gradient += batch * value_stride_batch + kv_head * value_stride_head
+    if PADDED:
+        valid += batch * valid_stride
+
+    key_memory = gl.allocate_shared_memory(query.dtype, [2, ROWS, CHANNELS], query.layout)
+    value_memory = gl.allocate_shared_memory(gradient.dtype, [2, ROWS, CHANNELS], gradient.layout)
+    for half in gl.static_range(2):
+        index = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 1)))
+        keep_codes(key_memory.index(half), key, kv_first, index, kv_len - first_key, CHANNELS)
+        column = first_key + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))
+        exists = key_exists(column, kv_len, valid, PADDED)
+        v = value_memory.index(half)
+        keep_values(v, value, kv_start + column, exists, v_stride_token, v_stride_channel, v_head_dim, CHANNELS)
+
+    # Queries from tile `begin` on see some of the keys.
+    begin = 0
+    end = gl.where(first_key < kv_len, gl.cdiv(q_len, BLOCK_M), 0)
+    if PADDED:
+        spans += batch * spans_stride
+        end = gl.where((first_key + BLOCK_N > gl.load(spans)) & (first_key < gl.load(spans + 2)), end, 0)
+    if CAUSAL:
+        begin = gl.minimum(gl.maximum(first_key - causal_offset, 0) // BLOCK_M, end)
+    stages = (
+        gl.allocate_shared_memory(query.dtype, [STAGES, BLOCK_M, CHANNELS], query.layout),
+        gl.allocate_shared_memory(gradient.dtype, [STAGES, BLOCK_M, CHANNELS], gradient.layout),
+        gl.allocate_shared_memory(gradient.dtype, [STAGES, BLOCK_M, CHANNELS], gradient.layout),
+        gl.allocate_shared_memory(lse.dtype, [3 * STAGES, BLOCK_M], lse.layout),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 2),
+    )
+    fence_async_shared()
+    keys = (key_memory, value_memory, key_scale, valid, kv_first, kv_start, kv_len, first_key)
+    gradients = (key_gradient, value_gradient, key_stride_token, value_stride_token, head_dim, v_head_dim)
+    operands = (query, query_scale, query_operand, gradient, lse, delta)
+    heads = (batch, kv_head, kv_heads, q_rows, q_operand_start)
+    queries = (group, q_len, causal_offset, begin, end)
+    gl.warp_specialize(
+        [
+            (
+                walk_over_queries,
+                (keys, queries, gradients, stages, softmax_scale, 0, CHANNELS, BLOCK_M, STAGES, CAUSAL, PADDED),
+            ),
+            (
+                walk_over_queries,
+                (keys, queries, gradients, stages, softmax_scale, 1, CHANNELS, BLOCK_M, STAGES, CAUSAL, PADDED),
+            ),
+            (load_queries, (operands, heads, queries, stages, BLOCK_M, STAGES, PACKED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

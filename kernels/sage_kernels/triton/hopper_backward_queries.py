@@ -1,0 +1,301 @@
+"""dQ on Hopper: `backward_queries` with loads, and each 64 rows, in warps of their own.
+
+A warp loads tiles of keys; two warpgroups with 64 of the program's rows each walk over them, out of step. Each has the
+scores of its next tile computed while it ends this one. What they compute of a tile is what `backward_queries` does, in
+16 bit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .backward_queries import weights_of_queries
+from .hopper_stages import (
+    ROWS,
+    keep_codes,
+    keep_values,
+    memory_layout,
+    new_barriers,
+    product_layout,
+    store_gradient,
+    tma_load,
+    wait_until_empty,
+    wait_until_full,
+)
+from .key_padding import key_exists, key_tiles
+from .scores import LOG2E
+from .sequences import operand_row, sequence_range
+
+
+@gluon.jit
+def tile_at(step, tiles, PADDED: gl.constexpr):
+    """The tile of a step: first those that need no mask, then those before and behind them."""
+    if PADDED:
+        begin, full_begin, unmasked, _count = tiles
+        masked, before = step - unmasked, full_begin - begin
+        tile = gl.where(masked < 0, full_begin + step, gl.where(masked < before, begin + masked, begin + step))
+    else:
+        tile = step
+    return tile
+
+
+@gluon.jit
+def load_keys(operands, kv_first, tiles, stages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PADDED: gl.constexpr):
+    """The loading warp."""
+    CODES: gl.constexpr = operands[0].block_type.nbytes
+    VALUES: gl.constexpr = operands[1].block_type.nbytes
+    key, value, key_operand = operands
+    key_stages, value_stages, operand_stages, full, empty = stages
+    _begin, _full_begin, _unmasked, count = tiles
+    for step in range(0, count):
+        stage = step % STAGES
+        row = (kv_first + tile_at(step, tiles, PADDED) * BLOCK_N).to(gl.int32)
+        arrived = full.index(stage)
+        wait_until_empty(empty, step, STAGES)
+        mbarrier.expect(arrived, CODES + 2 * VALUES)
+        tma_load(key, [row, 0], arrived, key_stages.index(stage))
+        tma_load(value, [row, 0], arrived, value_stages.index(stage))
+        tma_load(key_operand, [row, 0], arrived, operand_stages.index(stage))
+
+
+@gluon.jit
+def load_key_scale(key_scale, step, tiles, LAYOUT: gl.constexpr, PADDED: gl.constexpr):
+    """Scales of a step's tile by thread, float32 (1, 4); 0 if there is no such step. `key_scale` is the sequence's."""
+    _begin, _full_begin, _unmasked, count = tiles
+    at = tile_at(step, tiles, PADDED) * 4 + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
+    return gl.load(key_scale + at, mask=step < count, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def add_keys(
+    q,
+    q_scale,
+    do,
+    row_lse,
+    row_delta,
+    s,
+    k_scale,
+    dq,
+    query,
+    keys,
+    tiles,
+    stages,
+    step,
+    causal_offset,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PADDED: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """(scores of the next step, scales of its keys, dq with what a step's tile of keys adds); `s` and `k_scale` are
+    those of this step, `query` are the rows' indices."""
+    S: gl.constexpr = product_layout(BLOCK_N, 32)
+    P: gl.constexpr = product_layout(BLOCK_N, 16)
+    K_SCALE: gl.constexpr = k_scale.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
+    key_scale, valid, kv_len = keys
+    key_stages, value_stages, operand_stages, full, empty = stages
+    _begin, _full_begin, _unmasked, count = tiles
+    stage = step % STAGES
+    next_k_scale = load_key_scale(key_scale, step + 1, tiles, K_SCALE, PADDED)
+    dp = gl.zeros((ROWS, BLOCK_N), gl.float32, P)
+    dp = warpgroup_mma(do, value_stages.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+    p = gl.convert_layout(weights_of_queries(s, q_scale, k_scale, row_lse), P)
+    # Only now, where this tile's were: before the weights, which takes registers for both, it is 7 % slower. Behind the
+    # last tile these are scores of whatever lies there, which nobody reads.
+    wait_until_full(full, step + 1, STAGES, pred=step + 1 < count)
+    k = key_stages.index((step + 1) % STAGES).permute((1, 0))
+    next_s = warpgroup_mma(q, k, gl.zeros((ROWS, BLOCK_N), gl.int32, S), use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = p * (dp - row_delta[:, None])
+    if MASKED:
+        column = tile_at(step, tiles, PADDED) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, P))
+        allowed = key_exists(column, kv_len, valid, PADDED)[None, :]
+        if CAUSAL:
+            allowed = allowed & (column[None, :] <= query[:, None] + causal_offset)
+        ds = gl.where(allowed, ds, 0.0)
+    left = gl.convert_layout(ds.to(do.dtype), LEFT)
+    dq = warpgroup_mma(left, operand_stages.index(stage), warpgroup_mma_init(dq), is_async=True)
+    next_s, dq = warpgroup_mma_wait(0, deps=(next_s, dq))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return next_s, next_k_scale, dq
+
+
+@gluon.jit
+def walk_over_keys(
+    rows,
+    keys,
+    tiles,
+    stages,
+    gradient,
+    causal_offset,
+    softmax_scale,
+    WARPGROUP: gl.constexpr,
+    CHANNELS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PADDED: gl.constexpr,
+):
+    """A warpgroup: dQ of 64 of the program's rows."""
+    S: gl.constexpr = product_layout(BLOCK_N, 32)
+    P: gl.constexpr = product_layout(BLOCK_N, 16)
+    query_memory, gradient_memory, query_scale, lse, delta, q_first, q_start, q_len, first_query = rows
+    query_gradient, stride_token, head_dim = gradient
+    key_scale, _valid, _kv_len = keys
+    key_stages, _value_stages, _operand_stages, full, _empty = stages
+    _begin, _full_begin, unmasked, count = tiles
+    q, do = query_memory.index(WARPGROUP), gradient_memory.index(WARPGROUP)
+    q_first += WARPGROUP * ROWS
+    first_query += WARPGROUP * ROWS
+    s = gl.zeros((ROWS, BLOCK_N), gl.int32, S)
+    BY_THREAD: gl.constexpr = s.reshape((ROWS, 1, 8, 4, 2)).type.layout
+    BY_SCALE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, BY_THREAD))
+    Q_SCALE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, BY_SCALE))
+    LSE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, BY_THREAD))))
+    row = gl.arange(0, ROWS, Q_SCALE)
+    q_scale = gl.load(query_scale + q_first + row, mask=first_query + row < q_len, other=0.0) * (softmax_scale * LOG2E)
+    row = gl.arange(0, ROWS, LSE)
+    row_lse = gl.load(lse + q_first + row, mask=first_query + row < q_len, other=float("inf"))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, P))
+    index = first_query + row
+    row_delta = gl.load(delta + q_first + row, mask=index < q_len, other=0.0)
+    k_scale = load_key_scale(key_scale, 0, tiles, gl.SliceLayout(0, BY_SCALE), PADDED)
+    wait_until_full(full, 0, STAGES, pred=count > 0)
+    s = warpgroup_mma(q, key_stages.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    dq = gl.zeros((ROWS, CHANNELS), gl.float32, product_layout(CHANNELS, 16))
+    for step in range(0, unmasked):
+        s, k_scale, dq = add_keys(
+            q, q_scale, do, row_lse, row_delta, s, k_scale, dq, index, keys, tiles, stages, step, causal_offset,
+            BLOCK_N, STAGES, CAUSAL, PADDED, False,
+        )  # fmt: skip
+    for step in range(unmasked, count):
+        s, k_scale, dq = add_keys(
+            q, q_scale, do, row_lse, row_delta, s, k_scale, dq, index, keys, tiles, stages, step, causal_offset,
+            BLOCK_N, STAGES, CAUSAL, PADDED, True,
+        )  # fmt: skip
+    store_gradient(
+        dq * softmax_scale, do, query_gradient, q_start, first_query, q_len, stride_token, head_dim, CHANNELS
+    )
+
+
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+def hopper_backward_query(
+    query,
+    query_scale,
+    gradient,
+    key,
+    key_operand,
+    value,
+    key_scale,
+    query_gradient,
+    lse,
+    delta,
+    valid,
+    spans,
+    valid_stride,
+    spans_stride,
+    q_ranges,
+    kv_ranges,
+    q_len,
+    kv_len,
+    q_rows,
+    kv_rows,
+    group,
+    causal_offset,
+    softmax_scale,
+    head_dim,
+    v_head_dim,
+    gradient_stride_batch,
+    gradient_stride_head,
+    gradient_stride_token,
+    gradient_stride_channel,
+    stride_batch,
+    stride_head,
+    stride_token,
+    CHANNELS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PADDED: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """dQ of BLOCK_M = 128 rows of one (batch, q head)."""
+    gl.static_assert(BLOCK_M == 2 * ROWS and BLOCK_N == 64)  # one block of K's scales
+    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    block = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
+    head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    q_heads = gl.num_programs(1)
+    kv_heads = q_heads // group
+    q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
+    _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    first_query = block * BLOCK_M
+    q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + first_query
+    kv_first = operand_row(batch, head // group, kv_heads, kv_rows, kv_operand_start, PACKED)
+    gradient += batch * gradient_stride_batch + head * gradient_stride_head
+    query_gradient += batch * stride_batch + head * stride_head
+    if PADDED:
+        valid += batch * valid_stride
+
+    query_memory = gl.allocate_shared_memory(key.dtype, [2, ROWS, CHANNELS], key.layout)
+    gradient_memory = gl.allocate_shared_memory(value.dtype, [2, ROWS, CHANNELS], value.layout)
+    for half in gl.static_range(2):
+        row = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 1)))
+        keep_codes(query_memory.index(half), query, q_first, row, q_len - first_query, CHANNELS)
+        row = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))
+        row_lse = gl.load(lse + q_first + row, mask=first_query + row < q_len, other=float("inf"))
+        keep_values(
+            gradient_memory.index(half), gradient, q_start + first_query + row, row_lse < float("inf"),
+            gradient_stride_token, gradient_stride_channel, v_head_dim, CHANNELS,
+        )  # fmt: skip
+
+    begin, full_begin, full_end, columns = key_tiles(spans, batch, spans_stride, kv_len, BLOCK_N, PADDED)
+    if CAUSAL:
+        columns = gl.minimum(columns, first_query + BLOCK_M + causal_offset)
+        full_end = gl.minimum(full_end, gl.maximum(first_query + causal_offset + 1, 0) // BLOCK_N)
+    full_end = gl.maximum(full_begin, full_end)
+    count = gl.maximum(gl.cdiv(columns, BLOCK_N), full_end) - begin
+    count = gl.where(first_query < q_len, count, 0)
+    tiles = (begin, full_begin, gl.minimum(full_end - full_begin, count), count)
+    stages = (
+        gl.allocate_shared_memory(key.dtype, [STAGES, BLOCK_N, CHANNELS], key.layout),
+        gl.allocate_shared_memory(value.dtype, [STAGES, BLOCK_N, CHANNELS], value.layout),
+        gl.allocate_shared_memory(value.dtype, [STAGES, BLOCK_N, CHANNELS], value.layout),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 2),
+    )
+    fence_async_shared()
+    rows = (query_memory, gradient_memory, query_scale, lse, delta, q_first, q_start, q_len, first_query)
+    keys = (key_scale + kv_first // 16, valid, kv_len)
+    of_gradient = (query_gradient, stride_token, head_dim)
+    gl.warp_specialize(
+        [
+            (
+                walk_over_keys,
+                (
+                    rows, keys, tiles, stages, of_gradient, causal_offset, softmax_scale, 0, CHANNELS, BLOCK_N, STAGES,
+                    CAUSAL, PADDED,
+                ),
+            ),
+            (
+                walk_over_keys,
+                (
+                    rows, keys, tiles, stages, of_gradient, causal_offset, softmax_scale, 1, CHANNELS, BLOCK_N, STAGES,
+                    CAUSAL, PADDED,
+                ),
+            ),
+            (load_keys, ((key, value, key_operand), kv_first, tiles, stages, BLOCK_N, STAGES, PADDED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

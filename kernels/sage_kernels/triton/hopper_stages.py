@@ -1,0 +1,93 @@
+"""What Hopper's backward kernels in Gluon share: a warp loads tiles by TMA into stages that warpgroups empty.
+
+A warpgroup holds 64 rows of the operands that stay, and sums the gradient of those rows. Step i of a program uses stage
+i % STAGES. Of a stage's two barriers `full` completes when its loads have arrived, `empty` when every warpgroup is done
+with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name up to Triton 3.6
+
+ROWS = gl.constexpr(64)  # of a warpgroup: those of its matrix instructions
+
+
+def stage_tiles(x: torch.Tensor, block: int) -> TensorDescriptor:
+    """Tiles of `block` rows of an operand (batch, heads, rows, 128 channels), or of (batch, heads, rows) numbers, as
+    TMA loads them into a stage."""
+    if x.dim() == 3:
+        return TensorDescriptor.from_tensor(x.view(-1), [block], gl.NVMMASharedLayout(0, 8 * x.element_size(), 1))
+    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 2)
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), [block, x.shape[3]], layout)
+
+
+@gluon.constexpr_function
+def product_layout(columns, depth):
+    """Of a warpgroup's products, (64, columns); one matrix instruction is `depth` deep: 32 in INT8, 16 in 16 bit."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
+
+
+@gluon.constexpr_function
+def memory_layout(channels, channel_bytes):
+    """Of 64 rows as a warpgroup loads and stores them: 16 bytes a thread, whole rows together."""
+    together = 16 // channel_bytes
+    across = channels // together
+    return gl.BlockedLayout([1, together], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def keep_codes(stay, codes, first_row, index, length, CHANNELS: gl.constexpr):
+    """Put INT8 rows into shared memory: row `first_row` + index for each index of the sequence below its length."""
+    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 1)))
+    at = codes + (first_row + index).to(gl.int64)[:, None] * CHANNELS + channel[None, :]
+    stay.store(gl.load(at, mask=(index < length)[:, None], other=0))
+
+
+@gluon.jit
+def keep_values(stay, values, token, exists, stride_token, stride_channel, channels, CHANNELS: gl.constexpr):
+    """Put 16-bit rows of a caller's tensor into shared memory, 0 for those that do not exist."""
+    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 2)))
+    at = values + token.to(gl.int64)[:, None] * stride_token + channel.to(gl.int64)[None, :] * stride_channel
+    stay.store(gl.load(at, mask=exists[:, None] & (channel < channels)[None, :], other=0.0))
+
+
+@gluon.jit
+def store_gradient(x, through, gradient, start, first, length, stride_token, channels, CHANNELS: gl.constexpr):
+    """Store float32 sums (64, CHANNELS) of indices `first`… of a sequence, whose tokens begin at `start` of `gradient`.
+
+    They pass through shared memory (64, CHANNELS) of the gradient's dtype, which is free by then, to be stored in whole
+    rows.
+    """
+    through.store(x.to(through.dtype))
+    index = first + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))
+    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 2)))
+    at = gradient + (start + index).to(gl.int64)[:, None] * stride_token + channel[None, :]
+    inside = (index < length)[:, None] & (channel < channels)[None, :]
+    gl.store(at, through.load(memory_layout(CHANNELS, 2)), mask=inside)
+
+
+@gluon.jit
+def new_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers, each of which completes with that many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def wait_until_full(full, step, STAGES: gl.constexpr, pred=True):
+    """Wait for the loads of a step."""
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=pred)
+
+
+@gluon.jit
+def wait_until_empty(empty, step, STAGES: gl.constexpr):
+    """Wait until the stage of a step can be loaded into: the first time around at once."""
+    mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
