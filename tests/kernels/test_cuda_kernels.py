@@ -22,6 +22,7 @@ LONG = Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000
 @pytest.fixture
 def can_compile(monkeypatch):
     monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setenv("SAGE_KERNELS_UNPROVEN", "1")
     select.cache_clear()
     yield
     select.cache_clear()
@@ -73,8 +74,13 @@ def test_int8_forward_serves_what_it_is_fastest_at():
 
 def test_int8_forward_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(compiler, "why_not", lambda *_: "no NVRTC here")
-    select.cache_clear()
-    plan = select(LONG)
-    select.cache_clear()
-    assert plan.kernel == "int8_forward"
-    assert ("sage2 by int8_forward_hopper", "no NVRTC here") in plan.passed_over
+    for unproven, reason in (
+        ("1", "no NVRTC here"),
+        ("0", "not proven on a GPU yet; SAGE_KERNELS_UNPROVEN=1 selects it"),
+    ):
+        monkeypatch.setenv("SAGE_KERNELS_UNPROVEN", unproven)
+        select.cache_clear()
+        plan = select(LONG)
+        select.cache_clear()
+        assert plan.kernel == "int8_forward"
+        assert ("sage2 by int8_forward_hopper", reason) in plan.passed_over
