@@ -31,7 +31,7 @@ def summary(language_model: Mapping[str, Any], tiny_video: Mapping[str, Any]) ->
         perplexities = (mean_and_spread(trained[recipe]["perplexity"][run_with], 3) for recipe in RECIPES)
         rows.append([f"— its perplexity a byte, run with `{run_with}`", *perplexities])
     losses = (mean_and_spread(_final_losses(tiny_video["finetune"]["runs"], recipe)) for recipe in RECIPES)
-    rows.append(["tiny video model, taught to move shapes, 400 steps: held-out loss", *losses])
+    rows.append(["tiny video model, taught the opposite directions, 400 steps: held-out loss", *losses])
     trained = {row["trained_with"]: row for row in tiny_video["evaluate"]["rows"]}
     for run_with in ("exact", "sage3"):
         scores = ([seed[run_with] for seed in trained[recipe]["seeds"]] for recipe in RECIPES)
