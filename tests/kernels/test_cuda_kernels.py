@@ -40,15 +40,34 @@ def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, head_d
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
     assert "warning" not in cubin.log.lower(), cubin.log
     assert "Used 128 registers" in cubin.log
-    spilled = int(re.search(r"(\d+) bytes spill stores", cubin.log)[1])
-    assert spilled <= (100 if is_causal else 8)
     image = tmp_path / "kernel.cubin"
     image.write_bytes(cubin.image)
     code = subprocess.run([NVDISASM, "-c", image], capture_output=True, text=True, check=True).stdout
+    # Two steps; what is kept in memory meanwhile, if anything, belongs to the item.
+    loop = loop_without_mask(code, 2 * head_dim // 32)
+    assert sum("LDL" in line or "STL" in line for line in loop) <= (4 if is_causal else 0)
+    assert len(loop) <= 1200
     # The first tile's scores; four steps (odd and even, masked or not); the last tile's outputs.
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
     assert len(re.findall(r"QGMMA\.64x\d+x32", code)) == 5 * config.block_n // 32
     assert config.shared_bytes <= 227 * 1024
+
+
+def loop_without_mask(code, products):
+    """Instructions of the shortest loop with so many INT8 matrix instructions."""
+    labels, lines, loops = {}, [], []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x?_?\d+):", line.strip()):
+            labels[label[1]] = len(lines)
+        elif re.match(r"/\*[0-9a-f]{4,}\*/", line.strip()):
+            lines.append(line)
+    for end, line in enumerate(lines):
+        jump = re.search(r"BRA.*`\((\.L_x?_?\d+)\)", line)
+        if jump and labels[jump[1]] < end:
+            body = lines[labels[jump[1]] : end + 1]
+            if sum("IGMMA" in instruction for instruction in body) == products:
+                loops.append(body)
+    return min(loops, key=len)
 
 
 @pytest.mark.usefixtures("can_compile")

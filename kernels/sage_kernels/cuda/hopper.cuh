@@ -16,19 +16,25 @@ struct alignas(64) TensorMap {
 
 DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
 
-// ---- Barriers --------------------------------------------------------------------------------------------------------
+// ---- Barriers ----
 
 DEVICE void init(uint64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
 }
 
-DEVICE void arrive(uint64& barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+// One thread of the warp arrives.
+DEVICE void arrive_as_warp(uint64& barrier) {
+  asm volatile(
+      "{\n.reg .pred elected;\n"
+      "elect.sync _|elected, -1;\n"
+      "@elected mbarrier.arrive.shared.b64 _, [%0];\n}" ::"r"(shared_address(&barrier))
+      : "memory");
 }
 
 // Arrive, and have the phase wait for so many bytes from the TMA.
 DEVICE void arrive_expecting(uint64& barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
 }
 
 // Wait until the phase of that parity is over.
@@ -36,22 +42,28 @@ DEVICE void wait(uint64& barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
 }
 
 // A barrier of the hardware, by number: 0 is __syncthreads().
-DEVICE void sync_threads(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Makes what was written to shared memory visible to the TMA and the matrix units.
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- TMA -------------------------------------------------------------------------------------------------------------
+// ---- TMA ----
 
 // Load the map's box at (row, column) to shared memory; `barrier` is told of its bytes.
 DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row, int column) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(into)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)) : "memory");
+          shared_address(into)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+      : "memory");
 }
 
 // Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.
@@ -59,79 +71,107 @@ DEVICE void store_box(const TensorMap& map, const void* from, int batch, int hea
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
       "cp.async.bulk.commit_group;" ::"l"(&map),
-      "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from)) : "memory");
+      "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from))
+      : "memory");
 }
 
 // Wait until the boxes that this thread stores have been read.
 DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// ---- Warpgroup matrix products ---------------------------------------------------------------------------------------
+// ---- Warpgroup matrix products ----
 
-template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 
 DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-
-// Uses of an accumulator stay behind the wait that completes it.
-template <typename T, int N> DEVICE void pin(T (&x)[N]) {
-  #pragma unroll
-  for (int i = 0; i < N; i++) {
-    if constexpr (sizeof(T(0.5f)) == 4 && T(0.5f) != T(0)) asm volatile("" : "+f"(x[i])::"memory");
-    else asm volatile("" : "+r"(x[i])::"memory");
-  }
+template <int PENDING>
+DEVICE void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes: its lower half.
-// 16 bytes further along K add 1.
+// Uses of these registers stay behind the wait that completes them.
+template <int N>
+DEVICE void pin(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <typename Integer, int N>
+DEVICE void pin(Integer (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes: its lower
+// half. 16 bytes further along K add 1.
 DEVICE uint32 descriptor(const void* tile) { return 1u << 16 | (shared_address(tile) & 0x3FFFF) >> 4; }
 // The upper half.
-template <int WIDTH> constexpr uint32 LAYOUT = (WIDTH == 128 ? 1u : WIDTH == 64 ? 2u : 3u) << 30 | 8 * WIDTH / 16;
+template <int WIDTH>
+constexpr uint32 SWIZZLE = WIDTH == 128  ? 1
+                           : WIDTH == 64 ? 2
+                                         : 3;
+template <int WIDTH>
+constexpr uint32 LAYOUT = SWIZZLE<WIDTH> << 30 | 8 * WIDTH / 16;
 
-#define ACCUMULATORS_32 \
+#define ACCUMULATORS_32                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define ACCUMULATORS_48 \
-  ACCUMULATORS_32 ", " \
+  ACCUMULATORS_32       \
+  ", "                  \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define ACCUMULATORS_64 \
-  ACCUMULATORS_48 ", " \
+  ACCUMULATORS_48       \
+  ", "                  \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define OPERANDS_8(kind, x, i) \
-  kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3]), kind(x[i + 4]), kind(x[i + 5]), kind(x[i + 6]), kind(x[i + 7])
-#define OPERANDS_32(kind, x) OPERANDS_8(kind, x, 0), OPERANDS_8(kind, x, 8), OPERANDS_8(kind, x, 16), OPERANDS_8(kind, x, 24)
+#define OPERANDS_8(kind, x, i)                                                                                \
+  kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3]), kind(x[i + 4]), kind(x[i + 5]), kind(x[i + 6]), \
+      kind(x[i + 7])
+#define OPERANDS_32(kind, x) \
+  OPERANDS_8(kind, x, 0), OPERANDS_8(kind, x, 8), OPERANDS_8(kind, x, 16), OPERANDS_8(kind, x, 24)
 #define OPERANDS_48(kind, x) OPERANDS_32(kind, x), OPERANDS_8(kind, x, 32), OPERANDS_8(kind, x, 40)
 #define OPERANDS_64(kind, x) OPERANDS_48(kind, x), OPERANDS_8(kind, x, 48), OPERANDS_8(kind, x, 56)
 
-// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if ADD; A and B in INT8, 32 deep, their rows WIDTH bytes.
-#define INT8_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                                \
-  template <int WIDTH, bool ADD> DEVICE void add_product(int(&x)[N], uint32 a, uint32 b) {                               \
-    asm volatile("{ .reg .b64 a, b;\n"                                                                                   \
-                 "mov.b64 a, {" A ", " LAYOUT_AT "};\n"                                                                  \
-                 "mov.b64 b, {" B ", " LAYOUT_AT "};\n"                                                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.s32.s8.s8 {" ACCUMULATORS_##N "}, a, b, " ADD_AT "; }"  \
-                 : OPERANDS_##N("+r", x)                                                                                 \
-                 : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                                                         \
+// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if ADD; A and B in INT8, 32 deep, their rows WIDTH
+// bytes.
+#define INT8_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                       \
+  template <int WIDTH, bool ADD>                                                                                \
+  DEVICE void add_product(int (&x)[N], uint32 a, uint32 b) {                                                    \
+    asm volatile(                                                                                               \
+        "{ .reg .b64 a, b;\n"                                                                                   \
+        "mov.b64 a, {" A ", " LAYOUT_AT                                                                         \
+        "};\n"                                                                                                  \
+        "mov.b64 b, {" B ", " LAYOUT_AT                                                                         \
+        "};\n"                                                                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.s32.s8.s8 {" ACCUMULATORS_##N "}, a, b, " ADD_AT "; }" \
+        : OPERANDS_##N("+r", x)                                                                                 \
+        : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                                                        \
   }
-INT8_PRODUCT(32, "64", "%32", "%33", "%34", "%35")
 INT8_PRODUCT(48, "96", "%48", "%49", "%50", "%51")
 INT8_PRODUCT(64, "128", "%64", "%65", "%66", "%67")
 
 // x += A·Bᵀ in e4m3, 32 deep; A in registers.
-#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT)                                                                        \
-  template <int WIDTH> DEVICE void add_product(float(&x)[N], const uint32* a, uint32 b) {                                \
-    asm volatile("{ .reg .b64 b;\n"                                                                                      \
-                 "mov.b64 b, {" B ", " LAYOUT_AT "};\n"                                                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A              \
-                 "}, b, 1, 1, 1; }"                                                                                      \
-                 : OPERANDS_##N("+f", x)                                                                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>));                               \
+#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT)                                                                      \
+  template <int WIDTH>                                                                                                 \
+  DEVICE void add_product(float (&x)[N], const uint32* a, uint32 b) {                                                  \
+    asm volatile(                                                                                                      \
+        "{ .reg .b64 b;\n"                                                                                             \
+        "mov.b64 b, {" B ", " LAYOUT_AT                                                                                \
+        "};\n"                                                                                                         \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, b, 1, 1, 1; }" \
+        : OPERANDS_##N("+f", x)                                                                                        \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>));                                     \
   }
 E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37")
 E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69")
 
-// ---- Numbers ---------------------------------------------------------------------------------------------------------
+// ---- Numbers ----
 
 DEVICE float exp2_approximate(float x) {
   float y;

@@ -1,9 +1,10 @@
 // The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that the Triton
 // quantisers write (`triton/quantize_int8.py`, `triton/quantize_v.py`).
 //
-// A block of the grid works through items: 192 rows of one (batch, head). One warpgroup of it has the TMA bring tiles of Q,
-// K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers. Its matrix products
-// of a tile's scores and of the last tile's P·V are begun together; while P·V runs, the scores become the next P.
+// A block of the grid works through items: 192 rows of one (batch, head). One warpgroup of it has the TMA bring tiles
+// of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers. Its matrix
+// products of a tile's scores and of the last tile's P·V are begun together; while P·V runs, the scores become the next
+// P.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory.
@@ -17,7 +18,7 @@ constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
-constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;  // keys of V side by side in shared memory
+constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V side by side in shared memory
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
 constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
 constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
@@ -31,8 +32,8 @@ struct Barriers {
 };
 
 struct Arguments {
-  const float* query_scale;               // (batch, q_heads, q_rows)
-  const uint16* key_scale;                // bfloat16 (batch, kv_heads, kv_rows / 64, 4): thread i of a quad has the i-th
+  const float* query_scale;  // (batch, q_heads, q_rows)
+  const uint16* key_scale;   // bfloat16 (batch, kv_heads, kv_rows / 64, 4): thread i of a quad has the i-th
   const float *value_scale, *value_mean;  // (batch, kv_heads, HEAD_DIM)
   const float* mean_score;                // (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets
   float* lse;                             // (batch, q_heads, q_len)
@@ -75,20 +76,21 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
 }
 
 // One thread brings Q and K, another V: K must not wait for a free stage of V.
-DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const TensorMap& key, uint8* q, uint8* k, Barriers& b) {
+DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const TensorMap& key, uint8* q, uint8* k,
+                         Barriers& b) {
   Item item;
   int q_uses = 0, k_uses = 0;
-  #pragma unroll 1
+#pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
     if (item.tiles == 0) continue;
     const int q_stage = q_uses % STAGES;
     wait(b.q_empty[q_stage], q_uses++ / STAGES & 1 ^ 1);
     arrive_expecting(b.q_full[q_stage], Q_BYTES);
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
       load_box(query, q + q_stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[q_stage],
                item.pair(a) * a.q_rows + item.first_row + i * 64, 0);
-    #pragma unroll 1
+#pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, k_uses++) {
       const int stage = k_uses % STAGES;
       wait(b.k_empty[stage], k_uses / STAGES & 1 ^ 1);
@@ -101,14 +103,14 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const Tenso
 DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
   Item item;
   int uses = 0;
-  #pragma unroll 1
+#pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
-    #pragma unroll 1
+#pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
       const int stage = uses % STAGES;
       wait(b.v_empty[stage], uses / STAGES & 1 ^ 1);
       arrive_expecting(b.v_full[stage], V_BYTES);
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
         load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
                  tile * BLOCK_N + i * V_WIDTH);
@@ -116,8 +118,8 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
   }
 }
 
-// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores` is
-// of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
+// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
+// is of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Consumer {
   const Arguments& a;
   const TensorMap& output;
@@ -125,11 +127,10 @@ struct Consumer {
   uint8* shared_sums;  // of the warpgroup: its float32 sums, and its outputs on their way to memory
   uint32 q, k, v;      // descriptors: of the item's rows of Q, and of the first stages of K and V
   int warpgroup, thread, quad, row;
-  bool leader;         // of its warp, for barriers
 
   Item item;
   int first_key_scale, last_key_scale;  // the thread's in the item's head
-  int left[2];  // keys of a masked tile that the rows may attend to, from quad * 2 on
+  int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   int scores[SCORES];
   uint32 weights[SCORES / 4];
   float outputs[OUTPUTS];
@@ -145,25 +146,25 @@ struct Consumer {
   static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % 64 + i / 4 * 8) / 64; }
 
   DEVICE void load_key_scale(int tile) {
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < SEGMENTS; i++)
-      next_key_scale[i] = from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / 64 + i) * 4, last_key_scale)]);
+      next_key_scale[i] =
+          from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / 64 + i) * 4, last_key_scale)]);
   }
 
   // What a masked tile allows.
   DEVICE void load_mask(int tile) {
     const int first = tile * BLOCK_N + quad * 2;
-    #pragma unroll
+#pragma unroll
     for (int r = 0; r < 2; r++)
       left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
   }
-  DEVICE bool allowed(int i) const {
-    return i / 4 * 8 + i % 2 < left[i / 2 % 2];
-  }
+  DEVICE bool allowed(int i) const { return i / 4 * 8 + i % 2 < left[i / 2 % 2]; }
 
   // Scales of a tile, and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
-  template <int ODD, bool MASKED> DEVICE void find_maxima(int tile) {
-    #pragma unroll
+  template <int ODD, bool MASKED>
+  DEVICE void find_maxima(int tile) {
+#pragma unroll
     for (int i = 0; i < SEGMENTS; i++) {
       scale[0][i] = row_scale[0] * next_key_scale[i];
       scale[1][i] = row_scale[1] * next_key_scale[i];
@@ -172,15 +173,15 @@ struct Consumer {
     constexpr int NO_KEY = -2147483647 - 1;
     if (MASKED) {
       load_mask(tile);
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < SCORES; i++)
         if (!allowed(i)) scores[i] = NO_KEY;
     }
     float largest[2] = {-INFINITE, -INFINITE};
-    #pragma unroll
+#pragma unroll
     for (int part = 0; part < SEGMENTS; part++) {
       int x[4] = {NO_KEY, NO_KEY, NO_KEY, NO_KEY};  // two chains for each row
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < SCORES; i += 4) {
         if (segment(ODD, i) != part) continue;
         int &first = x[i / 4 % 2 * 2], &second = x[i / 4 % 2 * 2 + 1];
@@ -188,18 +189,14 @@ struct Consumer {
         second = max(max(second, scores[i + 2]), scores[i + 3]);
       }
       x[0] = max(x[0], x[2]), x[1] = max(x[1], x[3]);
-      #pragma unroll
+#pragma unroll
       for (int r = 0; r < 2; r++)
         if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
     }
-    // The conversion fills the time until it is known whether a row has a new reference.
-    #pragma unroll
-    for (int i = 0; i < SCORES; i++) scores[i] = __float_as_int(static_cast<float>(scores[i]));
-    pin(scores);
     constexpr float limit = P_LOG2 + SLACK;
     grows = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
     if (grows) {
-      #pragma unroll
+#pragma unroll
       for (int r = 0; r < 2; r++) {
         float x = largest[r];
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -212,24 +209,26 @@ struct Consumer {
     }
   }
 
-  // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of the chunk before) keeps the
-  // compiler from scaling all scores first and then waiting for one exponential after the other.
-  template <int ODD, bool MASKED> DEVICE void begin_chunk(int chunk) {
+  // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of the chunk before) keeps
+  // the compiler from scaling all scores first and then waiting for one exponential after the other.
+  template <int ODD, bool MASKED>
+  DEVICE void begin_chunk(int chunk) {
     float shift[2] = {base[0], base[1]};
-    if (chunk > 0) {
-      const float before = __int_as_float(scores[(chunk - 1) * CHUNK]);
-      shift[0] = __fmaf_rn(before, 0.0f, base[0]), shift[1] = __fmaf_rn(before, 0.0f, base[1]);
+    if (chunk > 0) {  // of the same row: what is not finite stays there
+      const int* before = scores + (chunk - 1) * CHUNK;
+      shift[0] = __fmaf_rn(__int_as_float(before[0]), 0.0f, base[0]);
+      shift[1] = __fmaf_rn(__int_as_float(before[2]), 0.0f, base[1]);
     }
-    #pragma unroll
+#pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
-  const int r = i / 2 % 2;
-      float x = __fmaf_rn(__int_as_float(scores[i]), scale[r][segment(ODD, i)], shift[r]);
+      const int r = i / 2 % 2;
+      float x = __fmaf_rn(static_cast<float>(scores[i]), scale[r][segment(ODD, i)], shift[r]);
       if (MASKED && !allowed(i)) x = -INFINITE;
       scores[i] = __float_as_int(x);
     }
   }
   DEVICE void exponentiate_chunk(int chunk) {
-    #pragma unroll
+#pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
       const float p = exp2_approximate(__int_as_float(scores[i]));
       row_sum[i / 2 % 2] += p;
@@ -242,9 +241,20 @@ struct Consumer {
     const uint32 first = to_e4m3(p(0), p(1), p(4), p(5)), second = to_e4m3(p(2), p(3), p(6), p(7));
     scores[i] = first, scores[i + 1] = second;
   }
+  template <int ODD, bool MASKED>
+  DEVICE void weigh_scores() {
+    begin_chunk<ODD, MASKED>(0);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      exponentiate_chunk(c);
+      if (c + 1 < CHUNKS) begin_chunk<ODD, MASKED>(c + 1);
+      if (c > 0) end_chunk(c - 1);
+    }
+    end_chunk(CHUNKS - 1);
+  }
   // The weights stay in place of the scores until the matrix products have read those of the last tile.
   DEVICE void take_weights() {
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < SCORES / 4; i++) weights[i] = scores[i / 2 * CHUNK + i % 2];
     pin(weights);
   }
@@ -252,12 +262,12 @@ struct Consumer {
   DEVICE void begin_scores(int stage) {
     const uint32 of_stage = k + stage * (K_BYTES / 16);
     add_product<HEAD_DIM, false>(scores, q, of_stage);
-    #pragma unroll
+#pragma unroll
     for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, q + 2 * i, of_stage + 2 * i);
     commit_products();
   }
   DEVICE void begin_outputs(int stage) {
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < BLOCK_N / 32; i++) {
       const int at = i * 32 / V_WIDTH * (HEAD_DIM * V_WIDTH) + i * 32 % V_WIDTH;
       add_product<V_WIDTH>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
@@ -272,16 +282,17 @@ struct Consumer {
   }
 
   // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
-  template <bool LAST> DEVICE void move_sums() {
+  template <bool LAST>
+  DEVICE void move_sums() {
     float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
     if (!has_sums) reclaim_shared_sums();
     const float gain[2] = {exp2_approximate(base[0] - sums_base[0]), exp2_approximate(base[1] - sums_base[1])};
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < OUTPUTS / 4; i++) {
       float* x = outputs + 4 * i;
       float4 sum = has_sums ? sums[i * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      sum = make_float4(__fmaf_rn(sum.x, gain[0], x[0]), __fmaf_rn(sum.y, gain[0], x[1]), __fmaf_rn(sum.z, gain[1], x[2]),
-                        __fmaf_rn(sum.w, gain[1], x[3]));
+      sum = make_float4(__fmaf_rn(sum.x, gain[0], x[0]), __fmaf_rn(sum.y, gain[0], x[1]),
+                        __fmaf_rn(sum.z, gain[1], x[2]), __fmaf_rn(sum.w, gain[1], x[3]));
       if (!LAST) sums[i * 128] = sum;
       x[0] = LAST ? sum.x : 0.0f, x[1] = LAST ? sum.y : 0.0f, x[2] = LAST ? sum.z : 0.0f, x[3] = LAST ? sum.w : 0.0f;
     }
@@ -290,42 +301,36 @@ struct Consumer {
   }
 
   // P·V of the last tile runs while this tile's scores become weights.
-  template <int ODD, bool MASKED> DEVICE void step(int tile) {
+  template <int ODD, bool MASKED>
+  DEVICE void step(int tile) {
+    wait(barriers.k_full[ODD], parity);
     fence_products();
     begin_scores(ODD);
     fence_products();
     begin_outputs(ODD ^ 1);
     wait_products<1>();
     pin(scores);
-    if (leader) arrive(barriers.k_empty[ODD]);
+    arrive_as_warp(barriers.k_empty[ODD]);
     find_maxima<ODD, MASKED>(tile);
-    begin_chunk<ODD, MASKED>(0);
-    #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      exponentiate_chunk(c);
-      if (c + 1 < CHUNKS) begin_chunk<ODD, MASKED>(c + 1);
-      if (c > 0) end_chunk(c - 1);
-    }
-    end_chunk(CHUNKS - 1);
+    weigh_scores<ODD, MASKED>();
     pin(scores);
-    // These waits are branches, above which the compiler does not move the wait for P·V.
-    if (tile + 1 < item.tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
+    // This wait is a branch, above which the compiler does not move the wait for P·V.
     wait(barriers.v_full[ODD], parity);
     wait_products<0>();
     pin(outputs);
-    if (leader) arrive(barriers.v_empty[ODD ^ 1]);
+    arrive_as_warp(barriers.v_empty[ODD ^ 1]);
     take_weights();
     if (grows) {
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
     }
     if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>();
   }
 
-  template <bool MASKED> DEVICE void first_step() {
+  template <bool MASKED>
+  DEVICE void first_step() {
     find_maxima<0, MASKED>(0);
-    #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) begin_chunk<0, MASKED>(c), exponentiate_chunk(c), end_chunk(c);
+    weigh_scores<0, MASKED>();
   }
 
   // From the item's first tile to its last; the outputs then have no scale, and are not divided by the row's sum.
@@ -337,31 +342,37 @@ struct Consumer {
     wait(barriers.v_full[0], parity);
     wait_products<0>();
     pin(scores);
-    if (leader) arrive(barriers.k_empty[0]);
-    if (whole > 0) first_step<false>();
-    else first_step<true>();
-    if (item.tiles > 1) wait(barriers.k_full[1], parity);
+    arrive_as_warp(barriers.k_empty[0]);
+    if (whole > 0)
+      first_step<false>();
+    else
+      first_step<true>();
     take_weights();
-    #pragma unroll 1
-    for (int tile = 1; tile < item.tiles; tile++) {
-      if (tile < whole) step<1, false>(tile);
-      else step<1, true>(tile);
+    int tile = 1;
+#pragma unroll 1
+    for (; tile + 1 < whole; tile += 2) {
+      step<1, false>(tile);
+      parity ^= 1;
+      step<0, false>(tile + 1);
+    }
+#pragma unroll 1
+    for (; tile < item.tiles; tile++) {
+      step<1, true>(tile);
       if (++tile == item.tiles) break;
       parity ^= 1;
-      if (tile < whole) step<0, false>(tile);
-      else step<0, true>(tile);
+      step<0, true>(tile);
     }
-    if (leader) arrive(q_empty);
+    arrive_as_warp(q_empty);
     const int last = (item.tiles - 1) % STAGES;
     fence_products();
     begin_outputs(last);
     wait_products<0>();
     pin(outputs);
-    if (leader) arrive(barriers.v_empty[last]);
+    arrive_as_warp(barriers.v_empty[last]);
     if (last == 0) {  // the producers bring whole rounds
       wait(barriers.k_full[1], parity);
       wait(barriers.v_full[1], parity);
-      if (leader) arrive(barriers.k_empty[1]), arrive(barriers.v_empty[1]);
+      arrive_as_warp(barriers.k_empty[1]), arrive_as_warp(barriers.v_empty[1]);
     }
     parity ^= 1;
     if (has_sums) move_sums<true>();
@@ -372,7 +383,7 @@ struct Consumer {
   DEVICE void store() {
     const int64 of_head = static_cast<int64>(item.kv_pair(a)) * HEAD_DIM;
     float inverse[2];
-    #pragma unroll
+#pragma unroll
     for (int r = 0; r < 2; r++) {
       float total = row_sum[r];
       total += __shfl_xor_sync(~0u, total, 1);
@@ -387,12 +398,12 @@ struct Consumer {
       }
     }
     reclaim_shared_sums();
-    #pragma unroll
+#pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; i++) {
       const int channel = i * 8 + quad * 2;
       const float2 gain = *reinterpret_cast<const float2*>(a.value_scale + of_head + channel);
       const float2 mean = *reinterpret_cast<const float2*>(a.value_mean + of_head + channel);
-      #pragma unroll
+#pragma unroll
       for (int r = 0; r < 2; r++) {
         const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
         const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
@@ -404,7 +415,7 @@ struct Consumer {
     fence_shared();
     sync_warpgroup();
     if (thread == 0) {
-      #pragma unroll
+#pragma unroll
       for (int i = 0; i < HEAD_DIM / 64; i++)
         store_box(output, shared_sums + i * (64 * 128), item.batch, item.head, item.first_row + warpgroup * 64, i * 64);
     }
@@ -413,18 +424,18 @@ struct Consumer {
   DEVICE void run(uint32 first_q) {
     parity = 0;
     int q_uses = 0;
-    #pragma unroll 1
+#pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
       int whole = a.kv_len / BLOCK_N;
       if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
-      #pragma unroll
+#pragma unroll
       for (int r = 0; r < 2; r++) {
         row_sum[r] = 0.0f;
         base[r] = INFINITE;
         const int at = min(item.first_row + row + 8 * r, a.q_rows - 1);
         row_scale[r] = a.query_scale[static_cast<int64>(item.pair(a)) * a.q_rows + at] * (a.softmax_scale * LOG2E);
       }
-        #pragma unroll
+#pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
       has_sums = false;
       if (item.tiles > 0) {
@@ -443,13 +454,13 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
-int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
-             const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap output,
-             const __grid_constant__ Arguments arguments) {
+    int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+                 const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap output,
+                 const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) uint8 shared[];
   uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
   __shared__ Barriers barriers;
-  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       init(barriers.q_full[i], 1), init(barriers.q_empty[i], 4 * WARPGROUPS);
@@ -472,7 +483,6 @@ int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ Te
     consumer.thread = thread;
     consumer.quad = thread % 4;
     consumer.row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    consumer.leader = thread % 32 == 0;
     consumer.run(descriptor(q + warpgroup * 64 * HEAD_DIM));
   }
 }
