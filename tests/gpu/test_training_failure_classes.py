@@ -17,7 +17,7 @@ def draw(device):
     return Draw(device)
 
 
-def draw_tensors(draw, batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400, head_dim=64):
+def draw_tensors(draw, batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400, head_dim=128):
     """Query, key, value and output gradient."""
     call = draw.call("", batch, q_heads, kv_heads, q_len, kv_len, head_dim)
     return call.query, call.key, call.value, call.output_gradient
@@ -319,7 +319,7 @@ def test_an_output_gradient_of_zero_gives_zeros(recipe, draw):
 
 @pytest.mark.parametrize("position", ["query", "key", "value"])
 def test_tensors_of_zeros_have_finite_gradients(recipe, position, draw):
-    call = draw.call(recipe, 2, 4, 2, 300, 400, 64)
+    call = draw.call(recipe, 2, 4, 2, 300, 400, 128)
     getattr(call, position).zero_()
     judge_training(call)
 
@@ -421,7 +421,7 @@ def test_autocast_changes_the_inputs_dtype_and_nothing_else(recipe, device):
 
 
 def test_the_operators_gradients_are_the_kernels(recipe, draw):
-    call = draw.call(recipe, 2, 4, 2, 300, 400, 64, valid=draw.uniform(2, 400) < 0.7, is_causal=True, causal_offset=50)
+    call = draw.call(recipe, 2, 4, 2, 300, 400, 128, valid=draw.uniform(2, 400) < 0.7, is_causal=True, causal_offset=50)
     tensors = call.query, call.key, call.value, call.output_gradient
     options = {"valid": call.valid, "is_causal": True, "causal_offset": 50}
     assert_equal(train(*tensors, recipe, **options), of_kernel(call)[0])
