@@ -20,8 +20,6 @@ from sage_kernels.saved import Saved, padded_channels
 from sage_kernels.triton import int8_backward, int8_forward, int8_training, nvfp4_forward
 from sage_kernels.triton.aot import Instructions, MachineCode, compile_launch, machine_code
 from sage_kernels.triton.launch import Launch, recording
-from sage_kernels.triton.quantize_key_value import quantize_key_value
-from sage_kernels.triton.sequences import Sequences
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 
@@ -317,21 +315,6 @@ def test_hoppers_backward_multiplies_each_tile_once_and_lets_products_overlap(ca
     # Loads are another warp's; of global memory there is the scale of the next keys.
     assert loop.counts["UTMALDG"] == 0
     assert loop.counts["LDG"] <= (kernel == "hopper_backward_query")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_quantises_k_and_v_in_one_launch_waits_and_publishes_in_gpu_scope(head_dim):
-    with recording() as launches:
-        quantize_key_value(meta(2, 4, 1000, head_dim), meta(2, 4, 1000, head_dim), Sequences.equal(1000))
-    code = machine_code(compile_launch(launches[0], (9, 0)).asm["cubin"])
-    assert programs_per_sm(code.registers, launches[0].options["num_warps"]) >= 4
-    assert code.instructions.spills <= 0.02 * code.instructions.total
-    # A program that waits reads again each time, and then drops what the L1 cache holds, which may be older.
-    (waiting,) = (loop for loop in code.loops if loop.counts["CCTL"])
-    assert waiting.counts["LDG"] + waiting.counts["ATOMG"] == waiting.counts["CCTL"] == 1
-    # Before each of the two counts that others wait for: of a block, and of a head.
-    assert code.instructions.counts["MEMBAR"] == 2
-    assert code.instructions.counts["CCTL"] == 2
 
 
 def test_native_nvfp4_on_consumer_blackwell_is_as_lean_as_the_published_kernel():

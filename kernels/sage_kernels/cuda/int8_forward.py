@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from ..recipe import get_recipe
 from ..triton import calls
-from ..triton.int8_forward import Int8Operands
+from ..triton.int8_forward import Int8Operands, quantize_operands
 from ..triton.mask_tiles import MaskTiles
-from ..triton.quantize_int8 import quantize_query
-from ..triton.quantize_key_value import quantize_key_value
 from ..triton.sequences import Sequences, ceil_div
 from . import jit
 
@@ -73,9 +72,9 @@ def _attend(
     tiles: MaskTiles | None,
     **call: Any,
 ) -> None:
-    key_value, statistics = quantize_key_value(key, value, kv_sequences)
-    codes, scale, mean_score = quantize_query(query, q_sequences, query.shape[0], None if lse is None else statistics)
-    operands = Int8Operands(codes, scale, *key_value, statistics.value_mean, mean_score)
+    operands = quantize_operands(
+        query, key, value, get_recipe("sage2"), q_sequences, kv_sequences, return_lse=lse is not None
+    )
     forward(operands, output, lse, kv_sequences.tokens, **call)
 
 

@@ -253,53 +253,20 @@ def quantize_key_int8(
         base = key + batch * stride_batch + head * stride_head
         if HAS_VALID:
             valid += batch * valid_stride
-        first_row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
-        quantize_key_block(
-            base,
-            codes + first_row * CHANNELS,
-            scale + first_row // 16,
-            key_mean + pair.to(tl.int64) * mean_channels,
-            valid,
-            start,
-            block,
-            length,
-            head_dim,
-            stride_token,
-            stride_channel,
-            CHANNELS,
-            HAS_VALID,
+        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        channel = tl.arange(0, CHANNELS)
+        x, counts = load_tokens(
+            base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID
         )
-
-
-@triton.jit
-def quantize_key_block(
-    key,
-    codes,
-    scale,
-    mean,
-    valid,
-    start,
-    block,
-    length,
-    head_dim,
-    stride_token,
-    stride_channel,
-    CHANNELS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-):
-    """A block of 64 tokens of a sequence, whose first rows of the operand are at `codes` and `scale`."""
-    token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    channel = tl.arange(0, CHANNELS)
-    x, counts = load_tokens(
-        key, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID
-    )
-    mean = tl.load(mean + channel, mask=channel < head_dim, other=0.0)
-    x = tl.where(counts[:, None], x - mean[None, :], 0.0)
-    group_scale, inverse = int8_scale(thread_max(tl.max(magnitude(x), 1)), True)
-    inverse = tl.reshape(tl.broadcast_to(inverse[None, :, None], (8, 4, 2)), (BLOCK_ROWS,))
-    tl.store(scale + block * 4 + tl.arange(0, 4), group_scale.to(tl.bfloat16))
-    into = codes + token.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
-    tl.store(into, round_to_int8(x * inverse[:, None]))
+        mean_row = key_mean + pair.to(tl.int64) * mean_channels
+        mean = tl.load(mean_row + channel, mask=channel < head_dim, other=0.0)
+        x = tl.where(counts[:, None], x - mean[None, :], 0.0)
+        group_scale, inverse = int8_scale(thread_max(tl.max(magnitude(x), 1)), True)
+        inverse = tl.reshape(tl.broadcast_to(inverse[None, :, None], (8, 4, 2)), (BLOCK_ROWS,))
+        first = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
+        tl.store(scale + (first + block * BLOCK_ROWS) // 16 + tl.arange(0, 4), group_scale.to(tl.bfloat16))
+        row = first + token
+        tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
 
 
 @triton.jit

@@ -114,65 +114,26 @@ def quantize_value_8bit(
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
-    of_pair = pair.to(tl.int64) * CHANNELS
-    if HAS_VALID:
-        valid += batch * valid_stride
-    first_row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED)
-    quantize_value_block(
-        value + batch * stride_batch + head * stride_head,
-        values + first_row * rows + tl.multiple_of(operand_start, BLOCK_ROWS),
-        scale + of_pair,
-        value_mean + of_pair,
-        value_amax + of_pair,
-        valid,
-        start,
-        block,
-        length,
-        tl.program_id(1) * CHUNK,
-        v_head_dim,
-        rows,
-        stride_token,
-        stride_channel,
-        CHUNK,
-        HAS_VALID,
-    )
-
-
-@triton.jit
-def quantize_value_block(
-    value,
-    values,
-    scale,
-    mean,
-    amax,
-    valid,
-    start,
-    block,
-    length,
-    first_channel,
-    v_head_dim,
-    rows,
-    stride_token,
-    stride_channel,
-    CHUNK: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-):
-    """128 tokens and CHUNK channels in 8 bit, of a sequence whose operand begins at `values`. The first block writes
-    the channels' scales, even of a sequence without tokens."""
-    channel = first_channel + tl.arange(0, CHUNK)
-    channel_scale = tl.load(amax + channel) * (ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH)
+    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    of_pair = pair.to(tl.int64) * CHANNELS + channel
+    channel_scale = tl.load(value_amax + of_pair) * (ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH)
     if block == 0:
-        tl.store(scale + channel, channel_scale)
+        tl.store(scale + of_pair, channel_scale)
     if block * BLOCK_ROWS < length:
         position = tl.arange(0, BLOCK_ROWS)
         token = block * BLOCK_ROWS + operand_token(position)
+        base = value + batch * stride_batch + head * stride_head
+        if HAS_VALID:
+            valid += batch * valid_stride
         x, counts = load_tokens(
-            value, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
         )
-        x = tl.where(counts[:, None], x - tl.load(mean + channel)[None, :], 0.0)
+        x = tl.where(counts[:, None], x - tl.load(value_mean + of_pair)[None, :], 0.0)
         inverse = tl.div_rn(tl.full(channel_scale.shape, 1.0, tl.float32), channel_scale)
         x = x * tl.where(channel_scale < SMALLEST_SCALE, 0.0, inverse)[None, :]
-        into = values + channel.to(tl.int64)[:, None] * rows + (block * BLOCK_ROWS + position)[None, :]
+        row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel
+        first = tl.multiple_of(operand_start, BLOCK_ROWS) + block * BLOCK_ROWS
+        into = values + row[:, None] * rows + (first + position)[None, :]
         if values.dtype.element_ty == tl.int8:
             tl.store(into, tl.trans(round_to_int8(x)))
         else:

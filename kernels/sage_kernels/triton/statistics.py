@@ -236,41 +236,6 @@ def all_true(x):
     return tl.min(x.to(tl.int32), 0) == 1
 
 
-@triton.jit
-def store_block_statistics(
-    x,
-    valid,
-    parts,
-    start,
-    block,
-    length,
-    channels,
-    stride_token,
-    stride_channel,
-    CHANNELS: tl.constexpr,
-    EXTREMA: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-):
-    """Statistics of a block of 128 tokens, of which the first exists, into its part of a sequence's `parts`."""
-    first = block * BLOCK_ROWS
-    total, largest, smallest, finite = reduce_block(
-        x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, HAS_VALID
-    )
-    if (first + BLOCK_ROWS > length) | (not all_true(is_finite(total))):
-        total, largest, smallest, finite = reduce_block(
-            x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, True
-        )
-    channel = tl.arange(0, CHANNELS)
-    if EXTREMA:
-        into = parts + block.to(tl.int64) * PARTS * CHANNELS + channel
-        tl.store(into, total)
-        tl.store(into + CHANNELS, largest)
-        tl.store(into + 2 * CHANNELS, smallest)
-        tl.store(into + 3 * CHANNELS, finite)
-    else:
-        tl.store(parts + block.to(tl.int64) * CHANNELS + channel, total)
-
-
 @triton.jit(do_not_specialize=["tokens", "blocks", "operand_blocks"])
 def block_statistics(
     x,
@@ -297,15 +262,29 @@ def block_statistics(
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch = pair // kv_heads
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
-    first_part = operand_row(batch, pair % kv_heads, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
+    part = operand_row(batch, pair % kv_heads, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED) + block
     x += batch * stride_batch + pair % kv_heads * stride_head
     if HAS_VALID:
         valid += batch * valid_stride
-    if block * BLOCK_ROWS < length:
-        parts += first_part * (PARTS if EXTREMA else 1) * CHANNELS
-        store_block_statistics(
-            x, valid, parts, start, block, length, channels, stride_token, stride_channel, CHANNELS, EXTREMA, HAS_VALID
+    first = block * BLOCK_ROWS
+    if first >= length:
+        return
+    total, largest, smallest, finite = reduce_block(
+        x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, HAS_VALID
+    )
+    if (first + BLOCK_ROWS > length) | (not all_true(is_finite(total))):
+        total, largest, smallest, finite = reduce_block(
+            x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, True
         )
+    channel = tl.arange(0, CHANNELS)
+    if EXTREMA:
+        into = parts + part * PARTS * CHANNELS + channel
+        tl.store(into, total)
+        tl.store(into + CHANNELS, largest)
+        tl.store(into + 2 * CHANNELS, smallest)
+        tl.store(into + 3 * CHANNELS, finite)
+    else:
+        tl.store(parts + part * CHANNELS + channel, total)
 
 
 @triton.jit
@@ -366,31 +345,6 @@ def largest_magnitude(x, y):
     return tl.maximum(tl.abs(x), tl.abs(y))
 
 
-@triton.jit
-def mean_and_extrema_of_blocks(
-    parts, valid, blocks, length, CHANNELS: tl.constexpr, SMOOTH: tl.constexpr, HAS_VALID: tl.constexpr
-):
-    """V's (mean, amax, tensor amax) over a sequence, as in `Statistics`, from the parts of its blocks."""
-    row, channel = tl.arange(0, 32), tl.arange(0, CHANNELS)
-    largest = tl.full((32, CHANNELS), float("-inf"), tl.float32)
-    smallest = tl.full((32, CHANNELS), float("inf"), tl.float32)
-    finite = tl.full((32, CHANNELS), 1.0, tl.float32)
-    for first in range(0, blocks, 32):
-        part = parts + ((first + row)[:, None] * PARTS + 1) * CHANNELS + channel[None, :]
-        inside = (first + row < blocks)[:, None]
-        largest = tl.maximum(largest, tl.load(part, mask=inside, other=float("-inf")))
-        smallest = tl.minimum(smallest, tl.load(part + CHANNELS, mask=inside, other=float("inf")))
-        finite = tl.minimum(finite, tl.load(part + 2 * CHANNELS, mask=inside, other=1.0))
-    # Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
-    v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
-    mean = tl.zeros((CHANNELS,), tl.float32)
-    if SMOOTH:
-        mean = mean_of_blocks(parts, valid, blocks, length, PARTS * CHANNELS, CHANNELS, HAS_VALID)
-        mean = tl.where(tl.abs(mean) > largest_magnitude(v_largest - mean, v_smallest - mean) * MIN_MEAN, mean, 0.0)
-    amax = tl.where(v_largest < v_smallest, 0.0, largest_magnitude(v_largest - mean, v_smallest - mean))
-    return mean, tl.where(tl.min(finite, 0) == 0.0, float("nan"), amax), tl.max(amax, 0)
-
-
 @triton.jit(do_not_specialize=["tokens", "operand_blocks"])
 def value_statistics(
     parts,
@@ -418,8 +372,25 @@ def value_statistics(
         valid += batch * valid_stride
     parts += first_part * PARTS * CHANNELS
     used = tl.cdiv(length, BLOCK_ROWS)
-    v_mean, v_amax, v_tensor_amax = mean_and_extrema_of_blocks(parts, valid, used, length, CHANNELS, SMOOTH, HAS_VALID)
-    of_pair = pair * CHANNELS + tl.arange(0, CHANNELS)
-    tl.store(mean + of_pair, v_mean)
-    tl.store(amax + of_pair, v_amax)
-    tl.store(tensor_amax + pair, v_tensor_amax)
+    row, channel = tl.arange(0, 32), tl.arange(0, CHANNELS)
+    largest = tl.full((32, CHANNELS), float("-inf"), tl.float32)
+    smallest = tl.full((32, CHANNELS), float("inf"), tl.float32)
+    finite = tl.full((32, CHANNELS), 1.0, tl.float32)
+    for first in range(0, used, 32):
+        part = parts + ((first + row)[:, None] * PARTS + 1) * CHANNELS + channel[None, :]
+        inside = (first + row < used)[:, None]
+        largest = tl.maximum(largest, tl.load(part, mask=inside, other=float("-inf")))
+        smallest = tl.minimum(smallest, tl.load(part + CHANNELS, mask=inside, other=float("inf")))
+        finite = tl.minimum(finite, tl.load(part + 2 * CHANNELS, mask=inside, other=1.0))
+    # Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+    v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
+    v_mean = tl.zeros((CHANNELS,), tl.float32)
+    if SMOOTH:
+        v_mean = mean_of_blocks(parts, valid, used, length, PARTS * CHANNELS, CHANNELS, HAS_VALID)
+        v_mean = tl.where(
+            tl.abs(v_mean) > largest_magnitude(v_largest - v_mean, v_smallest - v_mean) * MIN_MEAN, v_mean, 0.0
+        )
+    v_amax = tl.where(v_largest < v_smallest, 0.0, largest_magnitude(v_largest - v_mean, v_smallest - v_mean))
+    tl.store(mean + pair * CHANNELS + channel, v_mean)
+    tl.store(tensor_amax + pair, tl.max(v_amax, 0))
+    tl.store(amax + pair * CHANNELS + channel, tl.where(tl.min(finite, 0) == 0.0, float("nan"), v_amax))
