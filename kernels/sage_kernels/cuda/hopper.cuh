@@ -55,6 +55,17 @@ DEVICE void sync_threads(int barrier, int threads) {
 // Makes what was written to shared memory visible to the TMA and the matrix units.
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// All threads of a cluster; what they wrote before is visible to the others.
+DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The stream's next kernel may start as soon as all blocks of this one have called, or ended, if its launch allows it.
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Wait until the stream's previous kernel is over, and see all that it wrote.
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- TMA ----
 
 // Load the map's box at (row, column) to shared memory; `barrier` is told of its bytes.
@@ -64,6 +75,14 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row,
           shared_address(into)),
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
       : "memory");
+}
+
+// Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
+DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(into)),
+               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.

@@ -1,19 +1,19 @@
 // The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that the Triton
 // quantisers write (`triton/quantize_int8.py`, `triton/quantize_v.py`).
 //
-// A block of the grid works through items: 192 rows of one (batch, head). One warpgroup of it has the TMA bring tiles
-// of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers. Its matrix
-// products of a tile's scores and of the last tile's P·V are begun together; while P·V runs, the scores become the next
-// P.
+// A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
+// bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.
+// Its matrix products of a tile's scores and of the last tile's P·V are begun together, also where that tile was the
+// last of another item; while P·V runs, the scores become the next P.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory.
 //
-// Compile-time constants: HEAD_DIM 64 or 128, BLOCK_N keys a tile, SUMMED_TILES (even), CAUSAL, LSE, OUTPUT_FLOAT16.
+// Compile-time constants: HEAD_DIM 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, SUMMED_TILES (even),
+// CAUSAL, LSE, OUTPUT_FLOAT16.
 #include "hopper.cuh"
 
-constexpr int WARPGROUPS = 3;  // that attend
-constexpr int STAGES = 2;      // of Q, of K and of V in shared memory
+constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
 constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
@@ -21,7 +21,7 @@ constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V side by side in shared memory
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
 constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
-constexpr int CONSUMER_REGISTERS = 160, PRODUCER_REGISTERS = 32;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
@@ -29,6 +29,11 @@ constexpr float SLACK = 0.5f, P_LOG2 = 8.807354922057604f - SLACK;
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+// What comes with a tile of Q.
+struct alignas(16) Scales {
+  float query_scale[BLOCK_M], value_scale[HEAD_DIM], value_mean[HEAD_DIM];
 };
 
 struct Arguments {
@@ -44,7 +49,7 @@ struct Arguments {
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
-  int tiles;  // of keys, from the first one on
+  int tiles;  // of keys, from the first one on; at least 1, of which a row may see nothing
 
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
@@ -71,29 +76,38 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M;
   const int keys = CAUSAL ? min(a.kv_len, item.first_row + BLOCK_M + a.causal_offset) : a.kv_len;
-  item.tiles = max(0, (keys + BLOCK_N - 1) / BLOCK_N);
+  item.tiles = max(1, (keys + BLOCK_N - 1) / BLOCK_N);
   return true;
 }
 
-// One thread brings Q and K, another V: K must not wait for a free stage of V.
-DEVICE void produce_keys(const Arguments& a, const TensorMap& query, const TensorMap& key, uint8* q, uint8* k,
-                         Barriers& b) {
+// One thread brings Q, another K, another V: none waits for a free stage of the others.
+DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
   Item item;
-  int q_uses = 0, k_uses = 0;
 #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
-    if (item.tiles == 0) continue;
-    const int q_stage = q_uses % STAGES;
-    wait(b.q_empty[q_stage], q_uses++ / STAGES & 1 ^ 1);
-    arrive_expecting(b.q_full[q_stage], Q_BYTES);
+    const int stage = round % STAGES, row = item.pair(a) * a.q_rows + item.first_row;
+    const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4, channels_bytes = HEAD_DIM * 4;
+    const int64 of_head = static_cast<int64>(item.kv_pair(a)) * HEAD_DIM;
+    wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
+    arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes + 2 * channels_bytes);
 #pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
-      load_box(query, q + q_stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[q_stage],
-               item.pair(a) * a.q_rows + item.first_row + i * 64, 0);
+      load_box(query, q + stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[stage], row + i * 64, 0);
+    load_bytes(a.query_scale + row, scales[stage].query_scale, b.q_full[stage], scales_bytes);
+    load_bytes(a.value_scale + of_head, scales[stage].value_scale, b.q_full[stage], channels_bytes);
+    load_bytes(a.value_mean + of_head, scales[stage].value_mean, b.q_full[stage], channels_bytes);
+  }
+}
+
+DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Barriers& b) {
+  Item item;
+  int uses = 0;
 #pragma unroll 1
-    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, k_uses++) {
-      const int stage = k_uses % STAGES;
-      wait(b.k_empty[stage], k_uses / STAGES & 1 ^ 1);
+  for (int round = 0; next_item(a, round, item); round++) {
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
+      const int stage = uses % STAGES;
+      wait(b.k_empty[stage], uses / STAGES & 1 ^ 1);
       arrive_expecting(b.k_full[stage], K_BYTES);
       load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + tile * BLOCK_N, 0);
     }
@@ -124,8 +138,9 @@ struct Consumer {
   const Arguments& a;
   const TensorMap& output;
   Barriers& barriers;
-  uint8* shared_sums;  // of the warpgroup: its float32 sums, and its outputs on their way to memory
-  uint32 q, k, v;      // descriptors: of the item's rows of Q, and of the first stages of K and V
+  const Scales* scales;  // of the first stage of Q
+  uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  uint32 q, k, v;        // descriptors of the first stages
   int warpgroup, thread, quad, row;
 
   Item item;
@@ -138,7 +153,7 @@ struct Consumer {
   float base[2];  // P_LOG2 - the row's reference
   float decay[2], row_sum[2], sums_base[2];
   bool grows, has_sums;
-  int parity;
+  int q_stage, parity;
 
   DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
@@ -260,10 +275,10 @@ struct Consumer {
   }
 
   DEVICE void begin_scores(int stage) {
-    const uint32 of_stage = k + stage * (K_BYTES / 16);
-    add_product<HEAD_DIM, false>(scores, q, of_stage);
+    const uint32 of_item = q + q_stage * (Q_BYTES / 16), of_stage = k + stage * (K_BYTES / 16);
+    add_product<HEAD_DIM, false>(scores, of_item, of_stage);
 #pragma unroll
-    for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, q + 2 * i, of_stage + 2 * i);
+    for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
   DEVICE void begin_outputs(int stage) {
@@ -283,7 +298,7 @@ struct Consumer {
 
   // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
   template <bool LAST>
-  DEVICE void move_sums() {
+  DEVICE void move_sums(const float (&base)[2]) {
     float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
     if (!has_sums) reclaim_shared_sums();
     const float gain[2] = {exp2_approximate(base[0] - sums_base[0]), exp2_approximate(base[1] - sums_base[1])};
@@ -324,85 +339,48 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
     }
-    if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>();
+    if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
   }
 
   template <bool MASKED>
-  DEVICE void first_step() {
+  DEVICE void weigh_first_tile() {
     find_maxima<0, MASKED>(0);
     weigh_scores<0, MASKED>();
   }
 
-  // From the item's first tile to its last; the outputs then have no scale, and are not divided by the row's sum.
-  // Tiles before `whole` need no mask.
-  DEVICE void attend(int whole, uint64& q_empty) {
-    wait(barriers.k_full[0], parity);
-    fence_products();
-    begin_scores(0);
-    wait(barriers.v_full[0], parity);
-    wait_products<0>();
-    pin(scores);
-    arrive_as_warp(barriers.k_empty[0]);
-    if (whole > 0)
-      first_step<false>();
-    else
-      first_step<true>();
-    take_weights();
-    int tile = 1;
-#pragma unroll 1
-    for (; tile + 1 < whole; tile += 2) {
-      step<1, false>(tile);
-      parity ^= 1;
-      step<0, false>(tile + 1);
-    }
-#pragma unroll 1
-    for (; tile < item.tiles; tile++) {
-      step<1, true>(tile);
-      if (++tile == item.tiles) break;
-      parity ^= 1;
-      step<0, true>(tile);
-    }
-    arrive_as_warp(q_empty);
-    const int last = (item.tiles - 1) % STAGES;
-    fence_products();
-    begin_outputs(last);
-    wait_products<0>();
-    pin(outputs);
-    arrive_as_warp(barriers.v_empty[last]);
-    if (last == 0) {  // the producers bring whole rounds
-      wait(barriers.k_full[1], parity);
-      wait(barriers.v_full[1], parity);
-      arrive_as_warp(barriers.k_empty[1]), arrive_as_warp(barriers.v_empty[1]);
-    }
-    parity ^= 1;
-    if (has_sums) move_sums<true>();
-  }
+  // What an item's outputs need beside themselves.
+  struct Ending {
+    Item item;
+    int scales_stage;
+    float base[2], row_sum[2];
+  };
 
   // The outputs go to shared memory in the TMA's order: 64 channels of a row are 128 bytes, whose 16-byte parts are
   // exchanged from row to row.
-  DEVICE void store() {
-    const int64 of_head = static_cast<int64>(item.kv_pair(a)) * HEAD_DIM;
+  DEVICE void store(const Ending& ending) {
+    if (has_sums) move_sums<true>(ending.base);
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float total = row_sum[r];
+      float total = ending.row_sum[r];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       inverse[r] = total == 0.0f ? 0.0f : 1.0f / total;
-      const int at = item.first_row + row + 8 * r;
+      const int at = ending.item.first_row + row + 8 * r;
       if (LSE && quad == 0 && at < a.q_len) {
-        float natural = (__log2f(total) - base[r]) * LN2;
-        if (a.mean_score != nullptr)
-          natural += a.softmax_scale * a.mean_score[static_cast<int64>(item.pair(a)) * a.q_rows + at];
-        a.lse[static_cast<int64>(item.pair(a)) * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
+        const int64 pair = ending.item.pair(a);
+        float natural = (__log2f(total) - ending.base[r]) * LN2;
+        if (a.mean_score != nullptr) natural += a.softmax_scale * a.mean_score[pair * a.q_rows + at];
+        a.lse[pair * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
       }
     }
     reclaim_shared_sums();
+    const Scales& of_item = scales[ending.scales_stage];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; i++) {
       const int channel = i * 8 + quad * 2;
-      const float2 gain = *reinterpret_cast<const float2*>(a.value_scale + of_head + channel);
-      const float2 mean = *reinterpret_cast<const float2*>(a.value_mean + of_head + channel);
+      const float2 gain = *reinterpret_cast<const float2*>(of_item.value_scale + channel);
+      const float2 mean = *reinterpret_cast<const float2*>(of_item.value_mean + channel);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
@@ -415,39 +393,98 @@ struct Consumer {
     fence_shared();
     sync_warpgroup();
     if (thread == 0) {
+      const Item& item = ending.item;
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 64; i++)
         store_box(output, shared_sums + i * (64 * 128), item.batch, item.head, item.first_row + warpgroup * 64, i * 64);
     }
   }
 
-  DEVICE void run(uint32 first_q) {
-    parity = 0;
-    int q_uses = 0;
-#pragma unroll 1
-    for (int round = 0; next_item(a, round, item); round++) {
-      int whole = a.kv_len / BLOCK_N;
-      if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
+  // The first tile of an item, and the last P·V of the one before it. Before the first item and behind the last one,
+  // products that nobody reads take their place: those that are in flight must not depend on a condition.
+  DEVICE bool begin_item(int round, int& whole) {
+    Ending ending{item, q_stage, {base[0], base[1]}, {row_sum[0], row_sum[1]}};
+    const int last = (item.tiles - 1) % STAGES;
+    const bool more = next_item(a, round, item);
+    if (more) {
+      q_stage = round % STAGES;
+      wait(barriers.q_full[q_stage], round / STAGES & 1);
+      wait(barriers.k_full[0], parity);
+    }
+    fence_products();
+    begin_scores(0);
+    fence_products();
+    begin_outputs(last);
+    if (more) {
+      first_key_scale = item.kv_pair(a) * (a.kv_rows / 16) + quad;
+      last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
+      load_key_scale(0);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
+        row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
         row_sum[r] = 0.0f;
         base[r] = INFINITE;
-        const int at = min(item.first_row + row + 8 * r, a.q_rows - 1);
-        row_scale[r] = a.query_scale[static_cast<int64>(item.pair(a)) * a.q_rows + at] * (a.softmax_scale * LOG2E);
       }
+      whole = a.kv_len / BLOCK_N;
+      if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
+    }
+    wait_products<1>();
+    pin(scores);
+    if (more) {
+      arrive_as_warp(barriers.k_empty[0]);
+      if (whole > 0)
+        weigh_first_tile<false>();
+      else
+        weigh_first_tile<true>();
+      pin(scores);
+      wait(barriers.v_full[0], parity);
+    }
+    wait_products<0>();
+    pin(outputs);
+    take_weights();
+    if (round > 0) {
+      arrive_as_warp(barriers.v_empty[last]);
+      store(ending);
+      arrive_as_warp(barriers.q_empty[ending.scales_stage]);
+    }
+    has_sums = false;
 #pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-      has_sums = false;
-      if (item.tiles > 0) {
-        first_key_scale = item.kv_pair(a) * (a.kv_rows / 16) + quad;
-        last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
-        load_key_scale(0);
-        const int q_stage = q_uses % STAGES;
-        q = first_q + q_stage * (Q_BYTES / 16);
-        wait(barriers.q_full[q_stage], q_uses++ / STAGES & 1);
-        attend(whole, barriers.q_empty[q_stage]);
+    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+    return more;
+  }
+
+  DEVICE void run() {
+    item = {0, 0, 0, 0, 1};
+    q_stage = parity = 0;
+    has_sums = false;
+#pragma unroll
+    for (int i = 0; i < SCORES / 4; i++) weights[i] = 0;
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+    int whole = 0;  // tiles that need no mask
+#pragma unroll 1
+    for (int round = 0; begin_item(round, whole); round++) {
+      int tile = 1;
+#pragma unroll 1
+      for (; tile + 1 < whole; tile += 2) {
+        step<1, false>(tile);
+        parity ^= 1;
+        step<0, false>(tile + 1);
       }
-      store();
+#pragma unroll 1
+      for (; tile < item.tiles; tile++) {
+        step<1, true>(tile);
+        if (++tile == item.tiles) break;
+        parity ^= 1;
+        step<0, true>(tile);
+      }
+      if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
+        wait(barriers.k_full[1], parity);
+        arrive_as_warp(barriers.k_empty[1]);
+        wait(barriers.v_full[1], parity);
+        arrive_as_warp(barriers.v_empty[1]);
+      }
+      parity ^= 1;
     }
     if (thread == 0) wait_until_read();
   }
@@ -460,6 +497,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
   extern __shared__ __align__(1024) uint8 shared[];
   uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
   __shared__ Barriers barriers;
+  __shared__ Scales scales[STAGES];
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -472,17 +510,19 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
   __syncthreads();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (thread == 0) produce_keys(arguments, query, key, q, k, barriers);
-    if (thread == 32) produce_values(arguments, value, v, barriers);
+    if (thread == 0) produce_queries(arguments, query, q, scales, barriers);
+    if (thread == 32) produce_keys(arguments, key, k, barriers);
+    if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments, output, barriers, sums + warpgroup * SUMS_BYTES};
+    Consumer consumer{arguments, output, barriers, scales, sums + warpgroup * SUMS_BYTES};
+    consumer.q = descriptor(q + warpgroup * 64 * HEAD_DIM);
     consumer.k = descriptor(k);
     consumer.v = descriptor(v);
     consumer.warpgroup = warpgroup;
     consumer.thread = thread;
     consumer.quad = thread % 4;
     consumer.row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    consumer.run(descriptor(q + warpgroup * 64 * HEAD_DIM));
+    consumer.run();
   }
 }

@@ -18,35 +18,43 @@ SOURCE = "int8_forward.cu"
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
 
 
-BLOCK_M = 192  # query rows of an item
 STAGES = 2  # of Q, K and V
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of heads with `head_dim` channels, 64 or 128: keys a tile, and tiles summed in the matrix units.
+    """Of heads with `head_dim` channels, 64 or 128, and blocks of two or three warpgroups that attend to 64 rows each.
 
-    96 keys is as many as a thread's 160 registers hold beside 128 channels; the sums of some thousand keys are as
-    accurate as those of 128 where V has no mean, and moving them often takes 1 to 4 % of the time.
+    96 keys a tile is as many as a thread's 160 registers hold beside 128 channels when there are three; the sums of
+    some thousand keys are as accurate as those of 128 where V has no mean, and moving them often takes 1 to 4 % of the
+    time.
     """
 
     head_dim: int
+    warpgroups: int
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of an item."""
+        return 64 * self.warpgroups
 
     @property
     def block_n(self) -> int:
-        return 128 if self.head_dim == 64 else 96
+        """Keys a tile."""
+        return 96 if self.head_dim == 128 and self.warpgroups == 3 else 128
 
     @property
     def shared_bytes(self) -> int:
         """Tiles of Q, K and V, and the float32 sums."""
-        return (STAGES * (BLOCK_M + 2 * self.block_n) + 4 * BLOCK_M) * self.head_dim
+        return (STAGES * (self.block_m + 2 * self.block_n) + 4 * self.block_m) * self.head_dim
 
     def macros(self, is_causal: bool, return_lse: bool, dtype: torch.dtype) -> dict[str, int]:
         """The compile-time constants of int8_forward.cu."""
         return {
             "HEAD_DIM": self.head_dim,
+            "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block_n,
-            "SUMMED_TILES": 64 if self.head_dim == 128 else 48,
+            "SUMMED_TILES": 48 if self.block_n == 128 else 64,
             "CAUSAL": int(is_causal),
             "LSE": int(return_lse),
             "OUTPUT_FLOAT16": int(dtype == torch.float16),
@@ -87,6 +95,7 @@ def forward(
     scale: float,
     is_causal: bool,
     causal_offset: int,
+    warpgroups: int = 3,
 ) -> None:
     """Attention of quantised operands.
 
@@ -97,22 +106,23 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         kv_len: keys that exist.
         scale, is_causal, causal_offset: see `ops.attention`.
+        warpgroups: see `Config`.
 
     Raises:
         CompileError: see `jit.launch`.
     """
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
-    config = Config(channels)
+    config = Config(channels, warpgroups)
     width = 128 if config.block_n % 128 == 0 else 32  # keys of V that lie side by side in shared memory
-    items = batch * q_heads * ceil_div(q_len, BLOCK_M)
+    items = batch * q_heads * ceil_div(q_len, config.block_m)
     device = output.device
     jit.launch(
         SOURCE,
         "int8_forward",
         config.macros(is_causal, lse is not None, output.dtype),
         (min(items, torch.cuda.get_device_properties(device).multi_processor_count),),
-        (512,),
+        (128 * (config.warpgroups + 1),),
         config.shared_bytes,
         (
             jit.tensor_map(operands.query.view(-1, channels), (64, channels), channels),

@@ -1,0 +1,495 @@
+// The operands of `sage2` for Hopper, bit for bit as the Triton quantisers write them (`triton/quantize_int8.py`,
+// `triton/quantize_v.py`), in two launches: `statistics` reads K and V for their means and V's scales, `quantize`
+// reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way before it uses the
+// first.
+//
+// Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16), MEAN_SCORE.
+#include "hopper.cuh"
+
+constexpr int BLOCK = 128;           // tokens whose sum is a tree, and to whose multiple operands are padded
+constexpr int LANES = CHANNELS / 8;  // that hold a token
+constexpr int ROWS = 32 / LANES;     // tokens that a warp loads at once
+constexpr int SHARERS = 8;           // blocks of the grid that share K, or V, of a pair: a cluster
+constexpr int VALUE_CHANNELS = 64;   // of V in a block of `quantize`
+constexpr float ONE_127TH = 1.0 / 127.0, ONE_448TH = 1.0 / 448.0;
+constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, MIN_MEAN = 1.0f / 64.0f;
+// float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low bits.
+constexpr float ROUNDER = 12582912.0f;
+constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80, LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
+
+// Q, K or V: channels are contiguous, strides count elements.
+struct Tokens {
+  const uint16* first;
+  int64 batch_stride, head_stride, token_stride;
+};
+
+// K and V have pairs of (batch, kv head). A pair's lines of CHANNELS: see `Line`.
+struct Statistics {
+  float* lines;       // (batch, kv_heads, SUMS + 2 * blocks, CHANNELS)
+  float* value_mean;  // (batch, kv_heads, CHANNELS)
+  float* value_scale;
+  int kv_heads, head_dim, v_head_dim, kv_len, blocks;
+
+  DEVICE float* line(int pair, int number) const {
+    return lines + (static_cast<int64>(pair) * (SUMS + 2 * blocks) + number) * CHANNELS;
+  }
+
+  enum Line {
+    KEY_MEAN,
+    VALUE_INVERSE,            // what V without its mean is multiplied by
+    EXTREMA,                  // of V, by sharer: largest, smallest, and 1 where all are finite
+    SUMS = EXTREMA + 3 * SHARERS  // of K's blocks of 128 tokens, then of V's
+  };
+};
+
+struct Operands {
+  uint8* query;        // (batch, q_heads, q_blocks * 128, CHANNELS)
+  float* query_scale;  // (batch, q_heads, q_blocks * 128)
+  uint8* key;          // (batch, kv_heads, blocks * 128, CHANNELS)
+  uint16* key_scale;   // bfloat16 (batch, kv_heads, blocks * 2, 4)
+  uint8* value;        // (batch, kv_heads, CHANNELS, blocks * 128)
+  float* mean_score;   // as query_scale, if MEAN_SCORE
+  int pairs, q_heads, q_len, q_blocks;
+  int early;  // blocks of the grid that quantise Q before others do K and V
+};
+
+// ---- 16-bit numbers, of which a word has two ----
+
+DEVICE float float_of(uint32 x) {
+  float y;
+  if (FLOAT16)
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16>(x)));
+  else
+    y = __uint_as_float(x << 16);
+  return y;
+}
+DEVICE float first_of(uint32 x) { return float_of(x & 0xFFFF); }
+DEVICE float second_of(uint32 x) { return FLOAT16 ? float_of(x >> 16) : __uint_as_float(x & 0xFFFF0000); }
+
+DEVICE uint32 larger(uint32 x, uint32 y) {
+  uint32 z;
+  if (FLOAT16)
+    asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+DEVICE uint32 smaller(uint32 x, uint32 y) {
+  uint32 z;
+  if (FLOAT16)
+    asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+// Ones in the halves that are infinite or NaN.
+DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
+
+DEVICE uint32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+DEVICE float channel_of(const uint4& x, int i) { return i % 2 ? second_of(word(x, i / 2)) : first_of(word(x, i / 2)); }
+
+// ---- Scales and codes ----
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
+// The larger magnitude; NaN when one is NaN.
+DEVICE float larger_magnitude(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(fabsf(y)));
+  return z;
+}
+
+DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }
+
+// Of tokens with that largest magnitude; NaN unless it is finite.
+DEVICE float int8_scale(float largest) {
+  return largest < INFINITE ? __fmul_rn(largest, ONE_127TH) : __int_as_float(0x7FC00000);
+}
+
+DEVICE float round_up_to_bfloat16(float x) {
+  return x == x ? __uint_as_float((__float_as_uint(x) + 0xFFFF) & 0xFFFF0000) : x;
+}
+
+// Four numbers in INT8, the first in the lowest byte.
+DEVICE uint32 to_int8(float a, float b, float c, float d) {
+  auto rounded = [](float x) { return __float_as_uint(__fadd_rn(x, ROUNDER)); };
+  return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
+}
+
+// ---- Tokens ----
+
+// Eight channels of a token; zeros where there are none.
+struct Reader {
+  const uint16* from;
+  int64 stride;
+  int length;
+
+  DEVICE Reader(const Tokens& x, int64 batch, int64 head, int channel, int channels, int tokens)
+      : from(x.first + batch * x.batch_stride + head * x.head_stride + channel),
+        stride(x.token_stride),
+        length(channel < channels ? tokens : 0) {}
+
+  DEVICE const uint4* at(int token) const { return reinterpret_cast<const uint4*>(from + token * stride); }
+  DEVICE uint4 load(int token) const { return token < length ? *at(token) : uint4{0, 0, 0, 0}; }
+  DEVICE uint4 load_for_the_last_time(int token) const { return token < length ? __ldcs(at(token)) : uint4{0, 0, 0, 0}; }
+};
+
+template <int N>
+DEVICE void load_floats(const float* from, float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const float4 y = *reinterpret_cast<const float4*>(from + i);
+    x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
+  }
+}
+
+// ---- Statistics ----
+
+// The threads of a block hold 8 rows: tokens, or sums of tokens, whose index differs by multiples of 8. Rows of a warp
+// differ by STEP.
+constexpr int STEP = 8 / ROWS;
+
+template <int N>
+DEVICE float tree_sum(float (&x)[N]) {
+#pragma unroll
+  for (int half = N / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; i++) x[i] = __fadd_rn(x[i], x[i + half]);
+  return x[0];
+}
+
+// Sum of the rows of a warp, in the tree's order.
+DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance >= LANES; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+
+// Of 128 tokens, in the block's shared memory, by warp.
+struct Partial {
+  float sum[STEP][CHANNELS];
+  uint32 largest[STEP][CHANNELS / 2], smallest[STEP][CHANNELS / 2];
+  uint32 rejected[STEP][CHANNELS / 2];  // ones where an element is not finite
+};
+
+// Reduce 128 tokens from `first` on. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
+template <bool CAREFUL>
+DEVICE void reduce_tokens(const Reader& reader, int first, int tokens, Partial& partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * STEP;
+  uint4 x[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) x[i] = reader.load(first + i * 8 + row);
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    float of_first[16], of_second[16];
+    uint32 largest, smallest, rejected = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      uint32 pair = word(x[i], w), low = pair, high = pair;
+      if (CAREFUL) {
+        const uint32 bad = not_finite(pair), absent = first + i * 8 + row < tokens ? bad : ~0u;
+        rejected |= bad;
+        pair &= ~bad;
+        high = pair & ~absent | (EXPONENTS | 0x80008000) & absent;
+        low = pair & ~absent | EXPONENTS & absent;
+      }
+      of_first[i] = first_of(pair), of_second[i] = second_of(pair);
+      largest = i == 0 ? high : larger(largest, high);
+      smallest = i == 0 ? low : smaller(smallest, low);
+    }
+    float2 sum = make_float2(sum_of_warp(tree_sum(of_first)), sum_of_warp(tree_sum(of_second)));
+#pragma unroll
+    for (int distance = 16; distance >= LANES; distance /= 2) {
+      largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
+      smallest = smaller(smallest, __shfl_xor_sync(~0u, smallest, distance));
+      if (CAREFUL) rejected |= __shfl_xor_sync(~0u, rejected, distance);
+    }
+    if (lane < LANES) {
+      const int at = lane * 4 + w;
+      reinterpret_cast<float2*>(partial.sum[warp])[at] = sum;
+      partial.largest[warp][at] = largest;
+      partial.smallest[warp][at] = smallest;
+      partial.rejected[warp][at] = rejected;
+    }
+  }
+}
+
+// Channel `threadIdx.x` of the tokens or sums that the block reduced.
+DEVICE float total_of_warps(const float (&sum)[STEP][CHANNELS]) {
+  float x[STEP];
+#pragma unroll
+  for (int i = 0; i < STEP; i++) x[i] = sum[i][threadIdx.x];
+  return tree_sum(x);
+}
+
+// The block's share of the blocks of 128 tokens of K, or of V: their sums, and in `extrema` V's largest and smallest
+// elements and whether all are finite.
+DEVICE void reduce_blocks(const Reader& reader, int tokens, int blocks, float* sums, float* extrema) {
+  __shared__ Partial partial;
+  const int channel = threadIdx.x;
+  float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
+#pragma unroll 1
+  for (int block = blockIdx.x % SHARERS; block < blocks; block += SHARERS) {
+    bool careful = (block + 1) * BLOCK > tokens;
+    float sum;
+#pragma unroll 1
+    while (true) {
+      if (careful)
+        reduce_tokens<true>(reader, block * BLOCK, tokens, partial);
+      else
+        reduce_tokens<false>(reader, block * BLOCK, tokens, partial);
+      __syncthreads();
+      sum = total_of_warps(partial.sum);
+      if (careful || !__syncthreads_or(!is_finite(sum))) break;
+      careful = true;
+    }
+    sums[static_cast<int64>(block) * CHANNELS + channel] = sum;
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+      auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
+      largest = fmaxf(largest, half(partial.largest[i]));
+      smallest = fminf(smallest, half(partial.smallest[i]));
+      if (partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1) finite = 0.0f;
+    }
+    __syncthreads();
+  }
+  if (extrema != nullptr)
+    extrema[channel] = largest, extrema[CHANNELS + channel] = smallest, extrema[2 * CHANNELS + channel] = finite;
+}
+
+// A channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have LANES
+// channels each; all of a block's threads call, those of the first LANES get the mean.
+DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
+  __shared__ float partial[STEP][LANES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * STEP;
+  float total = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < blocks; first += BLOCK) {
+    float x[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int block = first + i * 8 + row;
+      x[i] = block < blocks ? sums[static_cast<int64>(block) * CHANNELS + lane % LANES] : 0.0f;
+    }
+    const float of_warp = sum_of_warp(tree_sum(x));
+    if (lane < LANES) partial[warp][lane] = of_warp;
+    __syncthreads();
+    float y[STEP];
+#pragma unroll
+    for (int i = 0; i < STEP; i++) y[i] = partial[i][lane % LANES];
+    total = __fadd_rn(total, tree_sum(y));
+    __syncthreads();
+  }
+  return __fdiv_rn(total, static_cast<float>(tokens));
+}
+
+// A cluster for K of each pair, and one for V.
+extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHANNELS, 512 / CHANNELS)
+    statistics(const __grid_constant__ Tokens key, const __grid_constant__ Tokens value,
+               const __grid_constant__ Statistics s) {
+  let_next_kernel_start();
+  const int sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
+  const bool of_value = blockIdx.x / SHARERS % 2;
+  float* sums = s.line(pair, s.SUMS + of_value * s.blocks);
+  const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, threadIdx.x % LANES * 8,
+                      of_value ? s.v_head_dim : s.head_dim, s.kv_len);
+  reduce_blocks(reader, s.kv_len, s.blocks, sums, of_value ? s.line(pair, s.EXTREMA + 3 * sharer) : nullptr);
+  sync_cluster();
+  const int channel = sharer * LANES + threadIdx.x % LANES;
+  float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, s.kv_len);
+  if (threadIdx.x >= LANES) return;
+  if (!of_value) {
+    s.line(pair, s.KEY_MEAN)[channel] = mean;
+    return;
+  }
+  float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
+#pragma unroll
+  for (int i = 0; i < SHARERS; i++) {
+    const float* extrema = s.line(pair, s.EXTREMA + 3 * i) + channel;
+    largest = fmaxf(largest, extrema[0]);
+    smallest = fminf(smallest, extrema[CHANNELS]);
+    finite = fminf(finite, extrema[2 * CHANNELS]);
+  }
+  // Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+  auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
+  if (!(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
+  const float amax = finite == 0.0f ? __int_as_float(0x7FC00000) : largest < smallest ? 0.0f : spread();
+  const float scale = __fmul_rn(amax, ONE_448TH);
+  s.line(pair, s.VALUE_INVERSE)[channel] = reciprocal(scale);
+  s.value_scale[pair * CHANNELS + channel] = scale;
+  s.value_mean[pair * CHANNELS + channel] = mean;
+}
+
+// ---- Quantising ----
+
+constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
+
+// The code of each of a thread's channels, times `inverse`; zeros unless `keep`.
+DEVICE void store_codes(const float (&x)[8], float inverse, bool keep, uint8* into) {
+  float y[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) y[i] = __fmul_rn(x[i], inverse);
+  uint2 codes = make_uint2(to_int8(y[0], y[1], y[2], y[3]), to_int8(y[4], y[5], y[6], y[7]));
+  if (!keep) codes = make_uint2(0, 0);
+  *reinterpret_cast<uint2*>(into) = codes;
+}
+
+// 64 tokens of Q of one (batch, q head): 16 consecutive ones a warp.
+DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Operands& o, int index) {
+  const int pair = index / (2 * o.q_blocks), batch = pair / o.q_heads, head = pair % o.q_heads;
+  const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
+  const int first = index % (2 * o.q_blocks) * 64 + threadIdx.x / 32 * 16 + lane / LANES;
+  const Reader reader(query, batch, head, channel, s.head_dim, o.q_len);
+  uint4 x[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) x[i] = reader.load_for_the_last_time(first + i * ROWS);
+  const int64 row = static_cast<int64>(pair) * o.q_blocks * BLOCK + first;
+
+  // Magnitudes of 16 bits order as integers do; a word has those of two tokens.
+  uint32 largest[LOADS / 2];
+#pragma unroll
+  for (int i = 0; i < LOADS / 2; i++) {
+    auto of_token = [&](const uint4& y) {
+      constexpr uint32 SIGNS = 0x80008000;
+      return __vmaxu2(__vmaxu2(y.x & ~SIGNS, y.y & ~SIGNS), __vmaxu2(y.z & ~SIGNS, y.w & ~SIGNS));
+    };
+    const uint32 even = of_token(x[2 * i]), odd = of_token(x[2 * i + 1]);
+    largest[i] = __vmaxu2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2)
+      largest[i] = __vmaxu2(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
+  }
+  // A lane makes one token's scale, and lends it to the token's others.
+  const int token = lane % LOADS;
+  uint32 own = largest[0];
+#pragma unroll
+  for (int i = 1; i < LOADS / 2; i++)
+    if (token / 2 == i) own = largest[i];
+  const float scale = int8_scale(float_of(own >> token % 2 * 16 & 0xFFFF));
+  const float inverse = reciprocal(scale);
+  if (lane % LANES < LOADS) o.query_scale[row + token * ROWS] = scale;
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    float y[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) y[c] = channel_of(x[i], c);
+    const float of_token = __shfl_sync(~0u, inverse, lane / LANES * LANES + i);
+    store_codes(y, of_token, of_token == of_token, o.query + (row + i * ROWS) * CHANNELS + channel);
+  }
+  if (MEAN_SCORE) {
+    wait_for_previous_kernel();
+    float mean[8];
+    load_floats(s.line(batch * s.kv_heads + head / (o.q_heads / s.kv_heads), s.KEY_MEAN) + channel, mean);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      float score = 0.0f;
+#pragma unroll
+      for (int c = 0; c < 8; c++) score = __fmaf_rn(channel_of(x[i], c), mean[c], score);
+#pragma unroll
+      for (int distance = 1; distance < LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
+      if (lane % LANES == 0) o.mean_score[row + i * ROWS] = score;
+    }
+  }
+}
+
+// 64 tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same threads of the
+// forward kernel get.
+DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, int pair, int block) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8;
+  const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, channel, s.head_dim, s.kv_len);
+  auto token = [&](int i) {
+    const int number = i * ROWS + lane / LANES;  // of the warp's 16
+    return block * 64 + number / 2 * 8 + warp * 2 + number % 2;
+  };
+  uint4 x[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) x[i] = reader.load_for_the_last_time(token(i));
+  wait_for_previous_kernel();
+  float mean[8];
+  load_floats(s.line(pair, s.KEY_MEAN) + channel, mean);
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    float of_token = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 8; c++) of_token = larger_magnitude(of_token, __fsub_rn(channel_of(x[i], c), mean[c]));
+    if (token(i) < s.kv_len) largest = larger_magnitude(largest, of_token);
+  }
+  largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
+  const float scale = round_up_to_bfloat16(int8_scale(largest)), inverse = reciprocal(scale);
+  if (lane == 0)
+    o.key_scale[(static_cast<int64>(pair) * s.blocks * 2 + block) * 4 + warp] =
+        scale == scale ? __float_as_uint(scale) >> 16 : 0x7FFF;
+  const int64 row = static_cast<int64>(pair) * s.blocks * BLOCK;
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    float y[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) y[c] = __fsub_rn(channel_of(x[i], c), mean[c]);
+    const bool keep = token(i) < s.kv_len && inverse == inverse;
+    store_codes(y, inverse, keep, o.key + (row + token(i)) * CHANNELS + channel);
+  }
+}
+
+// 128 tokens and VALUE_CHANNELS channels of V of one pair, transposed. Among each 16, tokens lie in the order 0 1 8 9
+// 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels.
+DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Operands& o, int pair, int index) {
+  // By channel; their 16-byte parts are exchanged from 8 channels to 8 channels.
+  __shared__ alignas(16) uint32 codes[VALUE_CHANNELS][BLOCK / 4];
+  constexpr int PARTS = CHANNELS / VALUE_CHANNELS;
+  const int block = index / PARTS, first_channel = index % PARTS * VALUE_CHANNELS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % 8, quad = lane / 8;
+  const int channel = first_channel + eight * 8;
+  const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, channel, s.v_head_dim, s.kv_len);
+  auto token = [&](int i) { return block * BLOCK + (warp * 2 + i / 4) * 16 + i / 2 % 2 * 8 + quad * 2 + i % 2; };
+  uint4 x[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = reader.load_for_the_last_time(token(i));
+  wait_for_previous_kernel();
+  float mean[8], inverse[8];
+  load_floats(s.value_mean + pair * CHANNELS + channel, mean);
+  load_floats(s.line(pair, s.VALUE_INVERSE) + channel, inverse);
+#pragma unroll
+  for (int group = 0; group < 2; group++) {
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      float y[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float centred = __fsub_rn(channel_of(x[group * 4 + i], c), mean[c]);
+        y[i] = __fmul_rn(token(group * 4 + i) < s.kv_len ? centred : 0.0f, inverse[c]);
+      }
+      codes[eight * 8 + c][(warp * 2 + group ^ eight) * 4 + quad] = to_e4m3(y[0], y[1], y[2], y[3]);
+    }
+  }
+  __syncthreads();
+  const int64 row = static_cast<int64>(pair) * CHANNELS + first_channel;
+#pragma unroll
+  for (int i = 0; i < VALUE_CHANNELS / 16; i++) {
+    const int line = i * 16 + threadIdx.x / 8, part = threadIdx.x % 8;
+    uint8* into = o.value + (row + line) * s.blocks * BLOCK + block * BLOCK + part * 16;
+    *reinterpret_cast<uint4*>(into) = *reinterpret_cast<const uint4*>(codes[line] + (part ^ line / 8) * 4);
+  }
+}
+
+// Blocks of the grid: some of Q, for which the statistics need not be complete; K and V, from the last pair to the
+// first, while the L2 cache holds what `statistics` read last; the others of Q.
+extern "C" __global__ void __launch_bounds__(128, 8)
+    quantize(const __grid_constant__ Tokens query, const __grid_constant__ Tokens key,
+             const __grid_constant__ Tokens value, const __grid_constant__ Statistics s,
+             const __grid_constant__ Operands o) {
+  let_next_kernel_start();
+  const int of_key = 2 * s.blocks, of_pair = of_key + s.blocks * (CHANNELS / VALUE_CHANNELS);
+  const int index = static_cast<int>(blockIdx.x) - o.early;
+  if (index < 0 || index >= o.pairs * of_pair) {
+    quantize_query(query, s, o, index < 0 ? blockIdx.x : blockIdx.x - o.pairs * of_pair);
+    return;
+  }
+  const int pair = o.pairs - 1 - index / of_pair, number = index % of_pair;
+  if (number < of_key)
+    quantize_key(key, s, o, pair, number);
+  else
+    quantize_value(value, s, o, pair, number - of_key);
+}
