@@ -260,7 +260,7 @@ def bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("x", "box", "swizzle"),
     [
-        (bits(40, 48, dtype=torch.int8), (16, 32), 0),
+        (bits(40, 64, dtype=torch.int8), (16, 32), 0),
         (bits(40, 64, dtype=torch.float32), (16, 64), 0),
         (bits(40, 64, dtype=torch.uint8), (16, 32), 32),
         (bits(3, 40, 48, dtype=torch.float16), (1, 16, 16), 32),

@@ -24,6 +24,8 @@ SIZES = (
     (1, 6, 2, 700, 64),
     (1, 3, 1, 129, 4113),
     (1, 2, 2, 2000, 9000),
+    (2, 24, 8, 1500, 700),  # several items a multiprocessor, even and odd numbers of tiles
+    (2, 24, 8, 1500, 800),
 )
 CAUSAL = ((False, 0), (True, 0), (True, 37), (True, -100), (True, -5000))
 HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.float16))

@@ -18,6 +18,8 @@ constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
+// The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
+constexpr int PRODUCTS_DONE = 1;
 constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V side by side in shared memory
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
 constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
@@ -250,27 +252,29 @@ struct Consumer {
       scores[i] = __float_as_int(p);
     }
   }
-  DEVICE void end_chunk(int chunk) {
-    const int i = chunk * CHUNK;
-    auto p = [&](int n) { return __int_as_float(scores[i + n]); };
-    const uint32 first = to_e4m3(p(0), p(1), p(4), p(5)), second = to_e4m3(p(2), p(3), p(6), p(7));
-    scores[i] = first, scores[i + 1] = second;
+  DEVICE void pack_chunk(int chunk) {
+    auto p = [&](int i) { return __int_as_float(scores[chunk * CHUNK + i]); };
+    weights[2 * chunk] = to_e4m3(p(0), p(1), p(4), p(5));
+    weights[2 * chunk + 1] = to_e4m3(p(2), p(3), p(6), p(7));
   }
-  template <int ODD, bool MASKED>
-  DEVICE void weigh_scores() {
+  // `await_products` waits until the matrix products have read the weights of the last tile.
+  template <int ODD, bool MASKED, typename Await>
+  DEVICE void weigh_scores(Await await_products) {
     begin_chunk<ODD, MASKED>(0);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       exponentiate_chunk(c);
       if (c + 1 < CHUNKS) begin_chunk<ODD, MASKED>(c + 1);
-      if (c > 0) end_chunk(c - 1);
-    }
-    end_chunk(CHUNKS - 1);
-  }
-  // The weights stay in place of the scores until the matrix products have read those of the last tile.
-  DEVICE void take_weights() {
+      if (c == PRODUCTS_DONE) {
+        pin(scores);
+        await_products();
 #pragma unroll
-    for (int i = 0; i < SCORES / 4; i++) weights[i] = scores[i / 2 * CHUNK + i % 2];
+        for (int i = 0; i < c; i++) pack_chunk(i);
+      } else if (c > PRODUCTS_DONE) {
+        pack_chunk(c - 1);
+      }
+    }
+    pack_chunk(CHUNKS - 1);
     pin(weights);
   }
 
@@ -318,7 +322,6 @@ struct Consumer {
   // P·V of the last tile runs while this tile's scores become weights.
   template <int ODD, bool MASKED>
   DEVICE void step(int tile) {
-    wait(barriers.k_full[ODD], parity);
     fence_products();
     begin_scores(ODD);
     fence_products();
@@ -327,25 +330,19 @@ struct Consumer {
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
     find_maxima<ODD, MASKED>(tile);
-    weigh_scores<ODD, MASKED>();
-    pin(scores);
-    // This wait is a branch, above which the compiler does not move the wait for P·V.
-    wait(barriers.v_full[ODD], parity);
-    wait_products<0>();
-    pin(outputs);
-    arrive_as_warp(barriers.v_empty[ODD ^ 1]);
-    take_weights();
+    weigh_scores<ODD, MASKED>([&] {
+      // The compiler moves no wait for products above these, which are branches.
+      if (tile + 1 < item.tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
+      wait(barriers.v_full[ODD], parity);
+      wait_products<0>();
+      pin(outputs);
+      arrive_as_warp(barriers.v_empty[ODD ^ 1]);
+    });
     if (grows) {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
     }
     if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
-  }
-
-  template <bool MASKED>
-  DEVICE void weigh_first_tile() {
-    find_maxima<0, MASKED>(0);
-    weigh_scores<0, MASKED>();
   }
 
   // What an item's outputs need beside themselves.
@@ -400,6 +397,15 @@ struct Consumer {
     }
   }
 
+  template <bool MASKED>
+  DEVICE void weigh_first_tile() {
+    find_maxima<0, MASKED>(0);
+    weigh_scores<0, MASKED>([&] {
+      if (item.tiles > 1) wait(barriers.k_full[1], parity);
+      wait_products<0>();
+    });
+  }
+
   // The first tile of an item, and the last P·V of the one before it. Before the first item and behind the last one,
   // products that nobody reads take their place: those that are in flight must not depend on a condition.
   DEVICE bool begin_item(int round, int& whole) {
@@ -436,12 +442,9 @@ struct Consumer {
         weigh_first_tile<false>();
       else
         weigh_first_tile<true>();
-      pin(scores);
-      wait(barriers.v_full[0], parity);
     }
     wait_products<0>();
     pin(outputs);
-    take_weights();
     if (round > 0) {
       arrive_as_warp(barriers.v_empty[last]);
       store(ending);
@@ -450,6 +453,7 @@ struct Consumer {
     has_sums = false;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+    if (more) wait(barriers.v_full[0], parity);  // its stage may be the one that has just become free
     return more;
   }
 

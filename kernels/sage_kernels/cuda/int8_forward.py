@@ -54,7 +54,7 @@ class Config:
             "HEAD_DIM": self.head_dim,
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block_n,
-            "SUMMED_TILES": 48 if self.block_n == 128 else 64,
+            "SUMMED_TILES": 24 if self.block_n == 128 else 32,
             "CAUSAL": int(is_causal),
             "LSE": int(return_lse),
             "OUTPUT_FLOAT16": int(dtype == torch.float16),
@@ -65,7 +65,7 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`ops.attention` of `sage2` without a mask; arguments as of `triton.int8_forward.attention`."""
-    return calls.attention(_attend, (0, 0), query, key, value, **call)
+    return calls.attention(_attend, (0, 0), query, key, value, mask=None, **call)
 
 
 def _attend(

@@ -89,7 +89,8 @@ def launch(
 
 
 def tensor_map(x: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
-    """How the tensor memory accelerator finds a tensor's boxes. Elements beyond the tensor's ends read as 0.
+    """How the tensor memory accelerator finds a tensor's boxes. Elements beyond the tensor's ends read as 0. A box
+    begins a multiple of 16 bytes behind the start of the last axis, or the kernel fails.
 
     Args:
         x: of 2 to 5 axes, the last one contiguous; address and other strides are multiples of 16 bytes. int8, uint8

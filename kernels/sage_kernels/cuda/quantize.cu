@@ -13,9 +13,11 @@ constexpr int SHARERS = 8;           // blocks of the grid that share K, or V, o
 constexpr int VALUE_CHANNELS = 64;   // of V in a block of `quantize`
 constexpr float ONE_127TH = 1.0 / 127.0, ONE_448TH = 1.0 / 448.0;
 constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, MIN_MEAN = 1.0f / 64.0f;
-// float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low bits.
+// float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
+// bits.
 constexpr float ROUNDER = 12582912.0f;
-constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80, LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
+constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
+                 LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
 
 // Q, K or V: channels are contiguous, strides count elements.
 struct Tokens {
@@ -36,8 +38,8 @@ struct Statistics {
 
   enum Line {
     KEY_MEAN,
-    VALUE_INVERSE,            // what V without its mean is multiplied by
-    EXTREMA,                  // of V, by sharer: largest, smallest, and 1 where all are finite
+    VALUE_INVERSE,                // what V without its mean is multiplied by
+    EXTREMA,                      // of V, by sharer: largest, smallest, and 1 where all are finite
     SUMS = EXTREMA + 3 * SHARERS  // of K's blocks of 128 tokens, then of V's
   };
 };
@@ -86,9 +88,7 @@ DEVICE uint32 smaller(uint32 x, uint32 y) {
 // Ones in the halves that are infinite or NaN.
 DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
 
-DEVICE uint32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-
-DEVICE float channel_of(const uint4& x, int i) { return i % 2 ? second_of(word(x, i / 2)) : first_of(word(x, i / 2)); }
+DEVICE float channel_of(const uint32 (&x)[4], int i) { return i % 2 ? second_of(x[i / 2]) : first_of(x[i / 2]); }
 
 // ---- Scales and codes ----
 
@@ -120,20 +120,31 @@ DEVICE uint32 to_int8(float a, float b, float c, float d) {
 
 // ---- Tokens ----
 
-// Eight channels of a token; zeros where there are none.
+// Eight channels of tokens from a first one on; zeros where there are none.
 struct Reader {
   const uint16* from;
   int64 stride;
-  int length;
+  int left;  // tokens
 
-  DEVICE Reader(const Tokens& x, int64 batch, int64 head, int channel, int channels, int tokens)
-      : from(x.first + batch * x.batch_stride + head * x.head_stride + channel),
+  DEVICE Reader(const Tokens& x, int64 batch, int64 head, int token, int tokens, int channel, int channels)
+      : from(x.first + batch * x.batch_stride + head * x.head_stride + token * x.token_stride + channel),
         stride(x.token_stride),
-        length(channel < channels ? tokens : 0) {}
+        left(channel < channels ? tokens - token : 0) {}
 
-  DEVICE const uint4* at(int token) const { return reinterpret_cast<const uint4*>(from + token * stride); }
-  DEVICE uint4 load(int token) const { return token < length ? *at(token) : uint4{0, 0, 0, 0}; }
-  DEVICE uint4 load_for_the_last_time(int token) const { return token < length ? __ldcs(at(token)) : uint4{0, 0, 0, 0}; }
+  DEVICE bool has(int number) const { return number < left; }
+
+  DEVICE void skip(int tokens) {
+    from += tokens * stride;
+    left -= tokens;
+  }
+
+  // Token `number`; LAST: nobody reads it again.
+  template <bool LAST>
+  DEVICE void load(int number, bool exists, uint32 (&x)[4]) const {
+    const uint4* at = reinterpret_cast<const uint4*>(from + number * stride);
+    const uint4 y = !exists ? make_uint4(0, 0, 0, 0) : LAST ? __ldcs(at) : *at;
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  }
 };
 
 template <int N>
@@ -148,16 +159,16 @@ DEVICE void load_floats(const float* from, float (&x)[N]) {
 // ---- Statistics ----
 
 // The threads of a block hold 8 rows: tokens, or sums of tokens, whose index differs by multiples of 8. Rows of a warp
-// differ by STEP.
-constexpr int STEP = 8 / ROWS;
+// differ by WARPS.
+constexpr int WARPS = 8 / ROWS;
 
-template <int N>
-DEVICE float tree_sum(float (&x)[N]) {
-#pragma unroll
-  for (int half = N / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int i = 0; i < half; i++) x[i] = __fadd_rn(x[i], x[i + half]);
-  return x[0];
+// By a tree of halves: of the elements from `at` on that lie STEP apart.
+template <int STEP = 1, int N>
+DEVICE float tree_sum(const float (&x)[N], int at = 0) {
+  if constexpr (STEP == N)
+    return x[at];
+  else
+    return __fadd_rn(tree_sum<2 * STEP>(x, at), tree_sum<2 * STEP>(x, at + STEP));
 }
 
 // Sum of the rows of a warp, in the tree's order.
@@ -169,27 +180,27 @@ DEVICE float sum_of_warp(float x) {
 
 // Of 128 tokens, in the block's shared memory, by warp.
 struct Partial {
-  float sum[STEP][CHANNELS];
-  uint32 largest[STEP][CHANNELS / 2], smallest[STEP][CHANNELS / 2];
-  uint32 rejected[STEP][CHANNELS / 2];  // ones where an element is not finite
+  float sum[WARPS][CHANNELS];
+  uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
+  uint32 rejected[WARPS][CHANNELS / 2];  // ones where an element is not finite
 };
 
-// Reduce 128 tokens from `first` on. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
+// Reduce 128 tokens. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
 template <bool CAREFUL>
-DEVICE void reduce_tokens(const Reader& reader, int first, int tokens, Partial& partial) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * STEP;
-  uint4 x[16];
+DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32 x[16][4];
 #pragma unroll
-  for (int i = 0; i < 16; i++) x[i] = reader.load(first + i * 8 + row);
+  for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     float of_first[16], of_second[16];
     uint32 largest, smallest, rejected = 0;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      uint32 pair = word(x[i], w), low = pair, high = pair;
+      uint32 pair = x[i][w], low = pair, high = pair;
       if (CAREFUL) {
-        const uint32 bad = not_finite(pair), absent = first + i * 8 + row < tokens ? bad : ~0u;
+        const uint32 bad = not_finite(pair), absent = reader.has(i * 8) ? bad : ~0u;
         rejected |= bad;
         pair &= ~bad;
         high = pair & ~absent | (EXPONENTS | 0x80008000) & absent;
@@ -217,37 +228,33 @@ DEVICE void reduce_tokens(const Reader& reader, int first, int tokens, Partial& 
 }
 
 // Channel `threadIdx.x` of the tokens or sums that the block reduced.
-DEVICE float total_of_warps(const float (&sum)[STEP][CHANNELS]) {
-  float x[STEP];
+DEVICE float total_of_warps(const float (&sum)[WARPS][CHANNELS]) {
+  float x[WARPS];
 #pragma unroll
-  for (int i = 0; i < STEP; i++) x[i] = sum[i][threadIdx.x];
+  for (int i = 0; i < WARPS; i++) x[i] = sum[i][threadIdx.x];
   return tree_sum(x);
 }
 
 // The block's share of the blocks of 128 tokens of K, or of V: their sums, and in `extrema` V's largest and smallest
 // elements and whether all are finite.
-DEVICE void reduce_blocks(const Reader& reader, int tokens, int blocks, float* sums, float* extrema) {
+DEVICE void reduce_blocks(Reader reader, int blocks, float* sums, float* extrema) {
   __shared__ Partial partial;
   const int channel = threadIdx.x;
   float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
 #pragma unroll 1
   for (int block = blockIdx.x % SHARERS; block < blocks; block += SHARERS) {
-    bool careful = (block + 1) * BLOCK > tokens;
-    float sum;
-#pragma unroll 1
-    while (true) {
-      if (careful)
-        reduce_tokens<true>(reader, block * BLOCK, tokens, partial);
-      else
-        reduce_tokens<false>(reader, block * BLOCK, tokens, partial);
+    bool careful = block == blocks - 1;
+    if (!careful) {
+      reduce_tokens<false>(reader, partial);
       __syncthreads();
-      sum = total_of_warps(partial.sum);
-      if (careful || !__syncthreads_or(!is_finite(sum))) break;
-      careful = true;
+      careful = __syncthreads_or(!is_finite(total_of_warps(partial.sum)));
     }
-    sums[static_cast<int64>(block) * CHANNELS + channel] = sum;
+    if (careful) reduce_tokens<true>(reader, partial);
+    __syncthreads();
+    sums[static_cast<int64>(block) * CHANNELS + channel] = total_of_warps(partial.sum);
+    reader.skip(SHARERS * BLOCK);
 #pragma unroll
-    for (int i = 0; i < STEP; i++) {
+    for (int i = 0; i < WARPS; i++) {
       auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
       largest = fmaxf(largest, half(partial.largest[i]));
       smallest = fminf(smallest, half(partial.smallest[i]));
@@ -262,8 +269,8 @@ DEVICE void reduce_blocks(const Reader& reader, int tokens, int blocks, float* s
 // A channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have LANES
 // channels each; all of a block's threads call, those of the first LANES get the mean.
 DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
-  __shared__ float partial[STEP][LANES];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * STEP;
+  __shared__ float partial[WARPS][LANES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * WARPS;
   float total = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < blocks; first += BLOCK) {
@@ -276,9 +283,9 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
     const float of_warp = sum_of_warp(tree_sum(x));
     if (lane < LANES) partial[warp][lane] = of_warp;
     __syncthreads();
-    float y[STEP];
+    float y[WARPS];
 #pragma unroll
-    for (int i = 0; i < STEP; i++) y[i] = partial[i][lane % LANES];
+    for (int i = 0; i < WARPS; i++) y[i] = partial[i][lane % LANES];
     total = __fadd_rn(total, tree_sum(y));
     __syncthreads();
   }
@@ -293,9 +300,10 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
   const int sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
   const bool of_value = blockIdx.x / SHARERS % 2;
   float* sums = s.line(pair, s.SUMS + of_value * s.blocks);
-  const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, threadIdx.x % LANES * 8,
-                      of_value ? s.v_head_dim : s.head_dim, s.kv_len);
-  reduce_blocks(reader, s.kv_len, s.blocks, sums, of_value ? s.line(pair, s.EXTREMA + 3 * sharer) : nullptr);
+  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
+  const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, sharer * BLOCK + row, s.kv_len,
+                      threadIdx.x % LANES * 8, of_value ? s.v_head_dim : s.head_dim);
+  reduce_blocks(reader, s.blocks, sums, of_value ? s.line(pair, s.EXTREMA + 3 * sharer) : nullptr);
   sync_cluster();
   const int channel = sharer * LANES + threadIdx.x % LANES;
   float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, s.kv_len);
@@ -341,19 +349,36 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
   const int pair = index / (2 * o.q_blocks), batch = pair / o.q_heads, head = pair % o.q_heads;
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
   const int first = index % (2 * o.q_blocks) * 64 + threadIdx.x / 32 * 16 + lane / LANES;
-  const Reader reader(query, batch, head, channel, s.head_dim, o.q_len);
-  uint4 x[LOADS];
+  const Reader reader(query, batch, head, first, o.q_len, channel, s.head_dim);
+  uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) x[i] = reader.load_for_the_last_time(first + i * ROWS);
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
   const int64 row = static_cast<int64>(pair) * o.q_blocks * BLOCK + first;
+
+  if (MEAN_SCORE) {
+    wait_for_previous_kernel();
+    float mean[8];
+    load_floats(s.line(batch * s.kv_heads + head / (o.q_heads / s.kv_heads), s.KEY_MEAN) + channel, mean);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      float score = 0.0f;
+#pragma unroll
+      for (int c = 0; c < 8; c++) score = __fmaf_rn(channel_of(x[i], c), mean[c], score);
+#pragma unroll
+      for (int distance = 1; distance < LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
+      if (lane % LANES == 0) o.mean_score[row + i * ROWS] = score;
+    }
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) pin(x[i]);  // they become float32 again below: that takes fewer registers
+  }
 
   // Magnitudes of 16 bits order as integers do; a word has those of two tokens.
   uint32 largest[LOADS / 2];
 #pragma unroll
   for (int i = 0; i < LOADS / 2; i++) {
-    auto of_token = [&](const uint4& y) {
-      constexpr uint32 SIGNS = 0x80008000;
-      return __vmaxu2(__vmaxu2(y.x & ~SIGNS, y.y & ~SIGNS), __vmaxu2(y.z & ~SIGNS, y.w & ~SIGNS));
+    auto of_token = [](const uint32(&y)[4]) {
+      constexpr uint32 MAGNITUDES = 0x7FFF7FFF;
+      return __vmaxu2(__vmaxu2(y[0] & MAGNITUDES, y[1] & MAGNITUDES), __vmaxu2(y[2] & MAGNITUDES, y[3] & MAGNITUDES));
     };
     const uint32 even = of_token(x[2 * i]), odd = of_token(x[2 * i + 1]);
     largest[i] = __vmaxu2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
@@ -378,34 +403,18 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
     const float of_token = __shfl_sync(~0u, inverse, lane / LANES * LANES + i);
     store_codes(y, of_token, of_token == of_token, o.query + (row + i * ROWS) * CHANNELS + channel);
   }
-  if (MEAN_SCORE) {
-    wait_for_previous_kernel();
-    float mean[8];
-    load_floats(s.line(batch * s.kv_heads + head / (o.q_heads / s.kv_heads), s.KEY_MEAN) + channel, mean);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      float score = 0.0f;
-#pragma unroll
-      for (int c = 0; c < 8; c++) score = __fmaf_rn(channel_of(x[i], c), mean[c], score);
-#pragma unroll
-      for (int distance = 1; distance < LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
-      if (lane % LANES == 0) o.mean_score[row + i * ROWS] = score;
-    }
-  }
 }
 
 // 64 tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same threads of the
 // forward kernel get.
 DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, int pair, int block) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8;
-  const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, channel, s.head_dim, s.kv_len);
-  auto token = [&](int i) {
-    const int number = i * ROWS + lane / LANES;  // of the warp's 16
-    return block * 64 + number / 2 * 8 + warp * 2 + number % 2;
-  };
-  uint4 x[LOADS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8, of_load = lane / LANES;
+  const int first = block * 64 + of_load / 2 * 8 + warp * 2 + of_load % 2;
+  constexpr int APART = ROWS / 2 * 8;  // tokens of a thread
+  const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.head_dim);
+  uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) x[i] = reader.load_for_the_last_time(token(i));
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * APART, reader.has(i * APART), x[i]);
   wait_for_previous_kernel();
   float mean[8];
   load_floats(s.line(pair, s.KEY_MEAN) + channel, mean);
@@ -415,21 +424,23 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
     float of_token = 0.0f;
 #pragma unroll
     for (int c = 0; c < 8; c++) of_token = larger_magnitude(of_token, __fsub_rn(channel_of(x[i], c), mean[c]));
-    if (token(i) < s.kv_len) largest = larger_magnitude(largest, of_token);
+    if (reader.has(i * APART)) largest = larger_magnitude(largest, of_token);
   }
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) pin(x[i]);  // the mean is subtracted again below: that takes fewer registers
   largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
   const float scale = round_up_to_bfloat16(int8_scale(largest)), inverse = reciprocal(scale);
   if (lane == 0)
     o.key_scale[(static_cast<int64>(pair) * s.blocks * 2 + block) * 4 + warp] =
         scale == scale ? __float_as_uint(scale) >> 16 : 0x7FFF;
-  const int64 row = static_cast<int64>(pair) * s.blocks * BLOCK;
+  const int64 row = static_cast<int64>(pair) * s.blocks * BLOCK + first;
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     float y[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) y[c] = __fsub_rn(channel_of(x[i], c), mean[c]);
-    const bool keep = token(i) < s.kv_len && inverse == inverse;
-    store_codes(y, inverse, keep, o.key + (row + token(i)) * CHANNELS + channel);
+    const bool keep = reader.has(i * APART) && inverse == inverse;
+    store_codes(y, inverse, keep, o.key + (row + i * APART) * CHANNELS + channel);
   }
 }
 
@@ -442,11 +453,12 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   const int block = index / PARTS, first_channel = index % PARTS * VALUE_CHANNELS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % 8, quad = lane / 8;
   const int channel = first_channel + eight * 8;
-  const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, channel, s.v_head_dim, s.kv_len);
-  auto token = [&](int i) { return block * BLOCK + (warp * 2 + i / 4) * 16 + i / 2 % 2 * 8 + quad * 2 + i % 2; };
-  uint4 x[8];
+  const int first = block * BLOCK + warp * 32 + quad * 2;
+  const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.v_head_dim);
+  auto number = [](int i) { return i / 4 * 16 + i / 2 % 2 * 8 + i % 2; };
+  uint32 x[8][4];
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = reader.load_for_the_last_time(token(i));
+  for (int i = 0; i < 8; i++) reader.load<true>(number(i), reader.has(number(i)), x[i]);
   wait_for_previous_kernel();
   float mean[8], inverse[8];
   load_floats(s.value_mean + pair * CHANNELS + channel, mean);
@@ -459,7 +471,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float centred = __fsub_rn(channel_of(x[group * 4 + i], c), mean[c]);
-        y[i] = __fmul_rn(token(group * 4 + i) < s.kv_len ? centred : 0.0f, inverse[c]);
+        y[i] = __fmul_rn(reader.has(number(group * 4 + i)) ? centred : 0.0f, inverse[c]);
       }
       codes[eight * 8 + c][(warp * 2 + group ^ eight) * 4 + quad] = to_e4m3(y[0], y[1], y[2], y[3]);
     }

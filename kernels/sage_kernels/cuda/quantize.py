@@ -1,0 +1,125 @@
+"""The operands of `sage2` on Hopper, made by `quantize.cu`: those of the Triton quantisers, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from ..triton.int8_forward import Int8Operands
+from ..triton.sequences import BLOCK, ceil_div, power_of_two
+from . import jit
+
+SOURCE = "quantize.cu"
+SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
+LINES = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
+ALIGNMENT = 16  # bytes
+CHANNELS = (64, 128)  # of an operand
+# Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
+EARLY = 512
+
+
+def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `quantize_operands` takes these.
+
+    It does so if they are of one dtype, float16 or bfloat16, with head_dim and v_head_dim multiples of 8, both 33 to 64
+    or both 65 to 128, their channels contiguous, and their addresses and other strides multiples of 16 bytes.
+    """
+    channels = power_of_two(query.shape[-1])
+    return (
+        query.dtype == key.dtype == value.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and channels in CHANNELS
+        and channels == power_of_two(value.shape[-1])
+        and all(_is_aligned(x) for x in (query, key, value))
+    )
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    elements = ALIGNMENT // x.itemsize
+    strides = (stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
+    return (
+        x.stride(-1) == 1
+        and x.shape[-1] % elements == 0
+        and x.data_ptr() % ALIGNMENT == 0
+        and all(stride % elements == 0 for stride in strides)
+    )
+
+
+def macros(channels: int, dtype: torch.dtype, return_lse: bool) -> dict[str, int]:
+    """The compile-time constants of quantize.cu."""
+    return {"CHANNELS": channels, "FLOAT16": int(dtype == torch.float16), "MEAN_SCORE": int(return_lse)}
+
+
+def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool) -> Int8Operands:
+    """Transform and quantise Q, K, V as `reference.quantize_operands` does by `sage2`.
+
+    Args:
+        query: (batch, q_heads, q_len, head_dim); it and the others are such as `serves` accepts.
+        key: (batch, kv_heads, kv_len, head_dim).
+        value: (batch, kv_heads, kv_len, v_head_dim).
+        return_lse: the operands have a mean_score.
+
+    Returns:
+        As `triton.int8_forward.quantize_operands`. The kernel that writes them lets the stream's next one start early.
+
+    Raises:
+        CompileError: see `jit.launch`.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    _, kv_heads, kv_len, v_head_dim = value.shape
+    channels, pairs = power_of_two(head_dim), batch * kv_heads
+    q_blocks, blocks = ceil_div(q_len, BLOCK), ceil_div(kv_len, BLOCK)
+    q_shape, kv_shape = (batch, q_heads, q_blocks * BLOCK), (batch, kv_heads, blocks * BLOCK)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return query.new_empty(shape, dtype=dtype)
+
+    lines = new(batch, kv_heads, LINES + 2 * blocks, channels)
+    operands = Int8Operands(
+        new(*q_shape, channels, dtype=torch.int8),
+        new(*q_shape),
+        new(*kv_shape, channels, dtype=torch.int8),
+        new(batch, kv_heads, blocks * 2, 4, dtype=torch.bfloat16),
+        new(batch, kv_heads, channels, blocks * BLOCK, dtype=torch.float8_e4m3fn),
+        new(batch, kv_heads, channels),
+        new(batch, kv_heads, channels),
+        new(*q_shape) if return_lse else None,
+    )
+    tokens = [(x, *(jit.Int64(stride) for stride in x.stride()[:3])) for x in (query, key, value)]
+    statistics = (
+        *(lines, operands.value_mean, operands.value_scale),
+        *(kv_heads, head_dim, v_head_dim, kv_len, blocks),
+    )
+    constants = macros(channels, query.dtype, return_lse)
+    of_query = q_blocks * 2 * batch * q_heads
+    of_key_and_value = pairs * blocks * (2 + channels // 64)
+    early = 0 if return_lse else min(EARLY, of_query)
+    jit.launch(
+        SOURCE,
+        "statistics",
+        constants,
+        (2 * pairs * SHARERS,),
+        (channels,),
+        0,
+        (*tokens[1:], statistics),
+        query.device,
+    )
+    jit.launch(
+        SOURCE,
+        "quantize",
+        constants,
+        (of_query + of_key_and_value,),
+        (128,),
+        0,
+        (
+            *tokens,
+            statistics,
+            (
+                *(operands.query, operands.query_scale, operands.key, operands.key_scale, operands.value),
+                operands.mean_score,
+                *(pairs, q_heads, q_len, q_blocks, early),
+            ),
+        ),
+        query.device,
+        dependent=True,
+    )
+    return operands
