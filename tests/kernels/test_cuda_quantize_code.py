@@ -82,8 +82,7 @@ def test_serves_what_is_aligned():
     query, key, value = tensors()
     assert quantize.serves(query, key[:, :1].expand_as(key), value)
     assert quantize.serves(query[:, :, :1, 8:], key[..., 8:], value)
-    # The stride of an axis with one element is nobody's.
-    assert quantize.serves(query.as_strided((1, 4, 300, 128), (7, 300 * 128, 128, 1)), key[:1], value[:1])
+    assert quantize.serves(query[:1], key[:1, :1], value[:1, :1])
 
 
 @pytest.mark.parametrize(

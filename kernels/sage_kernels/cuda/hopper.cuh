@@ -77,12 +77,13 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row,
       : "memory");
 }
 
-// Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
-DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(into)),
-               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
-               : "memory");
+// Load the map's box at (slice, row, column).
+DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int slice, int row, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(shared_address(into)),
+      "l"(&map), "r"(column), "r"(row), "r"(slice), "r"(shared_address(&barrier))
+      : "memory");
 }
 
 // Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.
@@ -172,6 +173,7 @@ constexpr uint32 LAYOUT = SWIZZLE<WIDTH> << 30 | 8 * WIDTH / 16;
         : OPERANDS_##N("+r", x)                                                                                 \
         : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                                                        \
   }
+INT8_PRODUCT(32, "64", "%32", "%33", "%34", "%35")
 INT8_PRODUCT(48, "96", "%48", "%49", "%50", "%51")
 INT8_PRODUCT(64, "128", "%64", "%65", "%66", "%67")
 

@@ -10,7 +10,7 @@ constexpr int BLOCK = 128;           // tokens whose sum is a tree, and to whose
 constexpr int LANES = CHANNELS / 8;  // that hold a token
 constexpr int ROWS = 32 / LANES;     // tokens that a warp loads at once
 constexpr int SHARERS = 8;           // blocks of the grid that share K, or V, of a pair: a cluster
-constexpr int VALUE_CHANNELS = 64;   // of V in a block of `quantize`
+constexpr int VALUE_CHANNELS = 64, PARTS = CHANNELS / VALUE_CHANNELS;  // of V in a block of `quantize`
 constexpr float ONE_127TH = 1.0 / 127.0, ONE_448TH = 1.0 / 448.0;
 constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, MIN_MEAN = 1.0f / 64.0f;
 // float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
@@ -30,9 +30,10 @@ struct Statistics {
   float* lines;       // (batch, kv_heads, SUMS + 2 * blocks, CHANNELS)
   float* value_mean;  // (batch, kv_heads, CHANNELS)
   float* value_scale;
-  int kv_heads, head_dim, v_head_dim, kv_len, blocks;
+  uint32 kv_heads, blocks;
+  int head_dim, v_head_dim, kv_len;
 
-  DEVICE float* line(int pair, int number) const {
+  DEVICE float* line(uint32 pair, uint32 number) const {
     return lines + (static_cast<int64>(pair) * (SUMS + 2 * blocks) + number) * CHANNELS;
   }
 
@@ -51,8 +52,9 @@ struct Operands {
   uint16* key_scale;   // bfloat16 (batch, kv_heads, blocks * 2, 4)
   uint8* value;        // (batch, kv_heads, CHANNELS, blocks * 128)
   float* mean_score;   // as query_scale, if MEAN_SCORE
-  int pairs, q_heads, q_len, q_blocks;
-  int early;  // blocks of the grid that quantise Q before others do K and V
+  uint32 pairs, q_heads, q_blocks;
+  uint32 early;  // blocks of the grid that quantise Q before others do K and V
+  int q_len;
 };
 
 // ---- 16-bit numbers, of which a word has two ----
@@ -68,20 +70,21 @@ DEVICE float float_of(uint32 x) {
 DEVICE float first_of(uint32 x) { return float_of(x & 0xFFFF); }
 DEVICE float second_of(uint32 x) { return FLOAT16 ? float_of(x >> 16) : __uint_as_float(x & 0xFFFF0000); }
 
+// By halves; NaN where one is NaN.
 DEVICE uint32 larger(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)
-    asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   else
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
 DEVICE uint32 smaller(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)
-    asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   else
-    asm("min.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
 
@@ -126,7 +129,7 @@ struct Reader {
   int64 stride;
   int left;  // tokens
 
-  DEVICE Reader(const Tokens& x, int64 batch, int64 head, int token, int tokens, int channel, int channels)
+  DEVICE Reader(const Tokens& x, uint32 batch, uint32 head, int token, int tokens, int channel, int channels)
       : from(x.first + batch * x.batch_stride + head * x.head_stride + token * x.token_stride + channel),
         stride(x.token_stride),
         left(channel < channels ? tokens - token : 0) {}
@@ -235,12 +238,18 @@ DEVICE float total_of_warps(const float (&sum)[WARPS][CHANNELS]) {
   return tree_sum(x);
 }
 
-// The block's share of the blocks of 128 tokens of K, or of V: their sums, and in `extrema` V's largest and smallest
-// elements and whether all are finite.
-DEVICE void reduce_blocks(Reader reader, int blocks, float* sums, float* extrema) {
+struct Extrema {
+  float largest, smallest;
+  bool finite;  // all are
+};
+
+// The block's share of the blocks of 128 tokens of K, or of V: their sums; the extrema of channel `threadIdx.x`.
+DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
   __shared__ Partial partial;
   const int channel = threadIdx.x;
-  float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
+  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
+  float largest = -INFINITE, smallest = INFINITE;
+  bool finite = true;
 #pragma unroll 1
   for (int block = blockIdx.x % SHARERS; block < blocks; block += SHARERS) {
     bool careful = block == blocks - 1;
@@ -251,19 +260,19 @@ DEVICE void reduce_blocks(Reader reader, int blocks, float* sums, float* extrema
     }
     if (careful) reduce_tokens<true>(reader, partial);
     __syncthreads();
-    sums[static_cast<int64>(block) * CHANNELS + channel] = total_of_warps(partial.sum);
+    *sum = total_of_warps(partial.sum);
+    sum += SHARERS * CHANNELS;
     reader.skip(SHARERS * BLOCK);
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
       auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
       largest = fmaxf(largest, half(partial.largest[i]));
       smallest = fminf(smallest, half(partial.smallest[i]));
-      if (partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1) finite = 0.0f;
+      finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
     }
     __syncthreads();
   }
-  if (extrema != nullptr)
-    extrema[channel] = largest, extrema[CHANNELS + channel] = smallest, extrema[2 * CHANNELS + channel] = finite;
+  return {largest, smallest, finite};
 }
 
 // A channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have LANES
@@ -297,15 +306,19 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
     statistics(const __grid_constant__ Tokens key, const __grid_constant__ Tokens value,
                const __grid_constant__ Statistics s) {
   let_next_kernel_start();
-  const int sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
+  const uint32 sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
   const bool of_value = blockIdx.x / SHARERS % 2;
   float* sums = s.line(pair, s.SUMS + of_value * s.blocks);
   const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
   const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, sharer * BLOCK + row, s.kv_len,
                       threadIdx.x % LANES * 8, of_value ? s.v_head_dim : s.head_dim);
-  reduce_blocks(reader, s.blocks, sums, of_value ? s.line(pair, s.EXTREMA + 3 * sharer) : nullptr);
+  const Extrema found = reduce_blocks(reader, s.blocks, sums);
+  if (of_value) {
+    float* extrema = s.line(pair, s.EXTREMA + 3 * sharer) + threadIdx.x;
+    extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
+  }
   sync_cluster();
-  const int channel = sharer * LANES + threadIdx.x % LANES;
+  const uint32 channel = sharer * LANES + threadIdx.x % LANES;
   float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, s.kv_len);
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
@@ -344,15 +357,19 @@ DEVICE void store_codes(const float (&x)[8], float inverse, bool keep, uint8* in
   *reinterpret_cast<uint2*>(into) = codes;
 }
 
+// What follows is WHOLE if all tokens and channels that it writes exist.
+
 // 64 tokens of Q of one (batch, q head): 16 consecutive ones a warp.
-DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Operands& o, int index) {
-  const int pair = index / (2 * o.q_blocks), batch = pair / o.q_heads, head = pair % o.q_heads;
+template <bool WHOLE>
+DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+  const uint32 batch = pair / o.q_heads, head = pair % o.q_heads;
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
-  const int first = index % (2 * o.q_blocks) * 64 + threadIdx.x / 32 * 16 + lane / LANES;
+  const int first = block * 64 + threadIdx.x / 32 * 16 + lane / LANES;
   const Reader reader(query, batch, head, first, o.q_len, channel, s.head_dim);
+  auto has = [&](int number) { return WHOLE || reader.has(number); };
   uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, has(i * ROWS), x[i]);
   const int64 row = static_cast<int64>(pair) * o.q_blocks * BLOCK + first;
 
   if (MEAN_SCORE) {
@@ -407,25 +424,33 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
 
 // 64 tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same threads of the
 // forward kernel get.
-DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, int pair, int block) {
+template <bool WHOLE>
+DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8, of_load = lane / LANES;
   const int first = block * 64 + of_load / 2 * 8 + warp * 2 + of_load % 2;
   constexpr int APART = ROWS / 2 * 8;  // tokens of a thread
   const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.head_dim);
+  auto has = [&](int number) { return WHOLE || reader.has(number); };
   uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) reader.load<true>(i * APART, reader.has(i * APART), x[i]);
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * APART, has(i * APART), x[i]);
   wait_for_previous_kernel();
   float mean[8];
   load_floats(s.line(pair, s.KEY_MEAN) + channel, mean);
+  // Rounding is monotonic: the extrema of K - mean are those of K, minus the mean.
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) {
-    float of_token = 0.0f;
+  for (int w = 0; w < 4; w++) {
+    uint32 high = x[0][w], low = x[0][w];
 #pragma unroll
-    for (int c = 0; c < 8; c++) of_token = larger_magnitude(of_token, __fsub_rn(channel_of(x[i], c), mean[c]));
-    if (reader.has(i * APART)) largest = larger_magnitude(largest, of_token);
+    for (int i = 1; i < LOADS; i++)
+      if (has(i * APART)) high = larger(high, x[i][w]), low = smaller(low, x[i][w]);
+    for (uint32 extremum : {high, low}) {
+      largest = larger_magnitude(largest, __fsub_rn(first_of(extremum), mean[2 * w]));
+      largest = larger_magnitude(largest, __fsub_rn(second_of(extremum), mean[2 * w + 1]));
+    }
   }
+  if (!has(0)) largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < LOADS; i++) pin(x[i]);  // the mean is subtracted again below: that takes fewer registers
   largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
@@ -439,26 +464,29 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
     float y[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) y[c] = __fsub_rn(channel_of(x[i], c), mean[c]);
-    const bool keep = reader.has(i * APART) && inverse == inverse;
+    const bool keep = has(i * APART) && inverse == inverse;
     store_codes(y, inverse, keep, o.key + (row + i * APART) * CHANNELS + channel);
   }
 }
 
-// 128 tokens and VALUE_CHANNELS channels of V of one pair, transposed. Among each 16, tokens lie in the order 0 1 8 9
-// 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels.
-DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Operands& o, int pair, int index) {
-  // By channel; their 16-byte parts are exchanged from 8 channels to 8 channels.
-  __shared__ alignas(16) uint32 codes[VALUE_CHANNELS][BLOCK / 4];
-  constexpr int PARTS = CHANNELS / VALUE_CHANNELS;
-  const int block = index / PARTS, first_channel = index % PARTS * VALUE_CHANNELS;
+// e4m3 of 128 tokens, by channel; the 16-byte parts of a line are exchanged from 8 channels to 8 channels.
+using ValueCodes = uint32[VALUE_CHANNELS][BLOCK / 4];
+
+// 128 tokens and VALUE_CHANNELS channels, one of PARTS, of V of one pair, transposed. Among each 16, tokens lie in the
+// order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels.
+template <bool WHOLE>
+DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
+                           uint32 part, ValueCodes& codes) {
+  const int first_channel = part * VALUE_CHANNELS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % 8, quad = lane / 8;
   const int channel = first_channel + eight * 8;
   const int first = block * BLOCK + warp * 32 + quad * 2;
   const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.v_head_dim);
+  auto has = [&](int number) { return WHOLE || reader.has(number); };
   auto number = [](int i) { return i / 4 * 16 + i / 2 % 2 * 8 + i % 2; };
   uint32 x[8][4];
 #pragma unroll
-  for (int i = 0; i < 8; i++) reader.load<true>(number(i), reader.has(number(i)), x[i]);
+  for (int i = 0; i < 8; i++) reader.load<true>(number(i), has(number(i)), x[i]);
   wait_for_previous_kernel();
   float mean[8], inverse[8];
   load_floats(s.value_mean + pair * CHANNELS + channel, mean);
@@ -471,7 +499,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float centred = __fsub_rn(channel_of(x[group * 4 + i], c), mean[c]);
-        y[i] = __fmul_rn(reader.has(number(group * 4 + i)) ? centred : 0.0f, inverse[c]);
+        y[i] = __fmul_rn(has(number(group * 4 + i)) ? centred : 0.0f, inverse[c]);
       }
       codes[eight * 8 + c][(warp * 2 + group ^ eight) * 4 + quad] = to_e4m3(y[0], y[1], y[2], y[3]);
     }
@@ -480,9 +508,9 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   const int64 row = static_cast<int64>(pair) * CHANNELS + first_channel;
 #pragma unroll
   for (int i = 0; i < VALUE_CHANNELS / 16; i++) {
-    const int line = i * 16 + threadIdx.x / 8, part = threadIdx.x % 8;
-    uint8* into = o.value + (row + line) * s.blocks * BLOCK + block * BLOCK + part * 16;
-    *reinterpret_cast<uint4*>(into) = *reinterpret_cast<const uint4*>(codes[line] + (part ^ line / 8) * 4);
+    const int line = i * 16 + threadIdx.x / 8, chunk = threadIdx.x % 8;
+    uint8* into = o.value + (row + line) * s.blocks * BLOCK + block * BLOCK + chunk * 16;
+    *reinterpret_cast<uint4*>(into) = *reinterpret_cast<const uint4*>(codes[line] + (chunk ^ line / 8) * 4);
   }
 }
 
@@ -492,16 +520,30 @@ extern "C" __global__ void __launch_bounds__(128, 8)
     quantize(const __grid_constant__ Tokens query, const __grid_constant__ Tokens key,
              const __grid_constant__ Tokens value, const __grid_constant__ Statistics s,
              const __grid_constant__ Operands o) {
+  __shared__ alignas(16) ValueCodes codes;
   let_next_kernel_start();
-  const int of_key = 2 * s.blocks, of_pair = of_key + s.blocks * (CHANNELS / VALUE_CHANNELS);
-  const int index = static_cast<int>(blockIdx.x) - o.early;
-  if (index < 0 || index >= o.pairs * of_pair) {
-    quantize_query(query, s, o, index < 0 ? blockIdx.x : blockIdx.x - o.pairs * of_pair);
+  const uint32 of_key = 2 * s.blocks, of_pair = of_key + PARTS * s.blocks;
+  const uint32 index = blockIdx.x - o.early;
+  if (blockIdx.x < o.early || index >= o.pairs * of_pair) {
+    const uint32 number = blockIdx.x < o.early ? blockIdx.x : blockIdx.x - o.pairs * of_pair;
+    const uint32 pair = number / (2 * o.q_blocks), block = number % (2 * o.q_blocks);
+    if ((block + 1) * 64 <= o.q_len && s.head_dim == CHANNELS)
+      quantize_query<true>(query, s, o, pair, block);
+    else
+      quantize_query<false>(query, s, o, pair, block);
     return;
   }
-  const int pair = o.pairs - 1 - index / of_pair, number = index % of_pair;
-  if (number < of_key)
-    quantize_key(key, s, o, pair, number);
-  else
-    quantize_value(value, s, o, pair, number - of_key);
+  const uint32 pair = o.pairs - 1 - index / of_pair, number = index % of_pair;
+  if (number < of_key) {
+    if ((number + 1) * 64 <= s.kv_len && s.head_dim == CHANNELS)
+      quantize_key<true>(key, s, o, pair, number);
+    else
+      quantize_key<false>(key, s, o, pair, number);
+  } else {
+    const uint32 block = (number - of_key) / PARTS, part = (number - of_key) % PARTS;
+    if ((block + 1) * BLOCK <= s.kv_len && (part + 1) * VALUE_CHANNELS <= s.v_head_dim)
+      quantize_value<true>(value, s, o, pair, block, part, codes);
+    else
+      quantize_value<false>(value, s, o, pair, block, part, codes);
+  }
 }

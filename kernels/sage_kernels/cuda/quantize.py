@@ -11,7 +11,7 @@ from . import jit
 SOURCE = "quantize.cu"
 SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
 LINES = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
-ALIGNMENT = 16  # bytes
+ALIGNED = 8  # elements: 16 bytes
 CHANNELS = (64, 128)  # of an operand
 # Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
 EARLY = 512
@@ -34,14 +34,8 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    elements = ALIGNMENT // x.itemsize
-    strides = (stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
-    return (
-        x.stride(-1) == 1
-        and x.shape[-1] % elements == 0
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(stride % elements == 0 for stride in strides)
-    )
+    batch, heads, tokens, channels = x.stride()
+    return channels == 1 and (batch | heads | tokens | x.shape[-1]) % ALIGNED == 0 and x.data_ptr() % 16 == 0
 
 
 def macros(channels: int, dtype: torch.dtype, return_lse: bool) -> dict[str, int]:
@@ -84,10 +78,10 @@ def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
     )
-    tokens = [(x, *(jit.Int64(stride) for stride in x.stride()[:3])) for x in (query, key, value)]
+    tokens: list[jit.Argument] = [(x, *(jit.Int64(stride) for stride in x.stride()[:3])) for x in (query, key, value)]
     statistics = (
         *(lines, operands.value_mean, operands.value_scale),
-        *(kv_heads, head_dim, v_head_dim, kv_len, blocks),
+        *(kv_heads, blocks, head_dim, v_head_dim, kv_len),
     )
     constants = macros(channels, query.dtype, return_lse)
     of_query = q_blocks * 2 * batch * q_heads
@@ -116,7 +110,7 @@ def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             (
                 *(operands.query, operands.query_scale, operands.key, operands.key_scale, operands.value),
                 operands.mean_score,
-                *(pairs, q_heads, q_len, q_blocks, early),
+                *(pairs, q_heads, q_blocks, early, q_len),
             ),
         ),
         query.device,

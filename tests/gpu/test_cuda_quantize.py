@@ -1,0 +1,158 @@
+"""The operands of quantize.cu are those of the Triton quantisers, bit for bit, whatever runs beside it."""
+
+import random
+
+import pytest
+import torch
+from layouts import lay_out
+
+from sage_kernels.cuda import compiler, quantize
+from sage_kernels.recipe import RECIPES
+from sage_kernels.triton import int8_forward
+from sage_kernels.triton.sequences import Sequences
+
+pytestmark = [
+    pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+SAGE2 = RECIPES["sage2"]
+OPERANDS = ("query", "query_scale", "key", "key_scale", "value", "value_scale", "value_mean")
+LAYOUTS = ("contiguous", "tokens first", "packed", "one head for all")
+FULL_SIZES = [(4, 32, 4096, 128), (4, 32, 4096, 64), (2, 32, 16_384, 128), (1, 24, 119_056, 128)]
+
+
+def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, seed=0):
+    """Q, K and V, of which K and V have means."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    batch, kv_heads, tokens, head_dim = shape
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    query = normal(batch, heads or kv_heads, q_len or tokens, head_dim)
+    key = normal(*shape) + normal(head_dim)
+    value = normal(*shape[:3], v_head_dim or head_dim) + normal(v_head_dim or head_dim)
+    return [x.to(dtype) for x in (query, key, value)]
+
+
+def triton_operands(query, key, value, return_lse):
+    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
+    return int8_forward.quantize_operands(query, key, value, SAGE2, *lengths, None, return_lse)
+
+
+def quantized(inputs, return_lse=False):
+    assert quantize.serves(*inputs)
+    return quantize.quantize_operands(*inputs, return_lse=return_lse)
+
+
+def differing(actual, expected):
+    """Names of the operands that differ in bits, shape or dtype; a NaN is like any other."""
+
+    def differ(x, y):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return True
+        if x.dtype.is_floating_point:
+            nan = x.float().isnan()
+            if not torch.equal(nan, y.float().isnan()):
+                return True
+            x, y = ((z.float() if z.dtype == torch.float8_e4m3fn else z).masked_fill(nan, 0.0) for z in (x, y))
+        return not torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+    return [name for name in OPERANDS if differ(getattr(actual, name), getattr(expected, name))]
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", range(48))
+def test_operands_are_those_of_triton(case, device, monkeypatch):
+    choose = random.Random(case)
+    head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (80, 128), (128, 128), (128, 72)))
+    batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 3, 1), (3, 2, 4)))
+    q_len, kv_len = choose.choice((1, 64, 129, 1000)), choose.choice((1, 63, 64, 127, 128, 129, 1000, 4096, 17_000))
+    inputs = draw(
+        *(batch, kv_heads, kv_len, head_dim),
+        heads=kv_heads * group,
+        q_len=q_len,
+        v_head_dim=v_head_dim,
+        dtype=torch.float32,
+        seed=case,
+    )
+    dtype = choose.choice((torch.float16, torch.bfloat16))
+    magnitude = choose.choice((1.0, 1.0, 1e-6, 1e4) if dtype == torch.float16 else (1.0, 1.0, 1e-30, 1e-38, 1e37))
+    for number, x in enumerate(inputs):
+        x *= magnitude
+        x[..., 3], x[..., 9] = 0.0, -0.0
+        x[..., 5] *= 6
+        for _ in range(choose.choice((0, 0, 1, 3))):
+            token = choose.choice((0, x.shape[2] // 2, x.shape[2] - 1))
+            x[-1, choose.randrange(x.shape[1]), token, choose.randrange(30)] = choose.choice(
+                (torch.nan, torch.inf, -torch.inf)
+            )
+        if choose.random() < 0.1:
+            x[0, 0, :, 11] = torch.nan
+        inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
+    return_lse = choose.random() < 0.5
+    monkeypatch.setattr(quantize, "EARLY", choose.choice((0, 1, 7, quantize.EARLY, 10**6)))
+    actual, expected = quantized(inputs, return_lse), triton_operands(*inputs, return_lse)
+    assert differing(actual, expected) == []
+    assert (actual.mean_score is not None) == return_lse
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("shape", [(2, 4, 1000, 128), (2, 4, 1000, 64), (1, 2, 5000, 80)])
+def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, device):
+    query, key, value = draw(*shape, heads=2 * shape[1], q_len=300)
+    score = quantized((query, key, value), True).mean_score
+    mean, magnitude = (x.double().mean(2, keepdim=True).repeat_interleave(2, 1) for x in (key, key.abs()))
+    expected = (query.double() * mean).sum(-1)
+    # Each sum, a tree over tokens or one over channels, loses half a unit in the last place at most for each addition
+    # that a term goes through.
+    bound = (query.double().abs() * magnitude).sum(-1) * 2.0**-24 * (shape[-1] + 32)
+    assert ((score[:, :, :300].double() - expected).abs() <= bound).all()
+    assert not score[:, :, 300:].any()
+
+
+@pytest.mark.parametrize("shape", FULL_SIZES)
+def test_full_size(shape, device):
+    inputs = draw(*shape)
+    expected = triton_operands(*inputs, False)
+    assert differing(quantized(inputs), expected) == []
+    tokens_first = [lay_out(x, "tokens first") for x in inputs]
+    assert differing(quantized(tokens_first), expected) == []
+
+
+def test_reruns_are_bitwise_equal(device):
+    """`quantize` starts while `statistics` runs, and what one call frees the next one uses at once."""
+    inputs = [draw(4, 32, 4096, 128, seed=seed) for seed in range(2)]
+    expected = [triton_operands(*x, False) for x in inputs]
+    for index in range(50):
+        assert differing(quantized(inputs[index % 2]), expected[index % 2]) == []
+
+
+def test_a_graph_computes_anew_with_each_replay(device):
+    inputs = draw(2, 8, 4096, 128)
+    quantized(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantized(inputs)
+    for seed in range(1, 6):
+        for x, y in zip(inputs, draw(2, 8, 4096, 128, seed=seed), strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert differing(captured, triton_operands(*inputs, False)) == []
+
+
+def test_streams_do_not_meet(device):
+    inputs = [draw(2, 16, 4096, 128, seed=seed) for seed in range(2)]
+    expected = [triton_operands(*x, False) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(quantized(x))
+    torch.cuda.synchronize()
+    assert all(differing(x, expected[index % 2]) == [] for index, x in enumerate(found))
