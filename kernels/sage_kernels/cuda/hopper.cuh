@@ -77,13 +77,12 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row,
       : "memory");
 }
 
-// Load the map's box at (slice, row, column).
-DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int slice, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-          "r"(shared_address(into)),
-      "l"(&map), "r"(column), "r"(row), "r"(slice), "r"(shared_address(&barrier))
-      : "memory");
+// Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
+DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(into)),
+               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.
@@ -139,6 +138,7 @@ constexpr uint32 SWIZZLE = WIDTH == 128  ? 1
 template <int WIDTH>
 constexpr uint32 LAYOUT = SWIZZLE<WIDTH> << 30 | 8 * WIDTH / 16;
 
+#define ACCUMULATORS_4 "%0, %1, %2, %3"
 #define ACCUMULATORS_32                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -150,6 +150,7 @@ constexpr uint32 LAYOUT = SWIZZLE<WIDTH> << 30 | 8 * WIDTH / 16;
   ACCUMULATORS_48       \
   ", "                  \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define OPERANDS_4(kind, x) kind(x[0]), kind(x[1]), kind(x[2]), kind(x[3])
 #define OPERANDS_8(kind, x, i)                                                                                \
   kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3]), kind(x[i + 4]), kind(x[i + 5]), kind(x[i + 6]), \
       kind(x[i + 7])
@@ -173,24 +174,25 @@ constexpr uint32 LAYOUT = SWIZZLE<WIDTH> << 30 | 8 * WIDTH / 16;
         : OPERANDS_##N("+r", x)                                                                                 \
         : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                                                        \
   }
-INT8_PRODUCT(32, "64", "%32", "%33", "%34", "%35")
 INT8_PRODUCT(48, "96", "%48", "%49", "%50", "%51")
 INT8_PRODUCT(64, "128", "%64", "%65", "%66", "%67")
 
-// x += A·Bᵀ in e4m3, 32 deep; A in registers.
-#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT)                                                                      \
-  template <int WIDTH>                                                                                                 \
-  DEVICE void add_product(float (&x)[N], const uint32* a, uint32 b) {                                                  \
-    asm volatile(                                                                                                      \
-        "{ .reg .b64 b;\n"                                                                                             \
-        "mov.b64 b, {" B ", " LAYOUT_AT                                                                                \
-        "};\n"                                                                                                         \
-        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, b, 1, 1, 1; }" \
-        : OPERANDS_##N("+f", x)                                                                                        \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>));                                     \
+// x = A·Bᵀ in e4m3, or += if ADD, 32 deep; A in registers.
+#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                    \
+  template <int WIDTH, bool ADD>                                                                             \
+  DEVICE void add_product(float (&x)[N], const uint32* a, uint32 b) {                                        \
+    asm volatile(                                                                                            \
+        "{ .reg .b64 b;\n"                                                                                   \
+        "mov.b64 b, {" B ", " LAYOUT_AT                                                                      \
+        "};\n"                                                                                               \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, b, " \
+        ADD_AT ", 1, 1; }"                                                                                   \
+        : OPERANDS_##N("+f", x)                                                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                 \
   }
-E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37")
-E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69")
+E4M3_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10")
+E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38")
+E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
 
 // ---- Numbers ----
 
@@ -216,18 +218,23 @@ DEVICE float from_bfloat16(uint16 x) { return __uint_as_float(static_cast<uint32
 
 #define INFINITE __int_as_float(0x7F800000)
 
-// Two numbers of the output, the first one in the lower half, at most its type's largest; NaN stays NaN.
+// At most `largest` in magnitude; NaN stays NaN.
+DEVICE float clamp(float x, float largest) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(largest));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-largest));
+  return x;
+}
+
+// Two finite numbers of the output, or NaN, the first one in the lower half.
 DEVICE uint32 to_bfloat16(float a, float b) {
   constexpr float largest = 3.3895313892515355e38f;
-  a = a > largest ? largest : a < -largest ? -largest : a, b = b > largest ? largest : b < -largest ? -largest : b;
   uint32 y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(clamp(b, largest)), "f"(clamp(a, largest)));
   return y;
 }
 DEVICE uint32 to_float16(float a, float b) {
   constexpr float largest = 65504.0f;
-  a = a > largest ? largest : a < -largest ? -largest : a, b = b > largest ? largest : b < -largest ? -largest : b;
   uint32 y;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(clamp(b, largest)), "f"(clamp(a, largest)));
   return y;
 }

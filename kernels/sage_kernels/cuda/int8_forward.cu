@@ -1,31 +1,45 @@
 // The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that the Triton
 // quantisers write (`triton/quantize_int8.py`, `triton/quantize_v.py`).
 //
-// A block of the grid attends for 64 rows of one (batch, head), in one warpgroup: their scores, weights and outputs are
-// in its registers, tiles of K and V come by TMA. Its matrix products of a tile's scores and of the last tile's P·V are
-// begun together; while P·V runs, the scores become the next P. Several blocks share a multiprocessor, and none waits
-// for another: where one has no matrix product or no exponential to begin, others have.
+// A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
+// bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.
+// Its matrix products of a tile's scores and of the last tile's P·V are begun together, also where that tile was the
+// last of another item; while P·V runs, the scores become the next P.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
-// move to float32 sums in local memory.
+// move to float32 sums in shared memory.
 //
-// Compile-time constants: HEAD_DIM 64 or 128, BLOCK_N keys a tile, RESIDENT blocks a multiprocessor, SUMMED_TILES
-// (even), CAUSAL, LSE, OUTPUT_FLOAT16.
+// Compile-time constants: HEAD_DIM 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, SUMMED_TILES (even),
+// CAUSAL, LSE, OUTPUT_FLOAT16.
 #include "hopper.cuh"
 
-constexpr int BLOCK_M = 64;
-constexpr int STAGES = 2;              // of K and of V in shared memory
+constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
+constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 // The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
 constexpr int PRODUCTS_DONE = 1;
-constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;  // keys of V side by side in memory
+constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V side by side in shared memory
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
+constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
+// The sums of a row's weights are products of these with ones. They are sums of what e4m3 makes of the weights: the LSE
+// asks for more.
+constexpr bool SUMS_BY_PRODUCT = !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
 constexpr float SLACK = 1.0f, P_LOG2 = 8.807354922057604f - SLACK;
+
+struct Barriers {
+  uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+// What comes with a tile of Q.
+struct alignas(16) Scales {
+  float query_scale[BLOCK_M], value_scale[HEAD_DIM], value_mean[HEAD_DIM];
+};
 
 struct Arguments {
   const float* query_scale;  // (batch, q_heads, q_rows)
@@ -37,23 +51,21 @@ struct Arguments {
   float softmax_scale;
 };
 
-struct Shared {
-  alignas(1024) uint8 q[Q_BYTES];
-  alignas(1024) uint8 k[STAGES][K_BYTES];  // in the end, the outputs
-  alignas(1024) uint8 v[STAGES][V_BYTES];
-  uint64 q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-};
-static_assert(STAGES * K_BYTES >= BLOCK_M * HEAD_DIM * 2);
-
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
   int tiles;  // of keys, from the first one on; at least 1, of which a row may see nothing
+
+  DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
+  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
 };
 
-// Causal items differ in length: the longest of as many heads as stay in the L2 cache come first.
-DEVICE Item this_item(const Arguments& a) {
-  const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, index = blockIdx.x;
+// Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
+// first, and blocks change order from round to round.
+DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+  const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
+  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (index >= items) return false;
   int block, pair;
   if (CAUSAL) {
     const int group = index / (blocks * a.heads_at_once), within = index - group * blocks * a.heads_at_once;
@@ -64,45 +76,92 @@ DEVICE Item this_item(const Arguments& a) {
     block = index % blocks;
     pair = index / blocks;
   }
-  Item item;
   item.batch = pair / a.q_heads;
   item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M;
   const int keys = CAUSAL ? min(a.kv_len, item.first_row + BLOCK_M + a.causal_offset) : a.kv_len;
   item.tiles = max(1, (keys + BLOCK_N - 1) / BLOCK_N);
-  return item;
+  return true;
 }
 
-// A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores` is of the row number i / 2 % 2
-// of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
-struct Attention {
-  const Arguments& a;
-  const TensorMap &key, &value;
-  Shared& shared;
-  const Item item;
-  const int pair, kv_pair, thread, quad, row;
+// One thread brings Q, another K, another V: none waits for a free stage of the others.
+DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
+  Item item;
+#pragma unroll 1
+  for (int round = 0; next_item(a, round, item); round++) {
+    const int stage = round % STAGES, row = item.pair(a) * a.q_rows + item.first_row;
+    const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4, channels_bytes = HEAD_DIM * 4;
+    const int64 of_head = static_cast<int64>(item.kv_pair(a)) * HEAD_DIM;
+    wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
+    arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes + 2 * channels_bytes);
+#pragma unroll
+    for (int i = 0; i < WARPGROUPS; i++)
+      load_box(query, q + stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[stage], row + i * 64, 0);
+    load_bytes(a.query_scale + row, scales[stage].query_scale, b.q_full[stage], scales_bytes);
+    load_bytes(a.value_scale + of_head, scales[stage].value_scale, b.q_full[stage], channels_bytes);
+    load_bytes(a.value_mean + of_head, scales[stage].value_mean, b.q_full[stage], channels_bytes);
+  }
+}
 
-  int parity;                                // of the pair of tiles at work, in the barriers' phases
-  int first_key_scale, last_key_scale;       // the thread's in the item's head
-  int left[2];                               // keys of a masked tile that the rows may attend to, from quad * 2 on
+DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Barriers& b) {
+  Item item;
+  int uses = 0;
+#pragma unroll 1
+  for (int round = 0; next_item(a, round, item); round++) {
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
+      const int stage = uses % STAGES;
+      wait(b.k_empty[stage], uses / STAGES & 1 ^ 1);
+      arrive_expecting(b.k_full[stage], K_BYTES);
+      load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + tile * BLOCK_N, 0);
+    }
+  }
+}
+
+DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
+  Item item;
+  int uses = 0;
+#pragma unroll 1
+  for (int round = 0; next_item(a, round, item); round++) {
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
+      const int stage = uses % STAGES;
+      wait(b.v_empty[stage], uses / STAGES & 1 ^ 1);
+      arrive_expecting(b.v_full[stage], V_BYTES);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
+        load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
+                 tile * BLOCK_N + i * V_WIDTH);
+    }
+  }
+}
+
+// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
+// is of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
+struct Consumer {
+  const Arguments& a;
+  const TensorMap& output;
+  Barriers& barriers;
+  const Scales* scales;  // of the first stage of Q
+  uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
+  int warpgroup, thread, quad, row;
+
+  Item item;
+  int first_key_scale, last_key_scale;  // the thread's in the item's head
+  int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   int scores[SCORES];
   uint32 weights[SCORES / 4];
   float outputs[OUTPUTS];
   float row_scale[2], next_key_scale[SEGMENTS], scale[2][SEGMENTS];
   float base[2];  // P_LOG2 - the row's reference
   float decay[2], row_sum[2], sums_base[2];
-  float* sums;  // OUTPUTS of them
+  float tile_sum[4];  // of the weights: by the matrix product, two equal ones of `row`, then of `row` + 8
   bool grows, has_sums;
+  int q_stage, parity;
 
-  DEVICE void load_keys(int stage, int tile) {
-    arrive_expecting(shared.k_full[stage], K_BYTES);
-    load_box(key, shared.k[stage], shared.k_full[stage], kv_pair * a.kv_rows + tile * BLOCK_N, 0);
-  }
-  DEVICE void load_values(int stage, int tile) {
-    arrive_expecting(shared.v_full[stage], V_BYTES);
-    load_box(value, shared.v[stage], shared.v_full[stage], tile * (BLOCK_N / V_WIDTH), kv_pair * HEAD_DIM, 0);
-  }
+  DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
   // The segment of scores[i] in an even or odd tile: its block of 64 keys, counted from the tile's first.
   static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % 64 + i / 4 * 8) / 64; }
@@ -166,7 +225,7 @@ struct Attention {
         const float before = base[r];
         base[r] = fminf(before, P_LOG2 - x);
         decay[r] = MASKED && base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
-        row_sum[r] *= decay[r];
+        if (!SUMS_BY_PRODUCT) row_sum[r] *= decay[r];
       }
     }
   }
@@ -193,7 +252,7 @@ struct Attention {
 #pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
       const float p = exp2_approximate(__int_as_float(scores[i]));
-      row_sum[i / 2 % 2] += p;
+      if (!SUMS_BY_PRODUCT) row_sum[i / 2 % 2] += p;
       scores[i] = __float_as_int(p);
     }
   }
@@ -224,50 +283,53 @@ struct Attention {
   }
 
   DEVICE void begin_scores(int stage) {
-    const uint32 q = descriptor(shared.q), k = descriptor(shared.k[stage]);
-    add_product<HEAD_DIM, false>(scores, q, k);
+    const uint32 of_item = q + q_stage * (Q_BYTES / 16), of_stage = k + stage * (K_BYTES / 16);
+    add_product<HEAD_DIM, false>(scores, of_item, of_stage);
 #pragma unroll
-    for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, q + 2 * i, k + 2 * i);
+    for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
   DEVICE void begin_outputs(int stage) {
-    const uint32 v = descriptor(shared.v[stage]);
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 32; i++) {
       const int at = i * 32 / V_WIDTH * (HEAD_DIM * V_WIDTH) + i * 32 % V_WIDTH;
-      add_product<V_WIDTH>(outputs, weights + 4 * i, v + at / 16);
+      add_product<V_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+    }
+    if (SUMS_BY_PRODUCT) {
+      add_product<32, false>(tile_sum, weights, ones);
+#pragma unroll
+      for (int i = 1; i < BLOCK_N / 32; i++) add_product<32, true>(tile_sum, weights + 4 * i, ones);
     }
     commit_products();
   }
 
-  DEVICE void begin(float* memory) {
-    sums = memory;
-    asm volatile("" : "+l"(sums));  // as far as the compiler knows, elsewhere: it keeps them in memory
-    parity = 0;
-    has_sums = false;
-    first_key_scale = kv_pair * (a.kv_rows / 16) + quad;
-    last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
-    load_key_scale(0);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      row_sum[r] = 0.0f;
-      base[r] = INFINITE;
-      const int at = min(item.first_row + row + 8 * r, a.q_rows - 1);
-      row_scale[r] = a.query_scale[static_cast<int64>(pair) * a.q_rows + at] * (a.softmax_scale * LOG2E);
-    }
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+  // The last tile's products with V are done: so are its sums.
+  DEVICE void add_tile_sum(float (&row_sum)[2]) {
+    pin(outputs);
+    pin(tile_sum);
+    if (SUMS_BY_PRODUCT) row_sum[0] += tile_sum[0], row_sum[1] += tile_sum[2];
+  }
+
+  // The warpgroup's shared memory is free again, and all its threads have passed here.
+  DEVICE void reclaim_shared_sums() {
+    if (thread == 0) wait_until_read();
+    sync_warpgroup();
   }
 
   // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
   template <bool LAST>
-  DEVICE void move_sums() {
+  DEVICE void move_sums(const float (&base)[2]) {
+    float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
+    if (!has_sums) reclaim_shared_sums();
     const float gain[2] = {exp2_approximate(base[0] - sums_base[0]), exp2_approximate(base[1] - sums_base[1])};
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) {
-      const float sum = has_sums ? __fmaf_rn(sums[i], gain[i / 2 % 2], outputs[i]) : outputs[i];
-      if (!LAST) sums[i] = sum;
-      outputs[i] = LAST ? sum : 0.0f;
+    for (int i = 0; i < OUTPUTS / 4; i++) {
+      float* x = outputs + 4 * i;
+      float4 sum = has_sums ? sums[i * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      sum = make_float4(__fmaf_rn(sum.x, gain[0], x[0]), __fmaf_rn(sum.y, gain[0], x[1]),
+                        __fmaf_rn(sum.z, gain[1], x[2]), __fmaf_rn(sum.w, gain[1], x[3]));
+      if (!LAST) sums[i * 128] = sum;
+      x[0] = LAST ? sum.x : 0.0f, x[1] = LAST ? sum.y : 0.0f, x[2] = LAST ? sum.z : 0.0f, x[3] = LAST ? sum.w : 0.0f;
     }
     sums_base[0] = base[0], sums_base[1] = base[1];
     has_sums = true;
@@ -282,155 +344,214 @@ struct Attention {
     begin_outputs(ODD ^ 1);
     wait_products<1>();
     pin(scores);
-    arrive_as_warp(shared.k_empty[ODD]);
+    arrive_as_warp(barriers.k_empty[ODD]);
     find_maxima<ODD, MASKED>(tile);
     weigh_scores<ODD, MASKED>([&] {
       // The compiler moves no wait for products above these, which are branches.
-      if (tile + 1 < item.tiles) wait(shared.k_full[ODD ^ 1], parity ^ ODD);
-      wait(shared.v_full[ODD], parity);
+      if (tile + 1 < item.tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
+      wait(barriers.v_full[ODD], parity);
       wait_products<0>();
-      pin(outputs);
-      arrive_as_warp(shared.v_empty[ODD ^ 1]);
-      if (thread == 0) {
-        if (tile + 2 < item.tiles) {
-          wait(shared.k_empty[ODD], parity);
-          load_keys(ODD, tile + 2);
-        }
-        if (tile + 1 < item.tiles) {
-          wait(shared.v_empty[ODD ^ 1], parity ^ ODD ^ 1);
-          load_values(ODD ^ 1, tile + 1);
-        }
-      }
-      __syncwarp();
+      add_tile_sum(row_sum);
+      arrive_as_warp(barriers.v_empty[ODD ^ 1]);
     });
     if (grows) {
+      if (SUMS_BY_PRODUCT) row_sum[0] *= decay[0], row_sum[1] *= decay[1];
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
     }
-    if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>();
+    if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
+  }
+
+  // What an item's outputs need beside themselves.
+  struct Ending {
+    Item item;
+    int scales_stage;
+    float base[2], row_sum[2];
+  };
+
+  // The outputs go to shared memory in the TMA's order: 64 channels of a row are 128 bytes, whose 16-byte parts are
+  // exchanged from row to row.
+  DEVICE void store(const Ending& ending) {
+    if (has_sums) move_sums<true>(ending.base);
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float total = ending.row_sum[r];
+      if (!SUMS_BY_PRODUCT) {
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+      }
+      inverse[r] = total == 0.0f ? 0.0f : 1.0f / total;
+      const int at = ending.item.first_row + row + 8 * r;
+      if (LSE && quad == 0 && at < a.q_len) {
+        const int64 pair = ending.item.pair(a);
+        float natural = (__log2f(total) - ending.base[r]) * LN2;
+        if (a.mean_score != nullptr) natural += a.softmax_scale * a.mean_score[pair * a.q_rows + at];
+        a.lse[pair * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
+      }
+    }
+    reclaim_shared_sums();
+    const Scales& of_item = scales[ending.scales_stage];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; i++) {
+      const int channel = i * 8 + quad * 2;
+      const float2 gain = *reinterpret_cast<const float2*>(of_item.value_scale + channel);
+      const float2 mean = *reinterpret_cast<const float2*>(of_item.value_mean + channel);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
+        const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
+        const int line = row % 64 + 8 * r, part = i % 8 ^ line % 8;
+        *reinterpret_cast<uint32*>(shared_sums + i / 8 * (64 * 128) + line * 128 + part * 16 + quad * 4) =
+            OUTPUT_FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+      }
+    }
+    fence_shared();
+    sync_warpgroup();
+    if (thread == 0) {
+      const Item& item = ending.item;
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 64; i++)
+        store_box(output, shared_sums + i * (64 * 128), item.batch, item.head, item.first_row + warpgroup * 64, i * 64);
+    }
   }
 
   template <bool MASKED>
   DEVICE void weigh_first_tile() {
     find_maxima<0, MASKED>(0);
     weigh_scores<0, MASKED>([&] {
-      if (item.tiles > 1) wait(shared.k_full[1], parity);
-      wait(shared.v_full[0], parity);
-      if (thread == 0 && item.tiles > 2) {
-        wait(shared.k_empty[0], parity);
-        load_keys(0, 2);
-      }
-      __syncwarp();
+      if (item.tiles > 1) wait(barriers.k_full[1], parity);
+      wait_products<0>();
     });
   }
 
-  DEVICE void attend() {
-    int whole = a.kv_len / BLOCK_N;  // tiles that need no mask
-    if (CAUSAL) whole = min(whole, max(item.first_row + a.causal_offset + 1, 0) / BLOCK_N);
-    wait(shared.q_full, 0);
-    wait(shared.k_full[0], parity);
+  // The first tile of an item, and the last P·V of the one before it. Before the first item and behind the last one,
+  // products that nobody reads take their place: those that are in flight must not depend on a condition.
+  DEVICE bool begin_item(int round, int& whole) {
+    Ending ending{item, q_stage, {base[0], base[1]}, {row_sum[0], row_sum[1]}};
+    const int last = (item.tiles - 1) % STAGES;
+    const bool more = next_item(a, round, item);
+    if (more) {
+      q_stage = round % STAGES;
+      wait(barriers.q_full[q_stage], round / STAGES & 1);
+      wait(barriers.k_full[0], parity);
+    }
     fence_products();
     begin_scores(0);
-    wait_products<0>();
-    pin(scores);
-    arrive_as_warp(shared.k_empty[0]);
-    if (whole > 0)
-      weigh_first_tile<false>();
-    else
-      weigh_first_tile<true>();
-    int tile = 1;
-#pragma unroll 1
-    for (; tile + 1 < whole; tile += 2) {
-      step<1, false>(tile);
-      parity ^= 1;
-      step<0, false>(tile + 1);
-    }
-#pragma unroll 1
-    for (; tile < item.tiles; tile++) {
-      step<1, true>(tile);
-      if (++tile == item.tiles) break;
-      parity ^= 1;
-      step<0, true>(tile);
-    }
     fence_products();
-    begin_outputs((item.tiles - 1) % STAGES);
-    wait_products<0>();
-    pin(outputs);
-    if (has_sums) move_sums<true>();
-  }
-
-  // The outputs go to shared memory in the TMA's order: 64 channels of a row are 128 bytes, whose 16-byte parts are
-  // exchanged from row to row.
-  DEVICE void store(const TensorMap& output) {
-    float inverse[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float total = row_sum[r];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      inverse[r] = total == 0.0f ? 0.0f : 1.0f / total;
-      const int at = item.first_row + row + 8 * r;
-      if (LSE && quad == 0 && at < a.q_len) {
-        float natural = (__log2f(total) - base[r]) * LN2;
-        if (a.mean_score != nullptr)
-          natural += a.softmax_scale * a.mean_score[static_cast<int64>(pair) * a.q_rows + at];
-        a.lse[static_cast<int64>(pair) * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
-      }
-    }
-    uint8* staged = shared.k[0];
-    const float2* gains = reinterpret_cast<const float2*>(a.value_scale + kv_pair * HEAD_DIM) + quad;
-    const float2* means = reinterpret_cast<const float2*>(a.value_mean + kv_pair * HEAD_DIM) + quad;
-    __syncthreads();  // all have read the last K
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i++) {
-      const float2 gain = gains[i * 4], mean = means[i * 4];
+    begin_outputs(last);
+    if (more) {
+      first_key_scale = item.kv_pair(a) * (a.kv_rows / 16) + quad;
+      last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
+      load_key_scale(0);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
-        const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
-        const int line = row + 8 * r, part = i % 8 ^ line % 8;
-        *reinterpret_cast<uint32*>(staged + i / 8 * (BLOCK_M * 128) + line * 128 + part * 16 + quad * 4) =
-            OUTPUT_FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+        row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
+        row_sum[r] = 0.0f;
+        base[r] = INFINITE;
       }
+      whole = a.kv_len / BLOCK_N;
+      if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
     }
-    fence_shared();
-    __syncthreads();
-    if (thread == 0) {
+    wait_products<1>();
+    pin(scores);
+    if (more) {
+      arrive_as_warp(barriers.k_empty[0]);
+      if (whole > 0)
+        weigh_first_tile<false>();
+      else
+        weigh_first_tile<true>();
+    }
+    wait_products<0>();
+    add_tile_sum(ending.row_sum);
+    if (round > 0) {
+      arrive_as_warp(barriers.v_empty[last]);
+      store(ending);
+      arrive_as_warp(barriers.q_empty[ending.scales_stage]);
+    }
+    has_sums = false;
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 64; i++)
-        store_box(output, staged + i * (BLOCK_M * 128), item.batch, item.head, item.first_row, i * 64);
-      wait_until_read();
+    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+    if (more) wait(barriers.v_full[0], parity);  // its stage may be the one that has just become free
+    return more;
+  }
+
+  DEVICE void run() {
+    item = {0, 0, 0, 0, 1};
+    q_stage = parity = 0;
+    has_sums = false;
+#pragma unroll
+    for (int i = 0; i < SCORES / 4; i++) weights[i] = 0;
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) tile_sum[i] = 0.0f;
+    int whole = 0;  // tiles that need no mask
+#pragma unroll 1
+    for (int round = 0; begin_item(round, whole); round++) {
+      int tile = 1;
+#pragma unroll 1
+      for (; tile + 1 < whole; tile += 2) {
+        step<1, false>(tile);
+        parity ^= 1;
+        step<0, false>(tile + 1);
+      }
+#pragma unroll 1
+      for (; tile < item.tiles; tile++) {
+        step<1, true>(tile);
+        if (++tile == item.tiles) break;
+        parity ^= 1;
+        step<0, true>(tile);
+      }
+      if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
+        wait(barriers.k_full[1], parity);
+        arrive_as_warp(barriers.k_empty[1]);
+        wait(barriers.v_full[1], parity);
+        arrive_as_warp(barriers.v_empty[1]);
+      }
+      parity ^= 1;
     }
+    if (thread == 0) wait_until_read();
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128, RESIDENT)
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
                  const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap output,
-                 const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(1024) uint8 memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const Item item = this_item(a);
-  const int thread = threadIdx.x, pair = item.batch * a.q_heads + item.head;
-  Attention attention{a, key, value, shared, item, pair, item.batch * a.kv_heads + item.kv_head, thread, thread % 4,
-                      thread / 32 * 16 + thread % 32 / 4};
-  if (thread == 0) {
-    init(shared.q_full, 1);
+                 const __grid_constant__ Arguments arguments) {
+  extern __shared__ __align__(1024) uint8 shared[];
+  uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
+  __shared__ Barriers barriers;
+  __shared__ Scales scales[STAGES];
+  __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 in e4m3
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
+  if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      init(shared.k_full[i], 1), init(shared.k_empty[i], 4);
-      init(shared.v_full[i], 1), init(shared.v_empty[i], 4);
+      init(barriers.q_full[i], 1), init(barriers.q_empty[i], 4 * WARPGROUPS);
+      init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
+      init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
-    fence_shared();
   }
-  wait_for_previous_kernel();
-  if (thread == 0) {
-    arrive_expecting(shared.q_full, Q_BYTES);
-    load_box(query, shared.q, shared.q_full, pair * a.q_rows + item.first_row, 0);
-    for (int i = 0; i < min(STAGES, item.tiles); i++) attention.load_keys(i, i), attention.load_values(i, i);
-  }
+  if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = 0x38383838;
+  fence_shared();
   __syncthreads();
-  float sums[OUTPUTS];
-  attention.begin(sums);
-  attention.attend();
-  attention.store(output);
+  wait_for_previous_kernel();
+  if (warpgroup == WARPGROUPS) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (thread == 0) produce_queries(arguments, query, q, scales, barriers);
+    if (thread == 32) produce_keys(arguments, key, k, barriers);
+    if (thread == 64) produce_values(arguments, value, v, barriers);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    Consumer consumer{arguments, output, barriers, scales, sums + warpgroup * SUMS_BYTES};
+    consumer.q = descriptor(q + warpgroup * 64 * HEAD_DIM);
+    consumer.k = descriptor(k);
+    consumer.v = descriptor(v);
+    consumer.ones = descriptor(ones);
+    consumer.warpgroup = warpgroup;
+    consumer.thread = thread;
+    consumer.quad = thread % 4;
+    consumer.row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    consumer.run();
+  }
 }
