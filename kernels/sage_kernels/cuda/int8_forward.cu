@@ -30,7 +30,7 @@ constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of
 constexpr bool SUMS_BY_PRODUCT = !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
-constexpr float SLACK = 1.0f, P_LOG2 = 8.807354922057604f - SLACK;
+constexpr float SLACK = 2.0f, P_LOG2 = 8.807354922057604f - SLACK;
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
