@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattent
 SECONDS = 0.5
 MIN_CALLS, MAX_CALLS = 5, 100
 
-QUANTIZER_TOKENS = 16384
+QUANTIZER_BATCHES = ((2, 16384), (4, 4096))  # batch, tokens
 
 # Errors are those of some rows of the first and the last head, against all their keys.
 ERROR_ROWS = 256
@@ -240,8 +241,8 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _measure_quantizers(device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for head_dim in (128, 64):
-        shape = Shape("quantizers", 2, 32, 32, QUANTIZER_TOKENS, head_dim)
+    for head_dim, (batch, tokens) in itertools.product((128, 64), QUANTIZER_BATCHES):
+        shape = Shape("quantizers", batch, 32, 32, tokens, head_dim)
         sizes = {"batch": shape.batch, "heads": shape.q_heads, "tokens": shape.tokens, "head_dim": head_dim}
         try:
             found = quantizers(*draw(shape, "normal", device))

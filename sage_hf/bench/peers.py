@@ -309,14 +309,20 @@ def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Cal
 
     Q is read once, K and V are read twice, for their means first, and each operand is written once.
     """
+    from sage_kernels.cuda import quantize as hopper
     from sage_kernels.triton import int8_forward, quantize_nvfp4
     from sage_kernels.triton.sequences import Sequences
 
     found: dict[str, tuple[Callable[[], object], int]] = {}
     sequences = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    for recipe, module in (("sage1", int8_forward), ("sage2", int8_forward), ("sage3", quantize_nvfp4)):
-        call = partial(module.quantize_operands, query, key, value, get_recipe(recipe), *sequences)
+    calls: dict[str, Callable[[], Any]] = {
+        f"operands of {recipe}": partial(module.quantize_operands, query, key, value, get_recipe(recipe), *sequences)
+        for recipe, module in (("sage1", int8_forward), ("sage2", int8_forward), ("sage3", quantize_nvfp4))
+    }
+    if select(Request.of(query, key, value, is_causal=False, recipe="sage2")).kernel == "int8_forward_hopper":
+        calls["operands of sage2, Hopper"] = partial(hopper.quantize_operands, query, key, value, return_lse=False)
+    for name, call in calls.items():
         written = [x for x in vars(call()).values() if isinstance(x, Tensor)]
         moved = sum(x.numel() * x.element_size() for x in (query, key, key, value, value, *written))
-        found[f"operands of {recipe}"] = call, moved
+        found[name] = call, moved
     return found

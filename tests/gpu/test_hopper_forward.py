@@ -1,15 +1,19 @@
 """The CUDA kernel of `sage2` for Hopper, on the operands that the Triton kernel gets too."""
 
+import random
+
 import pytest
 import torch
-from judge import lse_tolerance
+from judge import Error, judge, lse_tolerance
+from layouts import LAYOUTS, lay_out
+from random_calls import HEADS as HEAD_COUNTS
+from random_calls import LENGTHS
 
 from sage_hf import record, sage_attention
 from sage_kernels import exact
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import select
 from sage_kernels.triton import calls, int8_forward
 from sage_kernels.triton.sequences import Sequences
 
@@ -142,13 +146,41 @@ def test_reruns_streams_and_graphs_give_the_same_bits():
     assert all(torch.equal(x, expected) for x in (*outputs, captured))
 
 
-def test_a_long_call_selects_it(monkeypatch):
-    monkeypatch.setenv("SAGE_KERNELS_UNPROVEN", "1")
-    select.cache_clear()
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("group", range(20))
+def test_ten_thousand_random_requests(group):
+    choose = random.Random(group)
+    dtype = choose.choice((torch.float16, torch.bfloat16))
+    errors = {False: Error(), True: Error()}
+    for index in range(500):
+        generator = torch.Generator("cuda").manual_seed(500 * group + index)
+        batch, q_heads, kv_heads = choose.choice(HEAD_COUNTS)
+        q_len, kv_len = (choose.choice((choose.choice(LENGTHS), choose.randint(1, 900))) for _ in range(2))
+        head_dim, v_head_dim = choose.choice(((64, 64), (128, 128), (40, 56), (80, 128), (96, 96)))
+        inputs = []
+        for heads, tokens, channels in (
+            (q_heads, q_len, head_dim),
+            (kv_heads, kv_len, head_dim),
+            (kv_heads, kv_len, v_head_dim),
+        ):
+            x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
+            mean = torch.randn(channels, generator=generator, device="cuda")
+            inputs.append(lay_out((x + mean).to(dtype), choose.choice(LAYOUTS)))
+        call = {"is_causal": choose.random() < 0.5, "scale": choose.choice((None, None, 0.2, -0.1))}
+        return_lse = choose.random() < 0.5
+        try:
+            errors[return_lse] += judge(*inputs, "sage2", return_lse=return_lse, **call)
+        except AssertionError as failure:
+            sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim)
+            raise AssertionError(f"{group}, {index}: {sizes}, {call}, {return_lse}") from failure
+    for found in errors.values():
+        found.assert_as_small_as_the_references()
+
+
+def test_a_call_selects_it():
     draw = torch.randn(3, 1, 2, 9000, 64, device="cuda", dtype=torch.float16)
     layer = torch.nn.Identity()
     output = record.run_in_layer(layer, sage_attention, *draw, recipe="sage2")
     assert [plan.kernel for plan in record.last_plans(layer)] == ["int8_forward_hopper"]
     truth, _ = exact.attention(*draw)
     assert error(output, truth) <= 0.045 * truth.abs().sum().item()
-    select.cache_clear()

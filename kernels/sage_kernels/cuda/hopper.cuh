@@ -178,17 +178,17 @@ INT8_PRODUCT(48, "96", "%48", "%49", "%50", "%51")
 INT8_PRODUCT(64, "128", "%64", "%65", "%66", "%67")
 
 // x = A·Bᵀ in e4m3, or += if ADD, 32 deep; A in registers.
-#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                    \
-  template <int WIDTH, bool ADD>                                                                             \
-  DEVICE void add_product(float (&x)[N], const uint32* a, uint32 b) {                                        \
-    asm volatile(                                                                                            \
-        "{ .reg .b64 b;\n"                                                                                   \
-        "mov.b64 b, {" B ", " LAYOUT_AT                                                                      \
-        "};\n"                                                                                               \
-        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, b, " \
-        ADD_AT ", 1, 1; }"                                                                                   \
-        : OPERANDS_##N("+f", x)                                                                              \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                 \
+#define E4M3_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                           \
+  template <int WIDTH, bool ADD>                                                                                    \
+  DEVICE void add_product(float (&x)[N], const uint32* a, uint32 b) {                                               \
+    asm volatile(                                                                                                   \
+        "{ .reg .b64 b;\n"                                                                                          \
+        "mov.b64 b, {" B ", " LAYOUT_AT                                                                             \
+        "};\n"                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" ACCUMULATORS_##N "}, {" A "}, b, " ADD_AT \
+                                                                                           ", 1, 1; }"              \
+        : OPERANDS_##N("+f", x)                                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD));                        \
   }
 E4M3_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10")
 E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38")

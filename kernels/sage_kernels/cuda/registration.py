@@ -1,12 +1,7 @@
-"""What the CUDA C++ kernels can do, in the registry. The first call that runs one imports it, and compiles it.
-
-The kernel compiles for its GPU, but its tests have not passed there in its present form: it serves only where the
-environment's SAGE_KERNELS_UNPROVEN is 1.
-"""
+"""What the CUDA C++ kernels can do, in the registry. The first call that runs one imports it, and compiles it."""
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +15,6 @@ from . import compiler
 
 CAPABILITY = (9, 0)
 CHANNELS = (64, 128)  # of Q, K and V in the operands
-MIN_KV_LEN = 8192
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 
 
@@ -48,10 +42,6 @@ def _unsupported(request: Request) -> str:
     rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
     if request.batch * request.q_heads * max(rows, channels) >= MAX_COORDINATE:
         return "more than 2³¹ rows of Q, or of K for each head of Q"
-    if request.is_causal or request.kv_len < MIN_KV_LEN:
-        return f"int8_forward is faster with is_causal, and with fewer than {MIN_KV_LEN} keys"
-    if os.environ.get("SAGE_KERNELS_UNPROVEN") != "1":
-        return "not proven on a GPU yet; SAGE_KERNELS_UNPROVEN=1 selects it"
     return compiler.why_not()
 
 
