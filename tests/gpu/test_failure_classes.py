@@ -287,6 +287,7 @@ def test_padding_in_the_middle_does_not_matter(recipe, bias, draw, device):
 
 
 def test_one_compiled_graph_serves_all_lengths(recipe, draw):
+    torch.compiler.reset()  # Dynamo compiles one function only so many times, whatever the recipe
     compiled = torch.compile(
         lambda *inputs: attend_without_lse(*inputs, recipe, enable_gqa=True),
         fullgraph=True,
@@ -299,7 +300,7 @@ def test_one_compiled_graph_serves_all_lengths(recipe, draw):
 
 
 def test_a_compiled_graph_honours_masks_and_causal(recipe, draw, device):
-    torch.compiler.reset()  # Dynamo compiles one function only so many times, whatever the recipe
+    torch.compiler.reset()
     inputs = draw(2, 4, 300, 64), draw(2, 4, 500, 64), draw(2, 4, 500, 64)
     mask = torch.rand(2, 1, 300, 500, device=device) < 0.5
     for options in ({"attn_mask": mask}, {"is_causal": True}):

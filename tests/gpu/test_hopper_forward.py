@@ -118,15 +118,31 @@ def test_a_mean_of_v_does_not_add_up_in_the_matrix_units(head_dim):
     assert found <= 1.05 * expected
 
 
-def test_a_nan_spoils_the_rows_that_see_it_and_no_others():
-    operands = Operands((1, 2, 1, 600, 600), 128, 128, torch.bfloat16)
-    operands.query[0, 0, 50] = torch.nan
-    operands.key[0, 0, 333, 7] = torch.nan
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_a_nan_spoils_the_rows_that_see_it_and_no_others(head_dim):
+    """Nor those of the blocks' later items, of which there are several here, with sums that move to float32."""
+    operands = Operands((4, 16, 4, 1000, 5000), head_dim, head_dim, torch.bfloat16)
+    operands.query[:, ::3, 50:800:7] = torch.nan
+    operands.key[1, 0, 333, 7] = torch.nan
     operands.quantize()
     for is_causal in (False, True):
         (output, lse), (expected, expected_lse) = (operands.attend(x, is_causal) for x in (hopper, int8_forward))
         assert torch.equal(output.isnan(), expected.isnan())
         assert torch.equal(lse.isnan(), expected_lse.isnan())
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_what_shared_memory_held_does_not_matter(head_dim):
+    """Rows behind the last query are attended for with what scales happen to be there."""
+    operands = Operands((2, 16, 4, 5000, 5000), head_dim, head_dim, torch.bfloat16, return_lse=False).quantize()
+    expected, _ = operands.attend(int8_forward, True)
+    for _ in range(10):
+        inputs = operands.query, operands.key, operands.value
+        with_nan_left = [torch.full_like(x, torch.nan) for x in inputs]
+        sage_attention(*with_nan_left, recipe="sage2", enable_gqa=True)
+        output = sage_attention(*inputs, is_causal=True, recipe="sage2", enable_gqa=True)
+        assert output.isfinite().all()
+        assert error(output, expected.double()) <= 0.05 * expected.double().abs().sum().item()
 
 
 def test_reruns_streams_and_graphs_give_the_same_bits():

@@ -321,7 +321,11 @@ struct Consumer {
   DEVICE void move_sums(const float (&base)[2]) {
     float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
     if (!has_sums) reclaim_shared_sums();
-    const float gain[2] = {exp2_approximate(base[0] - sums_base[0]), exp2_approximate(base[1] - sums_base[1])};
+    float gain[2] = {0.0f, 0.0f};
+    if (has_sums) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) gain[r] = exp2_approximate(base[r] - sums_base[r]);
+    }
 #pragma unroll
     for (int i = 0; i < OUTPUTS / 4; i++) {
       float* x = outputs + 4 * i;
