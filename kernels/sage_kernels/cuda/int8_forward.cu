@@ -1,5 +1,5 @@
-// The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that the Triton
-// quantisers write (`triton/quantize_int8.py`, `triton/quantize_v.py`).
+// The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that
+// `quantize.cu` writes, or the Triton quantisers.
 //
 // A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
 // bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.

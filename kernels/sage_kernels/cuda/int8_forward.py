@@ -1,4 +1,4 @@
-"""`sage2` on Hopper: the operands of `triton.int8_forward`, attended to by `int8_forward.cu`."""
+"""`sage2` on Hopper: the operands of `quantize`, or of `triton.int8_forward`, attended to by `int8_forward.cu`."""
 
 from __future__ import annotations
 
