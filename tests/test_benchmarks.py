@@ -127,6 +127,42 @@ def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
     assert max(row["rel_l1"], row["rel_l1_biased"]) < 1e-12 and min(row["cosine"], row["cosine_biased"]) > 0.999
 
 
+def test_a_provider_whose_result_is_not_finite_has_no_speed(monkeypatch):
+    def broken(query, key, value, is_causal):
+        output = torch.zeros_like(query)
+        output[-1, -1, 7, 3] = torch.nan  # where no error is sampled
+        return Prepared(lambda: output, "broken")
+
+    monkeypatch.setattr(measure, "_first_calls", lambda *call: 5)
+    monkeypatch.setattr(measure, "median_ms", lambda calls: dict.fromkeys(calls, 1e-3))
+    (row,) = measure._measure_shape(SMALL, [Provider("broken", "Broken", "kernel", broken)], CPU)
+    assert row["unavailable"] == "ArithmeticError: the result holds NaN or infinity" and "ms" not in row
+    gradients = [torch.ones(1, 2, 3, 4) for _ in range(4)]
+    gradients[2][0, 0, 0, 0] = torch.inf
+    with pytest.raises(ArithmeticError):
+        measure.require_finite(*gradients)
+
+
+def test_providers_take_turns_of_several_calls(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = len(made)
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    steps = {"one": ((lambda: made.append("a"),), 8), "two": ((lambda: made.append("b"), lambda: made.append("c")), 5)}
+    assert measure.median_steps_ms(steps) == {"one": [1, 1], "two": [2, 1, 1]}
+    assert "".join(made) == "aabc" * 3 + "aabcbc"
+    assert measure.median_ms({"one": (lambda: made.append("a"), 1)}) == {"one": 1}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_measures_every_number():

@@ -21,9 +21,10 @@ from sage_kernels import exact
 
 PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")
 
-# A provider is timed for half a second at a shape, interleaved with the others.
+# A provider is timed for half a second at a shape, in turns with the others.
 SECONDS = 0.5
 MIN_CALLS, MAX_CALLS = 5, 100
+TURNS = 4
 
 QUANTIZER_BATCHES = ((2, 16384), (4, 4096))  # batch, tokens
 
@@ -101,7 +102,11 @@ def draw(shape: Shape, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def median_ms(calls: dict[Any, tuple[Callable[[], object], int]]) -> dict[Any, float]:
-    """Median time of a call, by key -> (call, how often); all take turns, so that heat and clocks are shared."""
+    """Median time of a call, by key -> (call, how often).
+
+    Each is called several times in a row, at the clocks and the heat that it causes itself, as in a model that calls it
+    again and again; turns of this kind alternate, so that what drifts meets all.
+    """
     steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
     return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
 
@@ -109,9 +114,9 @@ def median_ms(calls: dict[Any, tuple[Callable[[], object], int]]) -> dict[Any, f
 def median_steps_ms(calls: dict[Any, Steps]) -> dict[Any, list[float]]:
     """As `median_ms` for calls of several steps: the median of the whole, then those of each step."""
     events: dict[Any, list[list[torch.cuda.Event]]] = {key: [] for key in calls}
-    for turn in range(max((count for _, count in calls.values()), default=0)):
+    for turn in range(TURNS):
         for key, (steps, count) in calls.items():
-            if turn < count:
+            for _ in range(count * turn // TURNS, count * (turn + 1) // TURNS):
                 marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
                 marks[0].record()
                 for step, mark in zip(steps, marks[1:], strict=True):
@@ -127,6 +132,13 @@ def median_steps_ms(calls: dict[Any, Steps]) -> dict[Any, list[float]]:
         key: [median(events[key], 0, -1), *(median(events[key], step, step + 1) for step in range(len(steps)))]
         for key, (steps, _) in calls.items()
     }
+
+
+def require_finite(*results: Tensor) -> None:
+    """Raise ArithmeticError where one holds NaN or infinity: its speed is worth nothing."""
+    for x in results:
+        if not (x.float() if x.dtype.itemsize == 1 else x).isfinite().all():
+            raise ArithmeticError("the result holds NaN or infinity")
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -179,7 +191,9 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
                 if kind == "normal":
                     row["kernel"] = prepared.kernel
                     calls[provider.name] = prepared.call, _first_calls(prepared.call, row, shape)
-                found = errors.of(prepared.call(), prepared.output_scale)
+                output = prepared.call()
+                require_finite(output)
+                found = errors.of(output, prepared.output_scale)
             except Exception as error:  # Whatever keeps a provider from running is what its row says.
                 rows[provider.name] = new_row(shape, provider) | {"unavailable": reason(error)}
                 calls.pop(provider.name, None)

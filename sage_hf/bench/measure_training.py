@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
-from sage_hf.bench.measure import KINDS, Steps, draw, facts, first_calls, median_steps_ms, new_row, reason
+from sage_hf.bench.measure import (
+    KINDS,
+    Steps,
+    draw,
+    facts,
+    first_calls,
+    median_steps_ms,
+    new_row,
+    reason,
+    require_finite,
+)
 from sage_hf.bench.peers import Provider
 from sage_hf.bench.shapes import TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
@@ -148,7 +158,9 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
                     row["peak_extra_bytes"] = max(0, peak - shape.output_bytes - shape.input_bytes)
                     row["saved_bytes"] = saved_bytes(_attend_of(provider, shape.causal), inputs)
                     calls[provider.name] = (step.forward, step.backward), count
-                found = errors.of(step())
+                result = step()
+                require_finite(*result)
+                found = errors.of(result)
             except Exception as error:  # Whatever keeps a provider from running is what its row says.
                 rows[provider.name] = row_of(provider) | {"unavailable": reason(error)}
                 calls.pop(provider.name, None)

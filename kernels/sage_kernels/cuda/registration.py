@@ -9,7 +9,7 @@ import torch
 
 from ..recipe import Recipe
 from ..registry import Kernel, Request, register
-from ..triton.registration import triton_version
+from ..triton import registration as triton
 from ..triton.sequences import BLOCK, ceil_div, power_of_two
 from . import compiler
 
@@ -26,7 +26,7 @@ def register_all() -> None:
 def _unsupported(request: Request) -> str:
     if request.device_type != "cuda" or request.capability != CAPABILITY or torch.version.hip is not None:
         return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
-    if triton_version() is None:
+    if triton.triton_version() is None:
         return "Triton, whose kernels quantise, is not installed"
     if request.dtype not in (torch.float16, torch.bfloat16):
         return "dtype must be one of float16, bfloat16"
