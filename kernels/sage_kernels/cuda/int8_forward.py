@@ -71,7 +71,10 @@ class Config:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ops.attention` of `sage2` without a mask; arguments as of `triton.int8_forward.attention`."""
+    """`ops.attention` of `sage2` without a mask; arguments as of `triton.int8_forward.attention`.
+
+    Where the LSE is not wanted, rows are divided by the sums of their weights in e4m3, not in float32.
+    """
     return calls.attention(_attend, (0, 0), query, key, value, mask=None, **call)
 
 
