@@ -45,7 +45,8 @@ def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, 
     code = subprocess.run([NVDISASM, "-c", image], capture_output=True, text=True, check=True).stdout
     # Two steps; three warpgroups have few registers, which NVRTC 13.0 and 13.5 use in different ways.
     loop = loop_without_mask(code, 2 * head_dim // 32)
-    assert sum("LDL" in line or "STL" in line for line in loop) <= (4 if config.block_n == 96 else 0)
+    spills = sum("LDL" in line or "STL" in line for line in loop)
+    assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
     # An item's first tile, and four steps (odd and even, masked or not).
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32

@@ -104,7 +104,9 @@ DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q
   }
 }
 
-DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Barriers& b) {
+// Tiles of K, or of V: `load` begins to bring tile `tile` of an item to a stage.
+template <typename Load>
+DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load) {
   Item item;
   int uses = 0;
 #pragma unroll 1
@@ -112,29 +114,26 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Bar
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
       const int stage = uses % STAGES;
-      wait(b.k_empty[stage], uses / STAGES & 1 ^ 1);
-      arrive_expecting(b.k_full[stage], K_BYTES);
-      load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + tile * BLOCK_N, 0);
+      wait(empty[stage], uses / STAGES & 1 ^ 1);
+      arrive_expecting(full[stage], bytes);
+      load(item, tile, stage);
     }
   }
 }
 
+DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Barriers& b) {
+  produce_tiles(a, K_BYTES, b.k_full, b.k_empty, [&](const Item& item, int tile, int stage) {
+    load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + tile * BLOCK_N, 0);
+  });
+}
+
 DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
-  Item item;
-  int uses = 0;
-#pragma unroll 1
-  for (int round = 0; next_item(a, round, item); round++) {
-#pragma unroll 1
-    for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
-      const int stage = uses % STAGES;
-      wait(b.v_empty[stage], uses / STAGES & 1 ^ 1);
-      arrive_expecting(b.v_full[stage], V_BYTES);
+  produce_tiles(a, V_BYTES, b.v_full, b.v_empty, [&](const Item& item, int tile, int stage) {
 #pragma unroll
-      for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
-        load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
-                 tile * BLOCK_N + i * V_WIDTH);
-    }
-  }
+    for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
+      load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
+               tile * BLOCK_N + i * V_WIDTH);
+  });
 }
 
 // The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`

@@ -7,12 +7,12 @@ import torch
 from ..triton.int8_forward import Int8Operands
 from ..triton.sequences import BLOCK, ceil_div, power_of_two
 from . import jit
+from .registration import CHANNELS
 
 SOURCE = "quantize.cu"
 SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
 LINES = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
 ALIGNED = 8  # elements: 16 bytes
-CHANNELS = (64, 128)  # of an operand
 # Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
 EARLY = 512
 
