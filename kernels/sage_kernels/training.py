@@ -177,7 +177,9 @@ def _plan(
     request = replace(Request.of(query, key, value, valid, is_causal, recipe, grad=True), head_dim=head_dim)
     if lengths is not None:
         sequences = lengths.cu_seqlens_q.shape[0] - 1
-        request = replace(request, batch=sequences, q_len=lengths.max_seqlen_q, kv_len=lengths.max_seqlen_k)
+        request = replace(
+            request, packed=True, batch=sequences, q_len=lengths.max_seqlen_q, kv_len=lengths.max_seqlen_k
+        )
     plan = select(request, fallback)
     if plan.kernel == "sdpa":
         raise KernelUnavailableError(

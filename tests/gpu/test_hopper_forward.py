@@ -1,4 +1,4 @@
-"""The CUDA kernel of `sage2` for Hopper, on the operands that the Triton kernel gets too."""
+"""The CUDA kernel of the INT8 recipes for Hopper, on the operands that the Triton kernel gets too."""
 
 import random
 
@@ -33,6 +33,7 @@ SIZES = (
 )
 CAUSAL = ((False, 0), (True, 0), (True, 37), (True, -100), (True, -5000))
 HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.float16))
+SAGE1, SAGE2 = RECIPES["sage1"], RECIPES["sage2"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,8 @@ def needs_hopper(device):
 class Operands:
     """Q, K and V, both with means, and what the quantisers make of them."""
 
-    def __init__(self, sizes, head_dim, v_head_dim, dtype, return_lse=True):
+    def __init__(self, sizes, head_dim, v_head_dim, dtype, recipe=SAGE2, return_lse=True):
+        self.recipe = recipe
         batch, q_heads, kv_heads, self.q_len, self.kv_len = sizes
         generator = torch.Generator("cuda").manual_seed(sum(sizes))
 
@@ -63,7 +65,7 @@ class Operands:
         self.sequences = Sequences.equal(self.q_len), Sequences.equal(self.kv_len)
         inputs = self.query, self.key, self.value
         self.quantized = int8_forward.quantize_operands(
-            *inputs, RECIPES["sage2"], *self.sequences, return_lse=self.return_lse
+            *inputs, self.recipe, *self.sequences, return_lse=self.return_lse
         )
         return self
 
@@ -88,8 +90,9 @@ def error(x, truth):
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), HEADS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_it_is_as_accurate_as_the_portable_kernel(sizes, head_dim, v_head_dim, dtype):
-    operands = Operands(sizes, head_dim, v_head_dim, dtype).quantize()
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_it_is_as_accurate_as_the_portable_kernel(recipe, sizes, head_dim, v_head_dim, dtype):
+    operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe).quantize()
     inputs = operands.query, operands.key, operands.value
     for is_causal, offset in CAUSAL:
         output, lse = operands.attend(hopper, is_causal, offset)
@@ -119,9 +122,10 @@ def test_a_mean_of_v_does_not_add_up_in_the_matrix_units(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
-def test_a_nan_spoils_the_rows_that_see_it_and_no_others(head_dim):
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_a_nan_spoils_the_rows_that_see_it_and_no_others(recipe, head_dim):
     """Nor those of the blocks' later items, of which there are several here, with sums that move to float32."""
-    operands = Operands((4, 16, 4, 1000, 5000), head_dim, head_dim, torch.bfloat16)
+    operands = Operands((4, 16, 4, 1000, 5000), head_dim, head_dim, torch.bfloat16, recipe)
     operands.query[:, ::3, 50:800:7] = torch.nan
     operands.key[1, 0, 333, 7] = torch.nan
     operands.quantize()
@@ -132,21 +136,23 @@ def test_a_nan_spoils_the_rows_that_see_it_and_no_others(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
-def test_what_shared_memory_held_does_not_matter(head_dim):
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_what_shared_memory_held_does_not_matter(recipe, head_dim):
     """Rows behind the last query are attended for with what scales happen to be there."""
-    operands = Operands((2, 16, 4, 5000, 5000), head_dim, head_dim, torch.bfloat16, return_lse=False).quantize()
+    operands = Operands((2, 16, 4, 5000, 5000), head_dim, head_dim, torch.bfloat16, recipe, return_lse=False).quantize()
     expected, _ = operands.attend(int8_forward, True)
     for _ in range(10):
         inputs = operands.query, operands.key, operands.value
         with_nan_left = [torch.full_like(x, torch.nan) for x in inputs]
-        sage_attention(*with_nan_left, recipe="sage2", enable_gqa=True)
-        output = sage_attention(*inputs, is_causal=True, recipe="sage2", enable_gqa=True)
+        sage_attention(*with_nan_left, recipe=recipe.name, enable_gqa=True)
+        output = sage_attention(*inputs, is_causal=True, recipe=recipe.name, enable_gqa=True)
         assert output.isfinite().all()
         assert error(output, expected.double()) <= 0.05 * expected.double().abs().sum().item()
 
 
-def test_reruns_streams_and_graphs_give_the_same_bits():
-    operands = Operands((2, 4, 2, 1000, 3000), 128, 128, torch.bfloat16, return_lse=False).quantize()
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_reruns_streams_and_graphs_give_the_same_bits(recipe):
+    operands = Operands((2, 4, 2, 1000, 3000), 128, 128, torch.bfloat16, recipe, return_lse=False).quantize()
     expected, _ = operands.attend(hopper)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
@@ -167,7 +173,7 @@ def test_reruns_streams_and_graphs_give_the_same_bits():
 def test_ten_thousand_random_requests(group):
     choose = random.Random(group)
     dtype = choose.choice((torch.float16, torch.bfloat16))
-    errors = {False: Error(), True: Error()}
+    errors = {(recipe, return_lse): Error() for recipe in ("sage1", "sage2") for return_lse in (False, True)}
     for index in range(500):
         generator = torch.Generator("cuda").manual_seed(500 * group + index)
         batch, q_heads, kv_heads = choose.choice(HEAD_COUNTS)
@@ -183,20 +189,21 @@ def test_ten_thousand_random_requests(group):
             mean = torch.randn(channels, generator=generator, device="cuda")
             inputs.append(lay_out((x + mean).to(dtype), choose.choice(LAYOUTS)))
         call = {"is_causal": choose.random() < 0.5, "scale": choose.choice((None, None, 0.2, -0.1))}
-        return_lse = choose.random() < 0.5
+        recipe, return_lse = choose.choice(tuple(errors))
         try:
-            errors[return_lse] += judge(*inputs, "sage2", return_lse=return_lse, **call)
+            errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)
         except AssertionError as failure:
             sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim)
-            raise AssertionError(f"{group}, {index}: {sizes}, {call}, {return_lse}") from failure
+            raise AssertionError(f"{group}, {index}: {sizes}, {call}, {recipe}, {return_lse}") from failure
     for found in errors.values():
         found.assert_as_small_as_the_references()
 
 
-def test_a_call_selects_it():
-    draw = torch.randn(3, 1, 2, 9000, 64, device="cuda", dtype=torch.float16)
+@pytest.mark.parametrize("recipe", ("sage1", "sage2", "sage_bwd"))
+def test_a_call_selects_it(recipe):
+    draw = torch.randn(3, 1, 2, 9000, 64, device="cuda", dtype=torch.float16, requires_grad=recipe == "sage_bwd")
     layer = torch.nn.Identity()
-    output = record.run_in_layer(layer, sage_attention, *draw, recipe="sage2")
+    output = record.run_in_layer(layer, sage_attention, *draw, recipe=recipe)
     assert [plan.kernel for plan in record.last_plans(layer)] == ["int8_forward_hopper"]
     truth, _ = exact.attention(*draw)
     assert error(output, truth) <= 0.045 * truth.abs().sum().item()

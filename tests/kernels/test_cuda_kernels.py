@@ -14,7 +14,7 @@ import sage_kernels.ops  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler, int8_forward
 from sage_kernels.registry import Request, select
 
-SIZES = ((64, 4096), (128, 4096), (128, 20_000))  # head_dim and kv_len
+SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 LONG = Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False)
 
@@ -34,7 +34,7 @@ def can_compile(monkeypatch):
 )
 def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, is_causal, return_lse, dtype):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    head_dim, _ = size
+    head_dim, pv, _ = size
     config = int8_forward.Config.of(*size, is_causal)
     cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype))
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
@@ -50,8 +50,9 @@ def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, 
     assert len(loop) <= (1300 if return_lse else 1200)
     # An item's first tile, and four steps (odd and even, masked or not).
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
-    of_sums = 1 if return_lse else 2
-    assert len(re.findall(r"QGMMA\.64x\d+x32", code)) == 5 * of_sums * config.block_n // 32
+    of_sums = 1 if return_lse and pv == "fp8" else 2
+    product, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
+    assert len(re.findall(rf"{product}\.64x\d+x{depth}", code)) == 5 * of_sums * config.block_n // depth
     assert config.shared_bytes <= 220 * 1024
 
 

@@ -77,6 +77,15 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row,
       : "memory");
 }
 
+// Of a map of three axes, at (batch, row, column).
+DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batch, int row, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(shared_address(into)),
+      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
 DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -128,8 +137,11 @@ DEVICE void pin(Integer (&x)[N]) {
 }
 
 // Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes: its lower
-// half. 16 bytes further along K add 1.
-DEVICE uint32 descriptor(const void* tile) { return 1u << 16 | (shared_address(tile) & 0x3FFFF) >> 4; }
+// half. 16 bytes further along K add 1. Of a transposed operand rows lie along N, and those beyond the first WIDTH bytes
+// of each are `apart` bytes behind.
+DEVICE uint32 descriptor(const void* tile, int apart = 16) {
+  return static_cast<uint32>(apart / 16) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+}
 // The upper half.
 template <int WIDTH>
 constexpr uint32 SWIZZLE = WIDTH == 128  ? 1
@@ -194,6 +206,24 @@ E4M3_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10")
 E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38")
 E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
 
+// x = A·Bᵀ in float16, or += if ADD, 16 deep; A in registers. B may lie TRANSPOSED in shared memory.
+#define FLOAT16_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT, TRANSPOSED_AT)                                         \
+  template <int WIDTH, bool TRANSPOSED, bool ADD>                                                                   \
+  DEVICE void add_float16_product(float (&x)[N], const uint32* a, uint32 b) {                                       \
+    asm volatile(                                                                                                   \
+        "{ .reg .b64 b;\n"                                                                                          \
+        "mov.b64 b, {" B ", " LAYOUT_AT                                                                             \
+        "};\n"                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" ACCUMULATORS_##N "}, {" A "}, b, " ADD_AT   \
+                                                                                         ", 1, 1, " TRANSPOSED_AT   \
+                                                                                         "; }"                      \
+        : OPERANDS_##N("+f", x)                                                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD), "n"(TRANSPOSED));       \
+  }
+FLOAT16_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")
+FLOAT16_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39")
+FLOAT16_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70", "%71")
+
 // ---- Numbers ----
 
 DEVICE float exp2_approximate(float x) {
@@ -218,6 +248,13 @@ DEVICE float from_bfloat16(uint16 x) { return __uint_as_float(static_cast<uint32
 
 #define INFINITE __int_as_float(0x7F800000)
 
+// Two numbers in float16, the first in the lower half.
+DEVICE uint32 pack_float16(float a, float b) {
+  uint32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
+
 // At most `largest` in magnitude; NaN stays NaN.
 DEVICE float clamp(float x, float largest) {
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(largest));
@@ -234,7 +271,5 @@ DEVICE uint32 to_bfloat16(float a, float b) {
 }
 DEVICE uint32 to_float16(float a, float b) {
   constexpr float largest = 65504.0f;
-  uint32 y;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(clamp(b, largest)), "f"(clamp(a, largest)));
-  return y;
+  return pack_float16(clamp(a, largest), clamp(b, largest));
 }

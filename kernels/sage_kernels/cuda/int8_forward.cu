@@ -1,5 +1,5 @@
-// The forward kernel of `sage2` for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3, of the operands that
-// `quantize.cu` writes, or the Triton quantisers.
+// The forward kernel of the INT8 recipes for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3 (`sage2`) or float16 (`sage1`,
+// `sage_bwd`), of the operands that `quantize.cu` writes, or the Triton quantisers.
 //
 // A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
 // bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.
@@ -7,30 +7,33 @@
 // last of another item; while P·V runs, the scores become the next P.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
-// move to float32 sums in shared memory.
+// move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
 //
-// Compile-time constants: HEAD_DIM 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, SUMMED_TILES (even),
-// CAUSAL, LSE, OUTPUT_FLOAT16.
+// Compile-time constants: HEAD_DIM 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, PV_FLOAT16,
+// SUMMED_TILES (even), CAUSAL, LSE, OUTPUT_FLOAT16.
 #include "hopper.cuh"
 
 constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
 constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
 constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
+constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;      // of an element of P and V
+constexpr int WEIGHTS = SCORES * PV_BYTES / 4;    // words of P
+constexpr int PV_DEPTH = 32 / PV_BYTES;           // keys of a matrix product
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 // The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
 constexpr int PRODUCTS_DONE = 1;
-constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V side by side in shared memory
-constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N;
-constexpr int SUMS_BYTES = 64 * HEAD_DIM * 4;  // of a warpgroup
+constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V in e4m3 side by side in shared memory
+constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N * PV_BYTES;
+constexpr int SUMS_BYTES = 64 * HEAD_DIM * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: its sums, or its outputs
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones. They are sums of what e4m3 makes of the weights: the LSE
 // asks for more.
-constexpr bool SUMS_BY_PRODUCT = !LSE;
+constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 || !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
-constexpr float SLACK = 2.0f, P_LOG2 = 8.807354922057604f - SLACK;
+constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = (PV_FLOAT16 ? 15.0f : 8.807354922057604f) - SLACK;
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -129,10 +132,17 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Bar
 
 DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
   produce_tiles(a, V_BYTES, b.v_full, b.v_empty, [&](const Item& item, int tile, int stage) {
+    if (PV_FLOAT16) {
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
-      load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
-               tile * BLOCK_N + i * V_WIDTH);
+      for (int i = 0; i < HEAD_DIM / 64; i++)
+        load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a), tile * BLOCK_N,
+                 i * 64);
+    } else {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
+        load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
+                 tile * BLOCK_N + i * V_WIDTH);
+    }
   });
 }
 
@@ -151,7 +161,7 @@ struct Consumer {
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   int scores[SCORES];
-  uint32 weights[SCORES / 4];
+  uint32 weights[WEIGHTS];
   float outputs[OUTPUTS];
   float row_scale[2], next_key_scale[SEGMENTS], scale[2][SEGMENTS];
   float base[2];  // P_LOG2 - the row's reference
@@ -257,8 +267,13 @@ struct Consumer {
   }
   DEVICE void pack_chunk(int chunk) {
     auto p = [&](int i) { return __int_as_float(scores[chunk * CHUNK + i]); };
-    weights[2 * chunk] = to_e4m3(p(0), p(1), p(4), p(5));
-    weights[2 * chunk + 1] = to_e4m3(p(2), p(3), p(6), p(7));
+    if (PV_FLOAT16) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) weights[4 * chunk + i] = pack_float16(p(2 * i), p(2 * i + 1));
+    } else {
+      weights[2 * chunk] = to_e4m3(p(0), p(1), p(4), p(5));
+      weights[2 * chunk + 1] = to_e4m3(p(2), p(3), p(6), p(7));
+    }
   }
   // `await_products` waits until the matrix products have read the weights of the last tile.
   template <int ODD, bool MASKED, typename Await>
@@ -288,16 +303,27 @@ struct Consumer {
     for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
+  template <bool ADD>
+  DEVICE void sum_weights(const uint32* part) {
+    if constexpr (PV_FLOAT16)
+      add_float16_product<32, false, ADD>(tile_sum, part, ones);
+    else
+      add_product<32, ADD>(tile_sum, part, ones);
+  }
   DEVICE void begin_outputs(int stage) {
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 32; i++) {
-      const int at = i * 32 / V_WIDTH * (HEAD_DIM * V_WIDTH) + i * 32 % V_WIDTH;
-      add_product<V_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+    for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
+      if constexpr (PV_FLOAT16) {
+        add_float16_product<128, true, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + i * PV_DEPTH * 128) / 16);
+      } else {
+        const int at = i * 32 / V_WIDTH * (HEAD_DIM * V_WIDTH) + i * 32 % V_WIDTH;
+        add_product<V_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+      }
     }
     if (SUMS_BY_PRODUCT) {
-      add_product<32, false>(tile_sum, weights, ones);
+      sum_weights<false>(weights);
 #pragma unroll
-      for (int i = 1; i < BLOCK_N / 32; i++) add_product<32, true>(tile_sum, weights + 4 * i, ones);
+      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
     }
     commit_products();
   }
@@ -362,7 +388,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
     }
-    if (ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
+    if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
   }
 
   // What an item's outputs need beside themselves.
@@ -375,7 +401,10 @@ struct Consumer {
   // The outputs go to shared memory in the TMA's order: 64 channels of a row are 128 bytes, whose 16-byte parts are
   // exchanged from row to row.
   DEVICE void store(const Ending& ending) {
-    if (has_sums) move_sums<true>(ending.base);
+    int first_line = row % 64;
+    // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled anyway.
+    if (SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
+    if (!PV_FLOAT16 && has_sums) move_sums<true>(ending.base);
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -404,7 +433,7 @@ struct Consumer {
       for (int r = 0; r < 2; r++) {
         const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
         const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
-        const int line = row % 64 + 8 * r, part = i % 8 ^ line % 8;
+        const int line = first_line + 8 * r, part = i % 8 ^ line % 8;
         *reinterpret_cast<uint32*>(shared_sums + i / 8 * (64 * 128) + line * 128 + part * 16 + quad * 4) =
             OUTPUT_FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
       }
@@ -484,7 +513,7 @@ struct Consumer {
     q_stage = parity = 0;
     has_sums = false;
 #pragma unroll
-    for (int i = 0; i < SCORES / 4; i++) weights[i] = 0;
+    for (int i = 0; i < WEIGHTS; i++) weights[i] = 0;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
 #pragma unroll
@@ -526,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
   uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
   __shared__ Barriers barriers;
   __shared__ Scales scales[STAGES];
-  __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 in e4m3
+  __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -535,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
   }
-  if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = 0x38383838;
+  if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
   wait_for_previous_kernel();
@@ -549,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     Consumer consumer{arguments, output, barriers, scales, sums + warpgroup * SUMS_BYTES};
     consumer.q = descriptor(q + warpgroup * 64 * HEAD_DIM);
     consumer.k = descriptor(k);
-    consumer.v = descriptor(v);
+    consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * 128) : descriptor(v);
     consumer.ones = descriptor(ones);
     consumer.warpgroup = warpgroup;
     consumer.thread = thread;

@@ -1,15 +1,18 @@
-"""`sage2` on Hopper: the operands of `quantize`, or of `triton.int8_forward`, attended to by `int8_forward.cu`."""
+"""INT8 attention on Hopper: operands of `quantize`, or of `triton.int8_forward`, attended to by `int8_forward.cu`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..recipe import get_recipe
-from ..triton import calls
-from ..triton.int8_forward import Int8Operands, quantize_operands
+from ..recipe import Recipe
+from ..saved import Saved
+from ..triton import calls, int8_training
+from ..triton.int8_forward import PV_OF_DTYPE, Int8Operands, quantize_operands
+from ..triton.key_padding import KeyPadding
 from ..triton.mask_tiles import MaskTiles
 from ..triton.sequences import Sequences, ceil_div
 from . import jit, quantize
@@ -25,7 +28,8 @@ LONG = 8192  # keys
 
 @dataclass(frozen=True)
 class Config:
-    """Of heads with `head_dim` channels, 64 or 128, and blocks of two or three warpgroups that attend to 64 rows each.
+    """Of heads with `head_dim` channels, 64 or 128, blocks of two or three warpgroups that attend to 64 rows each, and
+    P·V in e4m3 ("fp8") or float16 ("fp16").
 
     With 128 channels two are faster up to `LONG` keys (4×32×4096: 899 against 863 TFLOP/s), then three (2×32×16384: 954
     against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels three are (631
@@ -34,11 +38,12 @@ class Config:
 
     head_dim: int
     warpgroups: int
+    pv: str
 
     @classmethod
-    def of(cls, head_dim: int, kv_len: int, is_causal: bool) -> Config:
+    def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool) -> Config:
         """The fastest one."""
-        return cls(head_dim, 2 if head_dim == 128 and (is_causal or kv_len < LONG) else 3)
+        return cls(head_dim, 2 if head_dim == 128 and (pv == "fp16" or is_causal or kv_len < LONG) else 3, pv)
 
     @property
     def block_m(self) -> int:
@@ -48,12 +53,13 @@ class Config:
     @property
     def block_n(self) -> int:
         """Keys a tile."""
-        return 96 if self.head_dim == 128 and self.warpgroups == 3 else 128
+        return 96 if self.warpgroups == 3 and (self.head_dim == 128 or self.pv == "fp16") else 128
 
     @property
     def shared_bytes(self) -> int:
-        """Tiles of Q, K and V, and the float32 sums."""
-        return (STAGES * (self.block_m + 2 * self.block_n) + 4 * self.block_m) * self.head_dim
+        """Tiles of Q, K and V, and the float32 sums, or the outputs."""
+        value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
+        return (STAGES * (self.block_m + (1 + value) * self.block_n) + sums * self.block_m) * self.head_dim
 
     def macros(self, is_causal: bool, return_lse: bool, dtype: torch.dtype) -> dict[str, int]:
         """The compile-time constants of int8_forward.cu."""
@@ -61,6 +67,7 @@ class Config:
             "HEAD_DIM": self.head_dim,
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block_n,
+            "PV_FLOAT16": int(self.pv == "fp16"),
             "SUMMED_TILES": SUMMED_KEYS // self.block_n,
             "CAUSAL": int(is_causal),
             "LSE": int(return_lse),
@@ -69,13 +76,35 @@ class Config:
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe, **call: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ops.attention` of `sage2` without a mask; arguments as of `triton.int8_forward.attention`.
+    """`ops.attention` of `sage1` or `sage2` without a mask; arguments as of `triton.int8_forward.attention`.
 
-    Where the LSE is not wanted, rows are divided by the sums of their weights in e4m3, not in float32.
+    Rows are divided by the sums of their weights in e4m3 or float16; by those in float32 where `sage2` gives the LSE.
     """
-    return calls.attention(_attend, (0, 0), query, key, value, mask=None, **call)
+    return calls.attention(partial(_attend, recipe=recipe), (0, 0), query, key, value, **call)
+
+
+def training_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
+) -> tuple[torch.Tensor, Saved]:
+    """`int8_training.training_attention` of a recipe with P·V in float16, without lengths and valid."""
+    return int8_training.training_attention(query, key, value, **call, attend=_attend_operands)
+
+
+def _attend_operands(
+    operands: Int8Operands,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    *,
+    tiles: MaskTiles | None,
+    padding: KeyPadding | None,
+    capability: tuple[int, int],
+    **call: Any,
+) -> None:
+    forward(operands, output, lse, kv_sequences.tokens, **call)
 
 
 def _attend(
@@ -88,13 +117,13 @@ def _attend(
     kv_sequences: Sequences,
     *,
     tiles: MaskTiles | None,
+    recipe: Recipe,
     **call: Any,
 ) -> None:
     return_lse = lse is not None
-    if quantize.serves(query, key, value):
+    if recipe.pv == "fp8" and quantize.serves(query, key, value):
         operands = quantize.quantize_operands(query, key, value, return_lse=return_lse)
     else:
-        recipe = get_recipe("sage2")
         operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, return_lse=return_lse)
     forward(operands, output, lse, kv_sequences.tokens, **call)
 
@@ -112,7 +141,7 @@ def forward(
     """Attention of quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
     Args:
-        operands: of `sage2`, with 64 or 128 channels in Q, K and V.
+        operands: of `sage1` or `sage2`, with 64 or 128 channels in Q, K and V.
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides multiples
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
@@ -124,8 +153,12 @@ def forward(
     """
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
-    config = Config.of(channels, kv_len, is_causal)
-    width = 128 if config.block_n % 128 == 0 else 32  # keys of V that lie side by side in shared memory
+    config = Config.of(channels, PV_OF_DTYPE[operands.value.dtype], kv_len, is_causal)
+    if config.pv == "fp16":
+        value = jit.tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, 64), 128)
+    else:
+        width = 128 if config.block_n % 128 == 0 else 32  # keys of V that lie side by side in shared memory
+        value = jit.tensor_map(operands.value.view(-1, kv_rows), (channels, width), width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device = output.device
     jit.launch(
@@ -138,7 +171,7 @@ def forward(
         (
             jit.tensor_map(operands.query.view(-1, channels), (64, channels), channels),
             jit.tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
-            jit.tensor_map(operands.value.view(-1, kv_rows), (channels, width), width),
+            value,
             jit.tensor_map(output, (1, 1, 64, 64), 128),
             (
                 operands.query_scale,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..recipe import Recipe
 from ..registry import Kernel, Request, register
+from ..saved import Saved
 from ..triton import registration as triton
 from ..triton.sequences import BLOCK, ceil_div, power_of_two
 from . import compiler
@@ -20,7 +20,18 @@ MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 
 def register_all() -> None:
     """Register the kernels; they are preferred to those registered later."""
-    register(Kernel("int8_forward_hopper", frozenset(["sage2"]), True, _unsupported, _run))
+    recipes = frozenset(["sage1", "sage2", "sage_bwd"])
+    register(
+        Kernel(
+            "int8_forward_hopper",
+            recipes,
+            True,
+            _unsupported,
+            _run,
+            run_training=_run_training,
+            run_backward=triton.run_int8_backward,
+        )
+    )
 
 
 def _unsupported(request: Request) -> str:
@@ -45,5 +56,10 @@ def _unsupported(request: Request) -> str:
     return compiler.why_not()
 
 
-def _run(*inputs: torch.Tensor, mask: None, recipe: Recipe, **call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return import_module(".int8_forward", __package__).attention(*inputs, **call)
+def _run(query: torch.Tensor, *inputs: torch.Tensor, **call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return import_module(".int8_forward", __package__).attention(query, *inputs, **call)
+
+
+def _run_training(query: torch.Tensor, *inputs: torch.Tensor, **call: Any) -> tuple[torch.Tensor, Saved]:
+    run = import_module(".int8_forward", __package__).training_attention
+    return run(query, *inputs, **call, capability=torch.cuda.get_device_capability(query.device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..recipe import Recipe
@@ -35,6 +37,7 @@ def training_attention(
     scale: float | None,
     recipe: Recipe,
     capability: tuple[int, int],
+    attend: Callable[..., None] = forward,
 ) -> tuple[torch.Tensor, Saved]:
     """Attention that can be differentiated.
 
@@ -48,6 +51,7 @@ def training_attention(
         scale: default head_dim ** -0.5.
         recipe: one with gradients.
         capability: the GPU's; it chooses the tile.
+        attend: to the operands, as `int8_forward.forward` does.
 
     Returns:
         (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -60,10 +64,13 @@ def training_attention(
         raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
     batch, q_heads, q_len, head_dim = query.shape
     sequences, q_sequences, kv_sequences = token_axes(q_len, key.shape[2], lengths)
-    # Zeros where only the GPU knows the lengths, which say what is written.
-    output = query.new_zeros(batch, q_len, q_heads, value.shape[3]).transpose(1, 2)
-    lse = query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
-    if 0 in (*query.shape, *key.shape[1:3], sequences, q_sequences.tokens, kv_sequences.tokens):
+    empty = 0 in (*query.shape, *key.shape[1:3], sequences, q_sequences.tokens, kv_sequences.tokens)
+    output = query.new_empty(batch, q_len, q_heads, value.shape[3]).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
+    if empty or sequences is not None:  # only the GPU knows the lengths, which say what is written
+        output.zero_()
+        lse.fill_(-torch.inf)
+    if empty:
         channels, rows, kv_rows = padded_channels(head_dim), q_sequences.rows, kv_sequences.rows
         return output, Saved(
             query.new_zeros((batch, q_heads, rows, channels), dtype=torch.int8),
@@ -77,7 +84,7 @@ def training_attention(
     operands = quantize_operands(
         signed_query, key, value, recipe, q_sequences, kv_sequences, None if padding is None else padding.valid
     )
-    forward(
+    attend(
         operands,
         output,
         lse,

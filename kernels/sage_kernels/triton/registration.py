@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -53,13 +54,16 @@ def register_all() -> None:
         ("nvfp4_forward_emulated", "nvfp4_forward", NVFP4, False, _unsupported_nvfp4, {"native": False}),
     ):
         run, run_packed = (partial(_run, module, entry, options) for entry in ("attention", "packed_attention"))
-        training = {}
+        kernel = Kernel(name, recipes, native, unsupported, run, run_packed)
         if name == "int8_forward":
-            training = {
-                "run_training": partial(_run, "int8_training", "training_attention", options),
-                "run_backward": partial(_run, "int8_backward", "backward", options),
-            }
-        register(Kernel(name, recipes, native, unsupported, run, run_packed, **training))
+            run_training = partial(_run, "int8_training", "training_attention", options)
+            kernel = replace(kernel, run_training=run_training, run_backward=run_int8_backward)
+        register(kernel)
+
+
+def run_int8_backward(output_gradient: torch.Tensor, *arguments: Any, **call: Any) -> Any:
+    """`int8_backward.backward`."""
+    return _run("int8_backward", "backward", {}, output_gradient, *arguments, **call)
 
 
 def _unsupported(request: Request) -> str:
