@@ -6,7 +6,7 @@ large as the reference's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -71,8 +71,8 @@ def assert_equal(found, expected):
 
 def of_kernel(call: Call) -> tuple[Gradients, Saved]:
     """By the kernel that serves the call."""
-    request = Request.of(call.query, call.key, call.value, recipe=call.recipe, grad=True)
-    plan = select(request, "emulate")
+    request = Request.of(call.query, call.key, call.value, call.valid, recipe=call.recipe, grad=True)
+    plan = select(replace(request, packed=call.lengths is not None), "emulate")
     assert plan.recipe == call.recipe
     assert plan.kernel not in NO_KERNELS
     kernel = get_kernel(plan.kernel)

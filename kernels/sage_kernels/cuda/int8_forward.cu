@@ -30,7 +30,7 @@ constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTE
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones. They are sums of what e4m3 makes of the weights: the LSE
 // asks for more.
-constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 || !LSE;
+constexpr bool SUMS_BY_PRODUCT = !PV_FLOAT16 && !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
 constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = (PV_FLOAT16 ? 15.0f : 8.807354922057604f) - SLACK;
@@ -403,7 +403,7 @@ struct Consumer {
   DEVICE void store(const Ending& ending) {
     int first_line = row % 64;
     // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled anyway.
-    if (SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
+    if (PV_FLOAT16 || SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
     if (!PV_FLOAT16 && has_sums) move_sums<true>(ending.base);
     float inverse[2];
 #pragma unroll

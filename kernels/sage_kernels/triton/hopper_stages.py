@@ -23,7 +23,7 @@ def stage_tiles(x: torch.Tensor, block: int) -> TensorDescriptor:
     TMA loads them into a stage."""
     if x.dim() == 3:
         return TensorDescriptor.from_tensor(x.view(-1), [block], gl.NVMMASharedLayout(0, 8 * x.element_size(), 1))
-    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 2)
+    layout = gl.NVMMASharedLayout(min(128, x.shape[3] * x.element_size()), 8 * x.element_size(), 2)
     return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), [block, x.shape[3]], layout)
 
 
