@@ -18,6 +18,7 @@ def newest_triton(monkeypatch):
 
 def test_hoppers_kernels_serve_hopper():
     assert why_not_hopper(HOPPER, 128, 128, False) == ""
+    assert why_not_hopper(HOPPER, 64, 64, False) == ""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_hoppers_kernels_serve_hopper():
         (((10, 0), 128, 128, False), "compute capability 9.0"),
         ((HOPPER, 128, 128, True), "in 16 bit"),
         ((HOPPER, 256, 256, False), "channels"),
-        ((HOPPER, 64, 64, False), "channels"),
+        ((HOPPER, 32, 32, False), "channels"),
         ((HOPPER, 128, 64, False), "channels"),
         ((HOPPER, 64, 128, False), "channels"),
     ],

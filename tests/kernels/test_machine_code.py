@@ -79,7 +79,7 @@ CASES += [
 CASES += [
     (kernel, "sage_bwd", *variant, (9, 0))
     for kernel in HOPPER_BACKWARD
-    for variant in (PLAIN, (128, "causal"), (80, "padded"))
+    for variant in (PLAIN, (128, "causal"), (80, "padded"), (64, "none"), (64, "causal"))
 ]
 # The search of NVFP4 scales compiles for long.
 QUANTIZER_CASES = [

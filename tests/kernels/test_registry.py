@@ -89,7 +89,11 @@ def test_without_triton_the_plan_says_so(monkeypatch):
 
 @pytest.mark.parametrize(
     ("sizes", "reason"),
-    [({"head_dim": 272}, "head_dim above 256"), ({"batch": 65536, "capability": (8, 0)}, "65535"), ({"dtype": torch.float64}, "dtype must")],
+    [
+        ({"head_dim": 272}, "head_dim above 256"),
+        ({"batch": 65536, "capability": (8, 0)}, "65535"),
+        ({"dtype": torch.float64}, "dtype must"),
+    ],
 )
 def test_a_kernels_limits_are_said(sizes, reason):
     assert reason in select(replace(GPU, recipe="sage1", **sizes)).reason

@@ -28,9 +28,9 @@ constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTE
 constexpr int SUMS_BYTES = 64 * HEAD_DIM * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: its sums, or its outputs
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
 constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
-// The sums of a row's weights are products of these with ones. They are sums of what e4m3 makes of the weights: the LSE
-// asks for more.
-constexpr bool SUMS_BY_PRODUCT = !PV_FLOAT16 && !LSE;
+// The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
+// float16 makes of the weights: of e4m3's, the LSE asks for more.
+constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? HEAD_DIM == 64 : !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
 constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = (PV_FLOAT16 ? 15.0f : 8.807354922057604f) - SLACK;

@@ -19,7 +19,7 @@ ROWS = gl.constexpr(64)  # of a warpgroup: those of its matrix instructions
 
 
 def stage_tiles(x: torch.Tensor, block: int) -> TensorDescriptor:
-    """Tiles of `block` rows of an operand (batch, heads, rows, 128 channels), or of (batch, heads, rows) numbers, as
+    """Tiles of `block` rows of an operand (batch, heads, rows, channels), or of (batch, heads, rows) numbers, as
     TMA loads them into a stage."""
     if x.dim() == 3:
         return TensorDescriptor.from_tensor(x.view(-1), [block], gl.NVMMASharedLayout(0, 8 * x.element_size(), 1))

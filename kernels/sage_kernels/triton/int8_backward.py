@@ -34,7 +34,7 @@ from .registration import triton_version
 from .sequences import ceil_div
 
 HOPPER_TRITON = ((3, 6), (3, 9))  # the oldest and the newest whose Gluon, which is experimental, we have compiled with
-HOPPER_CHANNELS = 128  # with 64 the plain kernels are about as fast: `configs`
+HOPPER_CHANNELS = (64, 128)
 
 
 def why_not_hopper(capability: tuple[int, int], channels: int, v_channels: int, int8: bool) -> str:
@@ -54,8 +54,8 @@ def why_not_hopper(capability: tuple[int, int], channels: int, v_channels: int, 
         return f"needs Triton {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     if int8:
         return "multiplies P and dS in 16 bit"
-    if not channels == v_channels == HOPPER_CHANNELS:
-        return f"needs {HOPPER_CHANNELS} channels of Q, K and V"
+    if channels not in HOPPER_CHANNELS or channels != v_channels:
+        return "needs 64 or 128 channels of Q, K and V"
     return ""
 
 
