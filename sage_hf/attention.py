@@ -185,7 +185,7 @@ def attend(
     is_causal = bool(is_causal)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
-    valid = _valid_keys(mask, key.shape[2]) if wants_gradient else None
+    valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
     reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback) if wants_gradient else ""
 
     if recipe == "exact" or reason:
@@ -302,16 +302,6 @@ def _why_exact(
     if fallback == "error":
         return ""  # `training.attention` raises, and says why
     return training.why_exact(query, key, value, valid=valid, is_causal=is_causal, recipe=recipe, fallback=fallback)
-
-
-def _valid_keys(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
-    """Which keys exist, bool (batch or 1, kv_len), where the mask says nothing else; None where it does."""
-    if mask is None or mask.dtype != torch.bool:
-        return None
-    mask = exact.unexpanded(mask)
-    if mask.shape[1] != 1 or mask.shape[2] != 1:
-        return None
-    return mask[:, 0, 0].expand(-1, kv_len)
 
 
 def _with_usable_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -148,6 +148,16 @@ def unexpanded(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
+    """Which keys exist, bool (batch or 1, kv_len), where the 4-D mask says nothing else; None where it does."""
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    mask = unexpanded(mask)
+    if mask.shape[1] != 1 or mask.shape[2] != 1:
+        return None
+    return mask[:, 0, 0].expand(-1, kv_len)
+
+
 def attended_rows(mask: torch.Tensor) -> torch.Tensor:
     """Rows that may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
     mask = unexpanded(mask)

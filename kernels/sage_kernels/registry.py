@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from .exact import key_mask
 from .recipe import get_recipe
 from .saved import Saved
 
@@ -35,6 +36,18 @@ class KernelUnavailableError(RuntimeError):
     """No native kernel serves the request and the caller asked for `fallback="error"`."""
 
 
+MaskKind = Literal["none", "keys", "bool", "additive"]
+
+
+def mask_kind(mask: torch.Tensor | None, kv_len: int) -> MaskKind:
+    """What a kernel must know of a 4-D mask; "keys": it is bool, and only says which keys exist."""
+    if mask is None:
+        return "none"
+    if mask.dtype != torch.bool:
+        return "additive"
+    return "bool" if key_mask(mask, kv_len) is None else "keys"
+
+
 @dataclass(frozen=True)
 class Request:
     """One call's facts.
@@ -54,7 +67,7 @@ class Request:
     kv_len: int
     head_dim: int
     v_head_dim: int
-    mask: Literal["none", "bool", "additive"]
+    mask: MaskKind
     is_causal: bool
     return_lse: bool
     grad: bool = False
@@ -87,7 +100,7 @@ class Request:
             kv_len=key.shape[2],
             head_dim=head_dim,
             v_head_dim=value.shape[3],
-            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+            mask=mask_kind(mask, key.shape[2]),
             is_causal=is_causal,
             return_lse=return_lse,
             grad=grad,

@@ -139,7 +139,7 @@ def why_exact(
             operator.index(value.shape[3]),
         )  # constants also where sizes are dynamic
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), *head_dims)
-    return _reason(Request.of(query, key, value, valid, is_causal, recipe, grad=True), fallback)
+    return _reason(_request(query, key, value, valid, is_causal, recipe), fallback)
 
 
 @torch.compiler.assume_constant_result
@@ -153,6 +153,18 @@ def _why_exact_at_any_size(
     where = torch.device(device)
     capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
     return _reason(replace(request, device_type=where.type, capability=capability), fallback)
+
+
+def _request(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    is_causal: bool,
+    recipe: str,
+) -> Request:
+    mask = None if valid is None else valid[:, None, None]
+    return Request.of(query, key, value, mask, is_causal, recipe, grad=True)
 
 
 def _reason(request: Request, fallback: Fallback) -> str:
@@ -174,7 +186,7 @@ def _plan(
     head_dim: int,
 ) -> tuple[Plan, Kernel]:
     """The plan of a call and its kernel; head_dim wins over that of query."""
-    request = replace(Request.of(query, key, value, valid, is_causal, recipe, grad=True), head_dim=head_dim)
+    request = replace(_request(query, key, value, valid, is_causal, recipe), head_dim=head_dim)
     if lengths is not None:
         sequences = lengths.cu_seqlens_q.shape[0] - 1
         request = replace(

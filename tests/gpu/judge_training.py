@@ -71,7 +71,8 @@ def assert_equal(found, expected):
 
 def of_kernel(call: Call) -> tuple[Gradients, Saved]:
     """By the kernel that serves the call."""
-    request = Request.of(call.query, call.key, call.value, call.valid, recipe=call.recipe, grad=True)
+    mask = None if call.valid is None else call.valid[:, None, None]
+    request = Request.of(call.query, call.key, call.value, mask, recipe=call.recipe, grad=True)
     plan = select(replace(request, packed=call.lengths is not None), "emulate")
     assert plan.recipe == call.recipe
     assert plan.kernel not in NO_KERNELS

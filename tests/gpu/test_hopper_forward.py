@@ -15,6 +15,7 @@ from sage_kernels.cuda import compiler
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.recipe import RECIPES
 from sage_kernels.triton import calls, int8_forward
+from sage_kernels.triton.key_padding import KeyPadding
 from sage_kernels.triton.sequences import Sequences
 
 # (batch, q_heads, kv_heads, q_len, kv_len)
@@ -32,6 +33,15 @@ SIZES = (
     (2, 24, 8, 1500, 800),
 )
 CAUSAL = ((False, 0), (True, 0), (True, 37), (True, -100), (True, -5000))
+# What exists of 1 … kv_len keys: left, right and both of it, holes, one for each batch element, nothing.
+VALID = (
+    lambda index, draw: index >= len(index) // 3,
+    lambda index, draw: index < len(index) * 2 // 3,
+    lambda index, draw: (index > 130) & (index < 400),
+    lambda index, draw: draw(len(index)) < 0.5,
+    lambda index, draw: torch.stack([index >= len(index) // 2, index < 70 if len(index) > 70 else index < 0]),
+    lambda index, draw: index < 0,
+)
 HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.float16))
 SAGE1, SAGE2 = RECIPES["sage1"], RECIPES["sage2"]
 
@@ -56,16 +66,19 @@ class Operands:
             x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
             return x + torch.randn(1, heads, 1, channels, generator=generator, device="cuda")
 
+        self.padding = None
         self.query = draw(q_heads, self.q_len, head_dim).to(dtype)
         self.key = draw(kv_heads, self.kv_len, head_dim).to(dtype)
         self.value = draw(kv_heads, self.kv_len, v_head_dim).to(dtype)
         self.return_lse = return_lse
 
-    def quantize(self):
+    def quantize(self, valid=None):
         self.sequences = Sequences.equal(self.q_len), Sequences.equal(self.kv_len)
+        self.padding = None if valid is None else KeyPadding.of(valid)
         inputs = self.query, self.key, self.value
+        valid = None if valid is None else self.padding.valid
         self.quantized = int8_forward.quantize_operands(
-            *inputs, self.recipe, *self.sequences, return_lse=self.return_lse
+            *inputs, self.recipe, *self.sequences, valid, return_lse=self.return_lse
         )
         return self
 
@@ -75,7 +88,8 @@ class Operands:
         output = self.query.new_full(shape, torch.nan).transpose(1, 2)
         lse = self.query.new_full(output.shape[:3], torch.nan, dtype=torch.float32) if self.return_lse else None
         offset = calls.clamped_offset(causal_offset, *self.sequences)
-        call = {"scale": self.query.shape[3] ** -0.5, "is_causal": is_causal, "causal_offset": offset}
+        scale = self.query.shape[3] ** -0.5
+        call = {"scale": scale, "is_causal": is_causal, "causal_offset": offset, "padding": self.padding}
         if kernel is hopper:
             hopper.forward(self.quantized, output, lse, self.kv_len, **call)
         else:
@@ -93,20 +107,39 @@ def error(x, truth):
 @pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
 def test_it_is_as_accurate_as_the_portable_kernel(recipe, sizes, head_dim, v_head_dim, dtype):
     operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe).quantize()
-    inputs = operands.query, operands.key, operands.value
     for is_causal, offset in CAUSAL:
-        output, lse = operands.attend(hopper, is_causal, offset)
-        expected, expected_lse = operands.attend(int8_forward, is_causal, offset)
-        truth, _ = exact.attention(*inputs, is_causal=is_causal, causal_offset=offset)
-        assert output.isfinite().all()
-        # Weights are relative to another power of two, so that they round otherwise; as far, on average.
-        rounding = torch.finfo(dtype).eps * truth.abs().sum().item()
-        assert error(output, truth) <= 1.05 * error(expected, truth) + rounding
-        assert error(output, expected.double()) <= 2**0.5 * error(expected, truth) + rounding
-        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-        assert torch.equal((output == 0).all(-1), (expected == 0).all(-1))
-        finite = expected_lse > -torch.inf
-        assert ((lse - expected_lse)[finite].abs() <= lse_tolerance(operands.query, operands.key)).all()
+        assert_as_accurate(operands, is_causal, offset)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), HEADS)
+@pytest.mark.parametrize("sizes", [size for size in SIZES if size[0] <= 2 and size[4] > 1])
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_it_is_as_accurate_where_keys_do_not_exist(recipe, sizes, head_dim, v_head_dim, dtype):
+    operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe)
+    index = torch.arange(operands.kv_len, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    for which in VALID:
+        valid = which(index, lambda size: torch.rand(size, generator=generator, device="cuda"))
+        valid = (valid if valid.dim() == 2 else valid[None])[: sizes[0]]
+        operands.quantize(valid)
+        for is_causal, offset in CAUSAL:
+            assert_as_accurate(operands, is_causal, offset, valid[:, None, None])
+
+
+def assert_as_accurate(operands, is_causal, offset, mask=None):
+    output, lse = operands.attend(hopper, is_causal, offset)
+    expected, expected_lse = operands.attend(int8_forward, is_causal, offset)
+    inputs = operands.query, operands.key, operands.value
+    truth, _ = exact.attention(*inputs, mask=mask, is_causal=is_causal, causal_offset=offset)
+    assert output.isfinite().all()
+    # Weights are relative to another power of two, so that they round otherwise; as far, on average.
+    rounding = torch.finfo(output.dtype).eps * truth.abs().sum().item()
+    assert error(output, truth) <= 1.05 * error(expected, truth) + rounding
+    assert error(output, expected.double()) <= 2**0.5 * error(expected, truth) + rounding
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert torch.equal((output == 0).all(-1), (expected == 0).all(-1))
+    finite = expected_lse > -torch.inf
+    assert ((lse - expected_lse)[finite].abs() <= lse_tolerance(*inputs[:2])).all()
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
@@ -189,6 +222,10 @@ def test_ten_thousand_random_requests(group):
             mean = torch.randn(channels, generator=generator, device="cuda")
             inputs.append(lay_out((x + mean).to(dtype), choose.choice(LAYOUTS)))
         call = {"is_causal": choose.random() < 0.5, "scale": choose.choice((None, None, 0.2, -0.1))}
+        if choose.random() < 0.3:
+            sparse = torch.rand(batch, 1, 1, kv_len, generator=generator, device="cuda") < choose.random()
+            index = torch.arange(kv_len, device="cuda")
+            call["mask"] = choose.choice((sparse, (index < choose.randint(0, kv_len)).view(1, 1, 1, -1)))
         recipe, return_lse = choose.choice(tuple(errors))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)

@@ -14,6 +14,7 @@ import sage_kernels.ops  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler, int8_forward
 from sage_kernels.registry import Request, select
 
+# Of `Config.of`: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 LONG = Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False)
@@ -29,13 +30,16 @@ def can_compile(monkeypatch):
 
 @pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
 @pytest.mark.parametrize(
-    ("size", "is_causal", "return_lse", "dtype"),
-    product(SIZES, (False, True), (False, True), (torch.bfloat16, torch.float16)),
+    ("size", "is_causal", "return_lse", "padded", "dtype"),
+    [
+        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,)),
+        *((size, False, False, False, torch.float16) for size in SIZES),
+    ],
 )
-def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, is_causal, return_lse, dtype):
+def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, _ = size
-    config = int8_forward.Config.of(*size, is_causal)
+    config = int8_forward.Config.of(*size, is_causal, padded)
     cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype))
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
     assert "warning" not in cubin.log.lower(), cubin.log
@@ -43,16 +47,21 @@ def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, 
     image = tmp_path / "kernel.cubin"
     image.write_bytes(cubin.image)
     code = subprocess.run([NVDISASM, "-c", image], capture_output=True, text=True, check=True).stdout
-    # Two steps; three warpgroups have few registers, which NVRTC 13.0 and 13.5 use in different ways.
+    # Two steps; three warpgroups have few registers, which NVRTC 13.0 and 13.5 use in different ways. For the LSE of
+    # padded batches they lack about ten.
     loop = loop_without_mask(code, 2 * head_dim // 32)
     spills = sum("LDL" in line or "STL" in line for line in loop)
-    assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
+    if config.warpgroups == 3 and padded and return_lse:
+        assert spills <= 12
+    else:
+        assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
     # An item's first tile, and four steps (odd and even, masked or not).
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
-    of_sums = 1 if return_lse and pv == "fp8" else 2
-    product, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
-    assert len(re.findall(rf"{product}\.64x\d+x{depth}", code)) == 5 * of_sums * config.block_n // depth
+    opcode, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
+    with_sums = head_dim == 64 if pv == "fp16" else not return_lse
+    products = 5 * (1 + with_sums) * config.block_n // depth
+    assert len(re.findall(rf"{opcode}\.64x\d+x{depth}", code)) == products
     assert config.shared_bytes <= 220 * 1024
 
 
@@ -76,7 +85,13 @@ def loop_without_mask(code, products):
 @pytest.mark.usefixtures("can_compile")
 def test_int8_forward_serves_what_it_is_fastest_at():
     assert select(LONG).kernel == "int8_forward_hopper"
-    assert select(replace(LONG, is_causal=True, q_len=100, head_dim=80)).kernel == "int8_forward_hopper"
+    for change in (
+        {"is_causal": True, "q_len": 100, "head_dim": 80},
+        {"mask": "keys"},
+        {"recipe": "sage1"},
+        {"recipe": "sage_bwd", "grad": True},
+    ):
+        assert select(replace(LONG, **change)).kernel == "int8_forward_hopper", change
     for change in (
         {"mask": "bool"},
         {"packed": True},

@@ -10,7 +10,7 @@
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
 //
 // Compile-time constants: HEAD_DIM 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, PV_FLOAT16,
-// SUMMED_TILES (even), CAUSAL, LSE, OUTPUT_FLOAT16.
+// SUMMED_TILES (even), CAUSAL, PADDED (keys may not exist), LSE, OUTPUT_FLOAT16.
 #include "hopper.cuh"
 
 constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
@@ -50,15 +50,22 @@ struct Arguments {
   const float *value_scale, *value_mean;  // (batch, kv_heads, HEAD_DIM)
   const float* mean_score;                // (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets
   float* lse;                             // (batch, q_heads, q_len)
+  const uint8* valid;                     // (batch or 1, kv_len): keys that exist; tiles that lack some need a mask
+  const int* spans;                       // (batch or 1, 3): first one that exists, next one that does not, end of all
   int batch, q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, causal_offset, heads_at_once;
+  int valid_stride, spans_stride;  // from batch element to batch element
   float softmax_scale;
 };
 
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
-  int tiles;  // of keys, from the first one on; at least 1, of which a row may see nothing
+  int tiles;            // of keys; at least 1, of which a row may see nothing
+  int first, in_order;  // the tile to begin with, and how many follow one another; the one before it comes last
 
+  DEVICE int tile(int number) const {
+    return !PADDED ? number : number < in_order ? first + number : max(0, first - 1);
+  }
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
 };
@@ -83,8 +90,18 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M;
-  const int keys = CAUSAL ? min(a.kv_len, item.first_row + BLOCK_M + a.causal_offset) : a.kv_len;
-  item.tiles = max(1, (keys + BLOCK_N - 1) / BLOCK_N);
+  int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] : a.kv_len;
+  if (CAUSAL) keys = min(keys, item.first_row + BLOCK_M + a.causal_offset);
+  item.in_order = (keys + BLOCK_N - 1) / BLOCK_N;
+  item.first = 0;
+  int before = 0;
+  if (PADDED) {
+    const int first_key = a.spans[item.batch * a.spans_stride];
+    before = first_key % BLOCK_N != 0;
+    item.first = first_key / BLOCK_N + before;
+    item.in_order -= item.first;
+  }
+  item.tiles = max(1, max(0, item.in_order) + before);
   return true;
 }
 
@@ -107,7 +124,7 @@ DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q
   }
 }
 
-// Tiles of K, or of V: `load` begins to bring tile `tile` of an item to a stage.
+// Tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage.
 template <typename Load>
 DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load) {
   Item item;
@@ -126,7 +143,7 @@ DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES],
 
 DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Barriers& b) {
   produce_tiles(a, K_BYTES, b.k_full, b.k_empty, [&](const Item& item, int tile, int stage) {
-    load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + tile * BLOCK_N, 0);
+    load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + item.tile(tile) * BLOCK_N, 0);
   });
 }
 
@@ -135,13 +152,13 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
     if (PV_FLOAT16) {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 64; i++)
-        load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a), tile * BLOCK_N,
+        load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a), item.tile(tile) * BLOCK_N,
                  i * 64);
     } else {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
         load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
-                 tile * BLOCK_N + i * V_WIDTH);
+                 item.tile(tile) * BLOCK_N + i * V_WIDTH);
     }
   });
 }
@@ -160,6 +177,7 @@ struct Consumer {
   Item item;
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
+  uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
   int scores[SCORES];
   uint32 weights[WEIGHTS];
   float outputs[OUTPUTS];
@@ -175,7 +193,8 @@ struct Consumer {
   // The segment of scores[i] in an even or odd tile: its block of 64 keys, counted from the tile's first.
   static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % 64 + i / 4 * 8) / 64; }
 
-  DEVICE void load_key_scale(int tile) {
+  DEVICE void load_key_scale(int number) {
+    const int tile = item.tile(number);
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++)
       next_key_scale[i] =
@@ -183,26 +202,37 @@ struct Consumer {
   }
 
   // What a masked tile allows.
-  DEVICE void load_mask(int tile) {
-    const int first = tile * BLOCK_N + quad * 2;
+  DEVICE void load_mask(int number) {
+    const int first = item.tile(number) * BLOCK_N + quad * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
       left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
+    if (PADDED) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 32; i++) {
+        const int key = first - quad * 2 + i * 32 + thread % 32;
+        const bool is_valid = key < a.kv_len && a.valid[item.batch * static_cast<int64>(a.valid_stride) + key];
+        exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
+      }
+    }
   }
-  DEVICE bool allowed(int i) const { return i / 4 * 8 + i % 2 < left[i / 2 % 2]; }
+  DEVICE bool allowed(int i) const {
+    const int key = i / 4 * 8 + i % 2;
+    return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
+  }
 
   // Scales of a tile, and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
   template <int ODD, bool MASKED>
-  DEVICE void find_maxima(int tile) {
+  DEVICE void find_maxima(int number) {
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++) {
       scale[0][i] = row_scale[0] * next_key_scale[i];
       scale[1][i] = row_scale[1] * next_key_scale[i];
     }
-    load_key_scale(tile + 1);
+    load_key_scale(number + 1);
     constexpr int NO_KEY = -2147483647 - 1;
     if (MASKED) {
-      load_mask(tile);
+      load_mask(number);
 #pragma unroll
       for (int i = 0; i < SCORES; i++)
         if (!allowed(i)) scores[i] = NO_KEY;
@@ -482,8 +512,9 @@ struct Consumer {
         row_sum[r] = 0.0f;
         base[r] = INFINITE;
       }
-      whole = a.kv_len / BLOCK_N;
+      whole = (PADDED ? a.spans[item.batch * a.spans_stride + 1] : a.kv_len) / BLOCK_N;
       if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
+      if (PADDED) whole -= item.first;
     }
     wait_products<1>();
     pin(scores);
@@ -509,7 +540,7 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    item = {0, 0, 0, 0, 1};
+    item = {0, 0, 0, 0, 1, 0, 0};
     q_stage = parity = 0;
     has_sums = false;
 #pragma unroll

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..exact import key_mask
 from ..recipe import Recipe
 from ..saved import Saved
 from ..triton import calls, int8_training
@@ -29,21 +30,25 @@ LONG = 8192  # keys
 @dataclass(frozen=True)
 class Config:
     """Of heads with `head_dim` channels, 64 or 128, blocks of two or three warpgroups that attend to 64 rows each, and
-    P·V in e4m3 ("fp8") or float16 ("fp16").
+    P·V in e4m3 ("fp8") or float16 ("fp16"). `padded`: keys may not exist.
 
     With 128 channels two are faster up to `LONG` keys (4×32×4096: 899 against 863 TFLOP/s), then three (2×32×16384: 954
     against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels three are (631
-    against 557). 96 keys a tile is as many as a thread's 160 registers hold when there are three, beside 128 channels.
+    against 557; in float16 2×32×8192: 550, 509). 96 keys a tile is as many as a thread's 160 registers hold when there
+    are three, beside 128 channels or float16 weights.
     """
 
     head_dim: int
     warpgroups: int
     pv: str
+    padded: bool
 
     @classmethod
-    def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool) -> Config:
+    def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool) -> Config:
         """The fastest one."""
-        return cls(head_dim, 2 if head_dim == 128 and (pv == "fp16" or is_causal or kv_len < LONG) else 3, pv)
+        if head_dim == 128:
+            return cls(head_dim, 2 if padded or pv == "fp16" or is_causal or kv_len < LONG else 3, pv, padded)
+        return cls(head_dim, 2 if padded and pv == "fp16" else 3, pv, padded)
 
     @property
     def block_m(self) -> int:
@@ -52,7 +57,7 @@ class Config:
 
     @property
     def block_n(self) -> int:
-        """Keys a tile."""
+        """Keys a tile; a multiple of 64 where tiles need not begin with the first key."""
         return 96 if self.warpgroups == 3 and (self.head_dim == 128 or self.pv == "fp16") else 128
 
     @property
@@ -70,25 +75,36 @@ class Config:
             "PV_FLOAT16": int(self.pv == "fp16"),
             "SUMMED_TILES": SUMMED_KEYS // self.block_n,
             "CAUSAL": int(is_causal),
+            "PADDED": int(self.padded),
             "LSE": int(return_lse),
             "OUTPUT_FLOAT16": int(dtype == torch.float16),
         }
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: Recipe, **call: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    recipe: Recipe,
+    **call: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ops.attention` of `sage1` or `sage2` without a mask; arguments as of `triton.int8_forward.attention`.
+    """`ops.attention` of `sage1` or `sage2`; arguments as of `triton.int8_forward.attention`.
 
-    Rows are divided by the sums of their weights in e4m3 or float16; by those in float32 where `sage2` gives the LSE.
+    Without the LSE, rows of `sage2` are divided by the sums of their weights in e4m3, else by sums in float32.
+
+    Args:
+        mask: None, or one that only says which keys exist.
     """
-    return calls.attention(partial(_attend, recipe=recipe), (0, 0), query, key, value, **call)
+    attend = partial(_attend, recipe=recipe, valid=key_mask(mask, key.shape[2]))
+    return calls.attention(attend, (0, 0), query, key, value, mask=None, **call)
 
 
 def training_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
 ) -> tuple[torch.Tensor, Saved]:
-    """`int8_training.training_attention` of a recipe with P·V in float16, without lengths and valid."""
+    """`int8_training.training_attention` of a recipe with P·V in float16, without lengths."""
     return int8_training.training_attention(query, key, value, **call, attend=_attend_operands)
 
 
@@ -104,7 +120,7 @@ def _attend_operands(
     capability: tuple[int, int],
     **call: Any,
 ) -> None:
-    forward(operands, output, lse, kv_sequences.tokens, **call)
+    forward(operands, output, lse, kv_sequences.tokens, padding=padding, **call)
 
 
 def _attend(
@@ -118,14 +134,17 @@ def _attend(
     *,
     tiles: MaskTiles | None,
     recipe: Recipe,
+    valid: torch.Tensor | None,
     **call: Any,
 ) -> None:
     return_lse = lse is not None
-    if recipe.pv == "fp8" and quantize.serves(query, key, value):
+    padding = None if valid is None else KeyPadding.of(valid)
+    if padding is None and recipe.pv == "fp8" and quantize.serves(query, key, value):
         operands = quantize.quantize_operands(query, key, value, return_lse=return_lse)
     else:
-        operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, return_lse=return_lse)
-    forward(operands, output, lse, kv_sequences.tokens, **call)
+        mask = None if padding is None else padding.valid
+        operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, mask, return_lse)
+    forward(operands, output, lse, kv_sequences.tokens, padding=padding, **call)
 
 
 def forward(
@@ -137,6 +156,7 @@ def forward(
     scale: float,
     is_causal: bool,
     causal_offset: int,
+    padding: KeyPadding | None = None,
 ) -> None:
     """Attention of quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
@@ -145,15 +165,16 @@ def forward(
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides multiples
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
-        kv_len: keys that exist.
+        kv_len: keys.
         scale, is_causal, causal_offset: see `ops.attention`.
+        padding: which keys exist; None: all.
 
     Raises:
         CompileError: see `jit.launch`.
     """
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
-    config = Config.of(channels, PV_OF_DTYPE[operands.value.dtype], kv_len, is_causal)
+    config = Config.of(channels, PV_OF_DTYPE[operands.value.dtype], kv_len, is_causal, padding is not None)
     if config.pv == "fp16":
         value = jit.tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, 64), 128)
     else:
@@ -180,6 +201,8 @@ def forward(
                 operands.value_mean,
                 operands.mean_score,
                 lse,
+                None if padding is None else padding.valid,
+                None if padding is None else padding.spans,
                 batch,
                 q_heads,
                 kv_heads,
@@ -189,6 +212,7 @@ def forward(
                 kv_rows,
                 causal_offset,
                 max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
+                *((0, 0) if padding is None else padding.strides),
                 float(scale),
             ),
         ),

@@ -41,8 +41,8 @@ def _unsupported(request: Request) -> str:
         return "Triton, whose kernels quantise, is not installed"
     if request.dtype not in (torch.float16, torch.bfloat16):
         return "dtype must be one of float16, bfloat16"
-    if request.mask != "none":
-        return "no masks"
+    if request.mask not in ("none", "keys"):
+        return "no masks but those of keys"
     if request.packed:
         return "no packed sequences"
     channels = power_of_two(request.head_dim)
