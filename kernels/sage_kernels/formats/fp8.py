@@ -10,7 +10,8 @@ from .reciprocal import reciprocal
 
 E4M3_MAX = 448.0
 BLOCK = 128  # consecutive tokens whose sum is kept
-ERROR_STEP = 2.0**-12
+ERROR_STEP = 1 / 32
+LARGEST_MOVE = 1 / 256  # of an element, for the sake of the sum
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -30,15 +31,15 @@ def round_keeping_sums(x: torch.Tensor) -> torch.Tensor:
 
     Attention averages V over tokens. Where its weights hardly differ from token to token, what remains of the rounding
     is the mean of its errors. So elements are moved by that mean, in blocks of 128 consecutive tokens of a channel, and
-    rounded again; none by more than 1/128 of itself, so that few large elements do not move many small ones, nor equal
+    rounded again; none by more than 1/256 of itself, so that few large elements do not move many small ones, nor equal
     elements, which have equal errors, all the same way to the next number:
 
-        e = x - nearest e4m3(x), to the nearest multiple of 2⁻¹², ties to even
+        e = float16(x) - nearest e4m3(x), to the nearest multiple of 1/32, ties to even
         s = Σe of the block
-        result = nearest e4m3(x + sign(s)·min(|s|, |x|) / 128)
+        result = nearest e4m3(x + sign(s)·min(|s| / 128, |x| / 256))
 
-    An element is then off by 1/2 + 1/8 of the distance between e4m3's numbers at most, and by none if it is 0. Errors
-    are at most 16, so that a float32 sum of 128 of them is exact, in whatever order it is taken.
+    An element is then off by 1/2 + 1/16 of the distance between e4m3's numbers at most, and by nothing if it is 0.
+    Errors are at most 16, so that a float32 sum of 128 of them is exact, in whatever order it is taken.
 
     Args:
         x: float32 (..., tokens, channels), |x| ≤ 448, or NaN in all of a channel, which stays so.
@@ -47,10 +48,10 @@ def round_keeping_sums(x: torch.Tensor) -> torch.Tensor:
         float8_e4m3fn tensor of x's shape.
     """
     tokens = x.shape[-2]
-    error = ((x - round_to_e4m3(x).float()) / ERROR_STEP).round() * ERROR_STEP
+    error = ((x.half().float() - round_to_e4m3(x).float()) / ERROR_STEP).round() * ERROR_STEP
     total = F.pad(error, (0, 0, 0, -tokens % BLOCK)).unflatten(-2, (-1, BLOCK)).sum(-2)
     total = total.repeat_interleave(BLOCK, -2)[..., :tokens, :]
-    move = torch.minimum(total.abs(), x.abs()) / BLOCK
+    move = torch.minimum(total.abs() / BLOCK, x.abs() * LARGEST_MOVE)
     return round_to_e4m3(x + torch.where(total < 0, -move, move))
 
 
