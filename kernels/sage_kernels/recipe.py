@@ -41,8 +41,9 @@ class Recipe:
         qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale for each token of Q
             and, in bfloat16, for 16 tokens of K: those of 64 that one thread of the matrix instruction holds
             (`reference.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is too).
-        pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel;
-            "int8": P with a scale per row of a tile, V with one per channel; "fp16".
+        pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel,
+            rounded so that sums over tokens keep their value (`formats.fp8.round_keeping_sums`); "int8": P with a scale
+            per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); of Q per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,

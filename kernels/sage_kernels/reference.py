@@ -334,7 +334,7 @@ def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torc
 def _quantize_value(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Element values of V and the scale of each channel, which the output is multiplied by."""
     if recipe.pv == "fp8":
-        codes, scale = fp8.quantize(value, dim=-2)
+        codes, scale = fp8.quantize_value(value)
         return codes.float(), scale
     if recipe.pv == "int8":
         codes, scale = int8.quantize(value.mT, 1)

@@ -99,6 +99,18 @@ def test_operands_are_those_of_triton(case, device, monkeypatch):
     assert (actual.mean_score is not None) == return_lse
 
 
+@pytest.mark.parametrize("kv_len", [256, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_v_keeps_the_sums_of_tokens_as_in_triton(kv_len, dtype, device):
+    """Errors of all sizes, all of the largest and of one sign, and all equal."""
+    query, key, value = draw(2, 3, kv_len, 128, dtype=dtype)
+    value *= torch.logspace(-6, 0, kv_len, device="cuda")[:, None]
+    value[..., 3] = torch.where(torch.arange(kv_len, device="cuda") // 128 % 2 == 0, 272.0, -272.0)
+    value[..., 5] = value[..., :1, 5]
+    value[:, :, -1, :] = 448.0
+    assert differing(quantized((query, key, value)), triton_operands(query, key, value, False)) == []
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("shape", [(2, 4, 1000, 128), (2, 4, 1000, 64), (1, 2, 5000, 80)])
 def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, device):

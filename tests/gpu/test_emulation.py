@@ -33,6 +33,7 @@ def test_formats_are_bit_identical_to_the_cpus(magnitude):
         for name, (codes, scale) in {
             "int8": int8.quantize(x, 16),
             "fp8": fp8.quantize(x, -2),
+            "fp8 value": fp8.quantize_value(x),
             "fp16": fp16.quantize(x),
         }.items():
             parts |= {f"{name} codes": codes, f"{name} scale": scale}

@@ -56,6 +56,22 @@ def test_operands_are_the_references_bit_for_bit(recipe, sizes, padding):
         assert torch.equal(inside.nan_to_num(777.0), wanted[..., : inside.shape[3]].nan_to_num(777.0))
 
 
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_v_keeps_the_sums_of_tokens_as_in_the_reference(magnitude):
+    """Errors of all sizes, all of the largest and of one sign, and all equal."""
+    query, key, value = draw(kv_len=300)
+    value *= torch.logspace(-6, 0, 300)[:, None]
+    value[..., 3] = torch.where(torch.arange(300) // 128 % 2 == 0, 272.0, -272.0)
+    value[..., 5] = value[..., :1, 5]
+    value[:, :, 299, :] = 448.0
+    value *= magnitude
+    expected = reference.quantize_operands(query, key, value, RECIPES["sage2"]).value
+    lengths = Sequences.equal(query.shape[2]), Sequences.equal(300)
+    actual = int8_forward.quantize_operands(query, key, value, RECIPES["sage2"], *lengths).value
+    actual = actual.float().unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).mT
+    assert torch.equal(actual, expected)
+
+
 def masks(q_len, kv_len):
     generator = torch.Generator().manual_seed(2)
     allowed = torch.rand(1, 4, q_len, kv_len, generator=generator) < 0.5

@@ -121,6 +121,25 @@ DEVICE uint32 to_int8(float a, float b, float c, float d) {
   return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
 }
 
+// float16 numbers around 48 are ERROR_STEP apart: adding it rounds an error of e4m3 to a multiple, whose number is then
+// in the low bits.
+constexpr float ERROR_STEP = 1.0f / 32.0f;
+constexpr int ERROR_ROUNDER = 0x5200;
+
+// `sum`, and the errors of two numbers in e4m3, each counted with the bits of 48.
+DEVICE int add_errors(float x, float y, int sum) {
+  int errors;
+  asm("{ .reg .b16 codes; .reg .b32 exact, nearest;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 codes, %2, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 nearest, codes;\n"
+      "cvt.rn.f16x2.f32 exact, %2, %1;\n"
+      "sub.rn.f16x2 exact, exact, nearest;\n"
+      "add.rn.f16x2 %0, exact, %3; }"
+      : "=r"(errors)
+      : "f"(x), "f"(y), "r"(ERROR_ROUNDER * 0x10001));
+  return __dp2a_lo(errors, 0x0101, sum);
+}
+
 // ---- Tokens ----
 
 // Eight channels of tokens from a first one on; zeros where there are none.
@@ -469,14 +488,18 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
   }
 }
 
-// e4m3 of 128 tokens, by channel; the 16-byte parts of a line are exchanged from 8 channels to 8 channels.
-using ValueCodes = uint32[VALUE_CHANNELS][BLOCK / 4];
+// Of 128 tokens and VALUE_CHANNELS channels of V, in the block's shared memory.
+struct ValueBlock {
+  uint32 codes[VALUE_CHANNELS][BLOCK / 4];  // e4m3; the 16-byte parts of a line are exchanged from 8 channels to 8
+  int errors[4][VALUE_CHANNELS];            // of the nearest e4m3, in ERROR_STEPs: sums over each warp's tokens
+};
 
 // 128 tokens and VALUE_CHANNELS channels, one of PARTS, of V of one pair, transposed. Among each 16, tokens lie in the
-// order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels.
+// order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels. They are rounded
+// as `round_keeping_sums` in `formats/fp8.py` says.
 template <bool WHOLE>
 DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
-                           uint32 part, ValueCodes& codes) {
+                           uint32 part, ValueBlock& shared) {
   const int first_channel = part * VALUE_CHANNELS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % 8, quad = lane / 8;
   const int channel = first_channel + eight * 8;
@@ -488,21 +511,46 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 #pragma unroll
   for (int i = 0; i < 8; i++) reader.load<true>(number(i), has(number(i)), x[i]);
   wait_for_previous_kernel();
-  float mean[8], inverse[8];
-  load_floats(s.value_mean + pair * CHANNELS + channel, mean);
-  load_floats(s.line(pair, s.VALUE_INVERSE) + channel, inverse);
+
+  const float* means = s.value_mean + pair * CHANNELS + channel;
+  const float* inverses = s.line(pair, s.VALUE_INVERSE) + channel;
+  // A channel of the thread's tokens, scaled, and the sum of its errors over the warp's tokens.
+  auto scale = [&](int c, float (&y)[8]) {
+    const float mean = means[c], inverse = inverses[c];
+    int sum = -8 * ERROR_ROUNDER;
 #pragma unroll
-  for (int group = 0; group < 2; group++) {
-#pragma unroll
-    for (int c = 0; c < 8; c++) {
-      float y[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float centred = __fsub_rn(channel_of(x[group * 4 + i], c), mean[c]);
-        y[i] = __fmul_rn(has(number(group * 4 + i)) ? centred : 0.0f, inverse[c]);
-      }
-      codes[eight * 8 + c][(warp * 2 + group ^ eight) * 4 + quad] = to_e4m3(y[0], y[1], y[2], y[3]);
+    for (int i = 0; i < 8; i++) {
+      const float centred = __fsub_rn(channel_of(x[i], c), mean);
+      y[i] = __fmul_rn(has(number(i)) ? centred : 0.0f, inverse);
+      if (i % 2) sum = add_errors(y[i - 1], y[i], sum);
     }
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    return sum + __shfl_xor_sync(~0u, sum, 16);
+  };
+  // Its codes, given the sum of the errors of all 128 tokens.
+  auto store = [&](int c, int total, float (&y)[8]) {
+    const float twice = __fmul_rn(__int2float_rn(abs(total)), 2 * ERROR_STEP);
+    const float part = (total < 0 ? -0.5f : 0.5f) / BLOCK;
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = __fmaf_rn(fminf(twice, fabsf(y[i])), part, y[i]);
+    uint32(&line)[BLOCK / 4] = shared.codes[eight * 8 + c];
+    line[(warp * 2 ^ eight) * 4 + quad] = to_e4m3(y[0], y[1], y[2], y[3]);
+    line[(warp * 2 + 1 ^ eight) * 4 + quad] = to_e4m3(y[4], y[5], y[6], y[7]);
+  };
+#pragma unroll
+  for (int c = 0; c < 8; c += 2) {  // two channels at a time: that takes fewer registers
+    float y[8], z[8];
+    const int2 errors = make_int2(scale(c, y), scale(c + 1, z));
+    if (quad == 0) *reinterpret_cast<int2*>(shared.errors[warp] + eight * 8 + c) = errors;
+    __syncthreads();
+    int2 total = make_int2(0, 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int2 of_warp = *reinterpret_cast<const int2*>(shared.errors[i] + eight * 8 + c);
+      total.x += of_warp.x, total.y += of_warp.y;
+    }
+    store(c, total.x, y);
+    store(c + 1, total.y, z);
   }
   __syncthreads();
   const int64 row = static_cast<int64>(pair) * CHANNELS + first_channel;
@@ -510,7 +558,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   for (int i = 0; i < VALUE_CHANNELS / 16; i++) {
     const int line = i * 16 + threadIdx.x / 8, chunk = threadIdx.x % 8;
     uint8* into = o.value + (row + line) * s.blocks * BLOCK + block * BLOCK + chunk * 16;
-    *reinterpret_cast<uint4*>(into) = *reinterpret_cast<const uint4*>(codes[line] + (chunk ^ line / 8) * 4);
+    *reinterpret_cast<uint4*>(into) = *reinterpret_cast<const uint4*>(shared.codes[line] + (chunk ^ line / 8) * 4);
   }
 }
 
@@ -520,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(128, 8)
     quantize(const __grid_constant__ Tokens query, const __grid_constant__ Tokens key,
              const __grid_constant__ Tokens value, const __grid_constant__ Statistics s,
              const __grid_constant__ Operands o) {
-  __shared__ alignas(16) ValueCodes codes;
+  __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
   const uint32 of_key = 2 * s.blocks, of_pair = of_key + PARTS * s.blocks;
   const uint32 index = blockIdx.x - o.early;
@@ -542,8 +590,8 @@ extern "C" __global__ void __launch_bounds__(128, 8)
   } else {
     const uint32 block = (number - of_key) / PARTS, part = (number - of_key) % PARTS;
     if ((block + 1) * BLOCK <= s.kv_len && (part + 1) * VALUE_CHANNELS <= s.v_head_dim)
-      quantize_value<true>(value, s, o, pair, block, part, codes);
+      quantize_value<true>(value, s, o, pair, block, part, shared);
     else
-      quantize_value<false>(value, s, o, pair, block, part, codes);
+      quantize_value<false>(value, s, o, pair, block, part, shared);
   }
 }

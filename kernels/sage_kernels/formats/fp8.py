@@ -1,12 +1,17 @@
-"""FP8 e4m3: round to nearest even, saturating at 448; quantising with one scale per channel (arXiv 2411.10958)."""
+"""FP8 e4m3, saturating at 448: rounding to nearest even, or so that sums of V's tokens keep their value; quantising
+with one scale per channel (arXiv 2411.10958)."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from .reciprocal import reciprocal
 
 E4M3_MAX = 448.0
+BLOCK = 128  # consecutive tokens whose sum is kept
+ERROR_STEP = 1 / 32
+LARGEST_MOVE = 1 / 256  # of an element, for the sake of the sum
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -21,8 +26,37 @@ def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def round_keeping_sums(x: torch.Tensor) -> torch.Tensor:
+    """Round to e4m3 so that sums over tokens change less than by rounding each element to the nearest.
+
+    Attention averages V over tokens. Where its weights hardly differ from token to token, what remains of the rounding
+    is the mean of its errors. So elements are moved by that mean, in blocks of 128 consecutive tokens of a channel, and
+    rounded again; none by more than 1/256 of itself, so that few large elements do not move many small ones, nor equal
+    elements, which have equal errors, all the same way to the next number:
+
+        e = float16(x) - nearest e4m3(x), to the nearest multiple of 1/32, ties to even
+        s = Σe of the block
+        result = nearest e4m3(x + sign(s)·min(|s| / 128, |x| / 256))
+
+    An element is then off by 1/2 + 1/16 of the distance between e4m3's numbers at most, and by nothing if it is 0.
+    Errors are at most 16, so that a float32 sum of 128 of them is exact, in whatever order it is taken.
+
+    Args:
+        x: float32 (..., tokens, channels), |x| ≤ 448, or NaN in all of a channel, which stays so.
+
+    Returns:
+        float8_e4m3fn tensor of x's shape.
+    """
+    tokens = x.shape[-2]
+    error = ((x.half().float() - round_to_e4m3(x).float()) / ERROR_STEP).round() * ERROR_STEP
+    total = F.pad(error, (0, 0, 0, -tokens % BLOCK)).unflatten(-2, (-1, BLOCK)).sum(-2)
+    total = total.repeat_interleave(BLOCK, -2)[..., :tokens, :]
+    move = torch.minimum(total.abs() / BLOCK, x.abs() * LARGEST_MOVE)
+    return round_to_e4m3(x + torch.where(total < 0, -move, move))
+
+
 def quantize(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise with one float32 scale per slice along `dim` (for V: `dim` is the token axis, so one scale per channel).
+    """Quantise with one float32 scale per slice along `dim`, to the nearest.
 
     Args:
         x: float32, any shape.
@@ -32,11 +66,29 @@ def quantize(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         (codes, scale): float8_e4m3fn of x's shape; float32 with size 1 at `dim`, amax/448, 0 where a slice is all zero,
         NaN where it holds a non-finite value.
     """
-    scale = x.abs().amax(dim, keepdim=True) * (1 / E4M3_MAX)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    scale = _scale(x, dim)
     return round_to_e4m3(x * reciprocal(scale)), scale
+
+
+def quantize_value(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise V with one float32 scale per channel, by `round_keeping_sums`.
+
+    Args:
+        x: float32 (..., tokens, channels), 0 for tokens that do not count.
+
+    Returns:
+        (codes, scale) as `quantize` has them along the tokens: all codes of a channel are 0 where its scale is, and NaN
+        where its scale is.
+    """
+    scale = _scale(x, -2)
+    return round_keeping_sums(x * reciprocal(scale)), scale
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Values of `quantize`'s result: codes · scale, float32."""
     return codes.float() * scale
+
+
+def _scale(x: torch.Tensor, dim: int) -> torch.Tensor:
+    scale = x.abs().amax(dim, keepdim=True) * (1 / E4M3_MAX)
+    return torch.where(scale.isfinite(), scale, torch.nan)

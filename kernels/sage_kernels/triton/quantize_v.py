@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.fp8 import E4M3_MAX
+from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.int8 import INT8_MAX
 from ..formats.reciprocal import SMALLEST_NORMAL
@@ -21,6 +21,10 @@ from .statistics import Statistics, load_tokens
 BLOCK_ROWS = tl.constexpr(BLOCK)
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
 ONE_448TH = tl.constexpr(1 / E4M3_MAX)
+ONE_128TH = tl.constexpr(1 / BLOCK)
+MOST = tl.constexpr(LARGEST_MOVE)
+# float32 numbers around it are ERROR_STEP apart: adding it rounds to the nearest multiple, ties to even.
+ERROR_ROUNDER = tl.constexpr(1.5 * 2**23 * ERROR_STEP)
 SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
 HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "fp16": torch.float16}
@@ -137,7 +141,16 @@ def quantize_value_8bit(
         if values.dtype.element_ty == tl.int8:
             tl.store(into, tl.trans(round_to_int8(x)))
         else:
-            tl.store(into, tl.trans(x.to(tl.float8e4nv)))
+            tl.store(into, tl.trans(round_keeping_sums(x)))
+
+
+@triton.jit
+def round_keeping_sums(x):
+    """A block of tokens, float32 (128, channels), to e4m3: `formats.fp8.round_keeping_sums`."""
+    error = x.to(tl.float16).to(tl.float32) - x.to(tl.float8e4nv).to(tl.float32)
+    total = tl.sum((error + ERROR_ROUNDER) - ERROR_ROUNDER, 0)[None, :]
+    move = tl.minimum(tl.abs(total) * ONE_128TH, tl.abs(x) * MOST)
+    return (x + tl.where(total < 0, -move, move)).to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
