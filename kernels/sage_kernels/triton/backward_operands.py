@@ -31,7 +31,8 @@ class QueryOperands:
     tokens of each 16 in the order of `operand_tiles.operand_token`. What lies beyond a sequence is 0.
 
     Attributes:
-        gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels); 0 in rows without a key.
+        gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels); 0 in rows without a key. None where the
+            caller's is read.
         query: what the saved codes stand for in 16 bit (operand batch, q_heads, rows, channels); or, where dS is INT8,
             the codes transposed.
         gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
@@ -41,7 +42,7 @@ class QueryOperands:
         delta: float32, the same shape: rowsum(dO∘O).
     """
 
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None
     query: torch.Tensor
     gradient_codes: torch.Tensor | None
     gradient_scale: torch.Tensor | None
@@ -56,6 +57,7 @@ def query_operands(
     batch: int,
     sequences: Sequences,
     int8: bool,
+    copy_gradient: bool,
 ) -> QueryOperands:
     """Make them.
 
@@ -65,12 +67,13 @@ def query_operands(
         saved: what the forward kept.
         batch, sequences: the number of sequences and the token axis.
         int8: P and dS are multiplied in INT8.
+        copy_gradient: `QueryOperands.gradient` is made.
     """
     operand_batch, q_heads, rows, channels = saved.query.shape
     v_head_dim = output.shape[3]
     v_channels = padded_channels(v_head_dim)
     operands = QueryOperands(
-        gradient=output.new_empty((operand_batch, q_heads, rows, v_channels)),
+        gradient=output.new_empty((operand_batch, q_heads, rows, v_channels)) if copy_gradient else None,
         query=_again(saved.query, output.dtype, int8),
         gradient_codes=saved.query.new_empty((operand_batch, q_heads, v_channels, rows)) if int8 else None,
         gradient_scale=saved.lse.new_empty((operand_batch, q_heads, rows // KEY_BLOCK)) if int8 else None,
@@ -112,23 +115,30 @@ def query_operands(
 
 
 def key_operands(
-    value: torch.Tensor, saved: Saved, batch: int, sequences: Sequences, padding: KeyPadding | None, int8: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    value: torch.Tensor,
+    saved: Saved,
+    batch: int,
+    sequences: Sequences,
+    padding: KeyPadding | None,
+    int8: bool,
+    copy_value: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """What the kernel that walks over keys reads.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed likewise.
         saved, batch, sequences, int8: as above.
         padding: which keys exist; None: all.
+        copy_value: the first result is made.
 
     Returns:
-        (value, key): V in 16 bit (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist; and of K
-        what `QueryOperands.query` is of Q.
+        (value, key): V in 16 bit (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist, or None
+        where the caller's is read; and of K what `QueryOperands.query` is of Q.
     """
     operand_batch, kv_heads, rows, channels = saved.key.shape
     v_head_dim = value.shape[3]
     v_channels = padded_channels(v_head_dim)
-    operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels))
+    operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels)) if copy_value else None
     key = _again(saved.key, value.dtype, int8)
     blocks = sequences.rows_of_longest // KEY_BLOCK
     launch(
@@ -157,6 +167,45 @@ def key_operands(
         num_warps=8 if max(channels, v_channels) > 128 else 4,
     )
     return operand_value, key
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Tokens of a tensor (batch, heads, tokens, channels) as rows of a matrix that the tensor memory accelerator reads.
+
+    Attributes:
+        rows: (rows, columns). Those of a (batch element, head) begin at row batch · of_batch + head · of_head, column
+            head · columns_of_head.
+        of_batch, of_head, columns_of_head: these.
+    """
+
+    rows: torch.Tensor
+    of_batch: int
+    of_head: int
+    columns_of_head: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TokenRows | None:
+        """Of a tensor with such strides, or None."""
+        batch, heads, tokens, channels = x.shape
+        of_batch, of_head, of_token, of_channel = x.stride()
+        aligned = 16 // x.element_size()
+        if of_channel != 1 or of_token < channels or of_token % aligned or of_head % aligned or x.data_ptr() % 16:
+            return None
+        if of_batch % of_token and batch > 1:
+            return None
+        columns_of_head = of_head if of_head % of_token else 0
+        columns = columns_of_head * (heads - 1) + channels
+        if columns > of_token:
+            return None
+        rows_of_batch, rows_of_head = of_batch // of_token, 0 if columns_of_head else of_head // of_token
+        count = (batch - 1) * rows_of_batch + (heads - 1) * rows_of_head + tokens
+        return cls(x.as_strided((count, columns), (of_token, 1)), rows_of_batch, rows_of_head, columns_of_head)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What a kernel finds a head's first row by."""
+        return self.of_batch, self.of_head, self.columns_of_head
 
 
 def _again(codes: torch.Tensor, dtype: torch.dtype, int8: bool) -> torch.Tensor:
@@ -240,7 +289,8 @@ def prepare_queries(
         row = first + token
         tl.store(operand_lse + row, tl.where(has_key, natural * LOG2E, float("inf")))
         tl.store(delta + row, tl.sum(dy * y, 1))
-        tl.store(gradient + row[:, None] * V_CHANNELS + v_channel[None, :], dy.to(gradient.dtype.element_ty))
+        if gradient is not None:
+            tl.store(gradient + row[:, None] * V_CHANNELS + v_channel[None, :], dy.to(gradient.dtype.element_ty))
         q = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
         if INT8:
             scale, inverse = int8_scale(tl.max(tl.max(magnitude(dy), 1), 0), False)
@@ -289,16 +339,16 @@ def prepare_keys(
         position = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         token = operand_token(position)
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
-        base = value + batch * stride_batch + head * stride_head
-        if HAS_VALID:
-            valid += batch * valid_stride
-        v, _counts = load_tokens(
-            base, valid, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_VALID
-        )
-        first = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
-        row = first + token
-        into = operand_value + row[:, None] * V_CHANNELS + v_channel[None, :]
-        tl.store(into, v.to(operand_value.dtype.element_ty))
+        row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
+        if operand_value is not None:
+            base = value + batch * stride_batch + head * stride_head
+            if HAS_VALID:
+                valid += batch * valid_stride
+            v, _counts = load_tokens(
+                base, valid, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+            )
+            into = operand_value + row[:, None] * V_CHANNELS + v_channel[None, :]
+            tl.store(into, v.to(operand_value.dtype.element_ty))
         k = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
         if INT8:
             of_head = operand_row(batch, head, kv_heads, 1, 0, PACKED)

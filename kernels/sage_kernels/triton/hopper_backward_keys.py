@@ -45,7 +45,8 @@ def load_queries(
 ):
     """The loading warp: tiles begin…end - 1 of the queries of each head of the group."""
     query, query_scale, query_operand, gradient, lse, delta = operands
-    batch, kv_head, kv_heads, q_rows, q_operand_start = heads
+    batch, kv_head, kv_heads, q_rows, q_operand_start, gradient_place = heads
+    rows_of_batch, rows_of_head, columns_of_head = gradient_place
     group, _q_len, _causal_offset, begin, end = queries
     query_stages, operand_stages, gradient_stages, vector_stages, full, empty = stages
     CODES: gl.constexpr = query.block_type.nbytes
@@ -53,7 +54,10 @@ def load_queries(
     VECTOR: gl.constexpr = lse.block_type.nbytes
     step = 0
     for member in range(group):
-        q_first = operand_row(batch, kv_head * group + member, kv_heads * group, q_rows, q_operand_start, PACKED)
+        head = kv_head * group + member
+        q_first = operand_row(batch, head, kv_heads * group, q_rows, q_operand_start, PACKED)
+        gradient_first = batch * rows_of_batch + head * rows_of_head + q_operand_start
+        column = (head * columns_of_head).to(gl.int32)
         for tile in range(begin, end):
             stage = step % STAGES
             row = (q_first + tile * BLOCK_M).to(gl.int32)
@@ -61,7 +65,8 @@ def load_queries(
             wait_until_empty(empty, step, STAGES)
             mbarrier.expect(arrived, CODES + 2 * VALUES + 3 * VECTOR)
             tma_load(query, [row, 0], arrived, query_stages.index(stage))
-            tma_load(gradient, [row, 0], arrived, gradient_stages.index(stage))
+            gradient_row = (gradient_first + tile * BLOCK_M).to(gl.int32)
+            tma_load(gradient, [gradient_row, column], arrived, gradient_stages.index(stage))
             tma_load(query_scale, [row], arrived, vector_stages.index(3 * stage))
             tma_load(lse, [row], arrived, vector_stages.index(3 * stage + 1))
             tma_load(delta, [row], arrived, vector_stages.index(3 * stage + 2))
@@ -198,6 +203,9 @@ def hopper_backward_key(
     gradient,
     lse,
     delta,
+    gradient_rows_of_batch,
+    gradient_rows_of_head,
+    gradient_columns_of_head,
     key_gradient,
     value_gradient,
     valid,
@@ -278,7 +286,8 @@ def hopper_backward_key(
     keys = (key_memory, value_memory, key_scale, valid, kv_first, kv_start, kv_len, first_key)
     gradients = (key_gradient, value_gradient, key_stride_token, value_stride_token, head_dim, v_head_dim)
     operands = (query, query_scale, query_operand, gradient, lse, delta)
-    heads = (batch, kv_head, kv_heads, q_rows, q_operand_start)
+    gradient_place = (gradient_rows_of_batch, gradient_rows_of_head, gradient_columns_of_head)
+    heads = (batch, kv_head, kv_heads, q_rows, q_operand_start, gradient_place)
     queries = (group, q_len, causal_offset, begin, end)
     gl.warp_specialize(
         [

@@ -46,21 +46,23 @@ def tile_at(step, tiles, PADDED: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(operands, kv_first, tiles, stages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PADDED: gl.constexpr):
+def load_keys(operands, first, tiles, stages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PADDED: gl.constexpr):
     """The loading warp."""
     CODES: gl.constexpr = operands[0].block_type.nbytes
     VALUES: gl.constexpr = operands[1].block_type.nbytes
     key, value, key_operand = operands
+    kv_first, value_first, value_column = first
     key_stages, value_stages, operand_stages, full, empty = stages
     _begin, _full_begin, _unmasked, count = tiles
     for step in range(0, count):
         stage = step % STAGES
         row = (kv_first + tile_at(step, tiles, PADDED) * BLOCK_N).to(gl.int32)
+        value_row = (value_first + tile_at(step, tiles, PADDED) * BLOCK_N).to(gl.int32)
         arrived = full.index(stage)
         wait_until_empty(empty, step, STAGES)
         mbarrier.expect(arrived, CODES + 2 * VALUES)
         tma_load(key, [row, 0], arrived, key_stages.index(stage))
-        tma_load(value, [row, 0], arrived, value_stages.index(stage))
+        tma_load(value, [value_row, value_column], arrived, value_stages.index(stage))
         tma_load(key_operand, [row, 0], arrived, operand_stages.index(stage))
 
 
@@ -195,6 +197,9 @@ def hopper_backward_query(
     key,
     key_operand,
     value,
+    value_rows_of_batch,
+    value_rows_of_head,
+    value_columns_of_head,
     key_scale,
     query_gradient,
     lse,
@@ -277,6 +282,9 @@ def hopper_backward_query(
     fence_async_shared()
     rows = (query_memory, gradient_memory, query_scale, lse, delta, q_first, q_start, q_len, first_query)
     keys = (key_scale + kv_first // 16, valid, kv_len)
+    kv_head = head // group
+    value_first = batch * value_rows_of_batch + kv_head * value_rows_of_head + kv_operand_start
+    first = (kv_first, value_first, (kv_head * value_columns_of_head).to(gl.int32))
     of_gradient = (query_gradient, stride_token, head_dim)
     gl.warp_specialize(
         [
@@ -294,7 +302,7 @@ def hopper_backward_query(
                     CAUSAL, PADDED,
                 ),
             ),
-            (load_keys, ((key, value, key_operand), kv_first, tiles, stages, BLOCK_N, STAGES, PADDED)),
+            (load_keys, ((key, value, key_operand), first, tiles, stages, BLOCK_N, STAGES, PADDED)),
         ],
         [4, 1],
         [240, 24],

@@ -18,13 +18,13 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 ROWS = gl.constexpr(64)  # of a warpgroup: those of its matrix instructions
 
 
-def stage_tiles(x: torch.Tensor, block: int) -> TensorDescriptor:
-    """Tiles of `block` rows of an operand (batch, heads, rows, channels), or of (batch, heads, rows) numbers, as
-    TMA loads them into a stage."""
+def stage_tiles(x: torch.Tensor, block: int, channels: int) -> TensorDescriptor:
+    """Tiles of `block` rows of an operand (batch, heads, rows, channels), of a matrix (rows, columns) that has them, or
+    of (batch, heads, rows) numbers, as TMA loads them into a stage."""
     if x.dim() == 3:
         return TensorDescriptor.from_tensor(x.view(-1), [block], gl.NVMMASharedLayout(0, 8 * x.element_size(), 1))
-    layout = gl.NVMMASharedLayout(min(128, x.shape[3] * x.element_size()), 8 * x.element_size(), 2)
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), [block, x.shape[3]], layout)
+    layout = gl.NVMMASharedLayout(min(128, channels * x.element_size()), 8 * x.element_size(), 2)
+    return TensorDescriptor.from_tensor(x if x.dim() == 2 else x.view(-1, channels), [block, channels], layout)
 
 
 @gluon.constexpr_function

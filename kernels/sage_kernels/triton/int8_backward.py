@@ -3,8 +3,12 @@
 Two kernels see the same tiles of scores: `backward_keys` holds keys and walks over queries, for dK and dV;
 `backward_queries` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
 without atomics. They run one after the other, and so do the passes that write what their loops read: there are never
-more than two such tensors of 16 bit at a time. Of both there is a second form, in Gluon, for Hopper: `why_not_hopper`
-says which calls it does not serve.
+more than two such tensors of 16 bit at a time.
+
+Of both there is a second form, in Gluon, for Hopper: `why_not_hopper` says which calls it does not serve. A program of
+it fills a multiprocessor, so that the last wave of programs may be nearly empty (3 % of the time at 64 heads × 8,192
+tokens); therefore the second kernel begins while the first one ends. For memory's sake it reads dO and V where the
+caller has them, if it can.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..recipe import Recipe
 from ..saved import Lengths, Saved, padded_channels
 from .backward_keys import int8_backward_key
-from .backward_operands import batch_strides, key_operands, query_operands
+from .backward_operands import TokenRows, batch_strides, key_operands, query_operands
 from .backward_queries import int8_backward_query
 from .calls import clamped_offset
 from .configs import (
@@ -29,7 +33,7 @@ from .configs import (
 )
 from .int8_training import token_axes
 from .key_padding import KeyPadding
-from .launch import launch
+from .launch import launch, overlapping
 from .registration import triton_version
 from .sequences import ceil_div
 
@@ -119,7 +123,14 @@ def backward(
     channels, v_channels = saved.query.shape[-1], padded_channels(v_head_dim)
     tma = capability[0] >= 9
     hopper = not why_not_hopper(capability, channels, v_channels, int8)
-    queries = query_operands(output_gradient, output, saved, count, q_sequences, int8)
+    causal_offset = clamped_offset(causal_offset, q_sequences, kv_sequences)
+    own_value = own_gradient = None
+    if hopper and lengths is None and v_head_dim == v_channels:
+        own_value = TokenRows.of(value)
+        # Each row of each tile has a key: it must not be 0 instead.
+        if q_len % HOPPER_BACKWARD_KEY.block_m == 0 and padding is None and not (is_causal and causal_offset < 0):
+            own_gradient = TokenRows.of(output_gradient)
+    queries = query_operands(output_gradient, output, saved, count, q_sequences, int8, own_gradient is None)
     lse, delta = queries.lse, queries.delta
     shared: tuple[Any, ...] = (
         None if padding is None else padding.valid,
@@ -132,7 +143,7 @@ def backward(
         q_sequences.rows,
         kv_sequences.rows,
         q_heads // kv_heads,
-        clamped_offset(causal_offset, q_sequences, kv_sequences),
+        causal_offset,
         head_dim**-0.5 if scale is None else scale,
         head_dim,
         v_head_dim,
@@ -153,100 +164,113 @@ def backward(
         shape = [x.shape[2], block] if transposed else [block, x.shape[3]]
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), shape)
 
-    if hopper:  # or else Triton's Gluon may be another
-        from .hopper_backward_keys import hopper_backward_key
+    def placed(own: TokenRows | None, copy: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """The caller's tensor or the copy that was made of it, and where a head's rows are."""
+        if own is not None:
+            return own.rows, own.place
+        assert copy is not None
+        heads, rows = copy.shape[1:3]
+        return copy, (0 if q_sequences.packed else heads * rows, rows, 0)
+
+    key_strides = [batch_strides(x, kv_sequences) for x in (value, *gradients[1:])]
+    query_strides = [batch_strides(x, q_sequences) for x in (output_gradient, gradients[0])]
+    if hopper:
+        from .hopper_backward_keys import hopper_backward_key  # another Triton's Gluon may be another
         from .hopper_backward_queries import hopper_backward_query
         from .hopper_stages import stage_tiles
 
-    strides = [batch_strides(x, kv_sequences) for x in (value, *gradients[1:])]
-    if hopper:
-        config = HOPPER_BACKWARD_KEY
-        loaded = [saved.query, saved.query_scale, queries.query, queries.gradient, lse, delta]
-        launch(
-            hopper_backward_key,
-            (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
-            saved.key,
-            saved.key_scale,
-            value,
-            *(stage_tiles(x, config.block_m) for x in loaded),
-            gradients[1],
-            gradients[2],
-            *shared,
-            *strides[0],
-            *strides[1][:3],
-            *strides[2][:3],
-            STAGES=config.num_stages,
-            **constants,
-            **config.constants,
-        )
-    else:
-        config = int8_backward_key_config(capability, max(channels, v_channels), int8)
-        launch(
-            int8_backward_key,
-            (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
-            saved.key,
-            saved.key_scale,
-            value,
-            tiles(saved.query, config.block_m),
-            saved.query_scale,
-            tiles(queries.query, config.block_m, transposed=int8),
-            tiles(queries.gradient, config.block_m),
-            tiles(queries.gradient_codes, config.block_m, transposed=True),
-            queries.gradient_scale,
-            gradients[1],
-            gradients[2],
-            lse,
-            delta,
-            *shared,
-            *strides[0],
-            *strides[1],
-            *strides[2],
-            **plain_constants,
-            **config.constants,
-        )
+        operand_value, key = key_operands(value, saved, count, kv_sequences, padding, int8, own_value is None)
+        gradient_rows, gradient_place = placed(own_gradient, queries.gradient)
+        value_rows, value_place = placed(own_value, operand_value)
+        with overlapping(value.device) as beside:
+            config = HOPPER_BACKWARD_KEY
+            launch(
+                hopper_backward_key,
+                (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
+                saved.key,
+                saved.key_scale,
+                value,
+                *(
+                    stage_tiles(x, config.block_m, channels)
+                    for x in (saved.query, saved.query_scale, queries.query, gradient_rows, lse, delta)
+                ),
+                *gradient_place,
+                gradients[1],
+                gradients[2],
+                *shared,
+                *key_strides[0],
+                *key_strides[1][:3],
+                *key_strides[2][:3],
+                STAGES=config.num_stages,
+                **constants,
+                **config.constants,
+            )
+            config = HOPPER_BACKWARD_QUERY
+            with beside:
+                launch(
+                    hopper_backward_query,
+                    (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
+                    saved.query,
+                    saved.query_scale,
+                    output_gradient,
+                    *(stage_tiles(x, config.block_n, channels) for x in (saved.key, key, value_rows)),
+                    *value_place,
+                    saved.key_scale,
+                    gradients[0],
+                    lse,
+                    delta,
+                    *shared,
+                    *query_strides[0],
+                    *query_strides[1][:3],
+                    STAGES=config.num_stages,
+                    **constants,
+                    **config.constants,
+                )
+        return gradients
+    config = int8_backward_key_config(capability, max(channels, v_channels), int8)
+    launch(
+        int8_backward_key,
+        (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
+        saved.key,
+        saved.key_scale,
+        value,
+        tiles(saved.query, config.block_m),
+        saved.query_scale,
+        tiles(queries.query, config.block_m, transposed=int8),
+        tiles(queries.gradient, config.block_m),
+        tiles(queries.gradient_codes, config.block_m, transposed=True),
+        queries.gradient_scale,
+        gradients[1],
+        gradients[2],
+        lse,
+        delta,
+        *shared,
+        *key_strides[0],
+        *key_strides[1],
+        *key_strides[2],
+        **plain_constants,
+        **config.constants,
+    )
     del queries  # before as much is allocated again
-    operand_value, key = key_operands(value, saved, count, kv_sequences, padding, int8)
-    strides = [batch_strides(x, q_sequences) for x in (output_gradient, gradients[0])]
-    if hopper:
-        config = HOPPER_BACKWARD_QUERY
-        loaded = [saved.key, key, operand_value]
-        launch(
-            hopper_backward_query,
-            (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
-            saved.query,
-            saved.query_scale,
-            output_gradient,
-            *(stage_tiles(x, config.block_n) for x in loaded),
-            saved.key_scale,
-            gradients[0],
-            lse,
-            delta,
-            *shared,
-            *strides[0],
-            *strides[1][:3],
-            STAGES=config.num_stages,
-            **constants,
-            **config.constants,
-        )
-    else:
-        config = int8_backward_query_config(capability, max(channels, v_channels), int8)
-        launch(
-            int8_backward_query,
-            (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
-            saved.query,
-            saved.query_scale,
-            output_gradient,
-            tiles(saved.key, config.block_n),
-            saved.key_scale,
-            tiles(key, config.block_n, transposed=int8),
-            tiles(operand_value, config.block_n),
-            gradients[0],
-            lse,
-            delta,
-            *shared,
-            *strides[0],
-            *strides[1],
-            **plain_constants,
-            **config.constants,
-        )
+    operand_value, key = key_operands(value, saved, count, kv_sequences, padding, int8, True)
+    config = int8_backward_query_config(capability, max(channels, v_channels), int8)
+    launch(
+        int8_backward_query,
+        (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
+        saved.query,
+        saved.query_scale,
+        output_gradient,
+        tiles(saved.key, config.block_n),
+        saved.key_scale,
+        tiles(key, config.block_n, transposed=int8),
+        tiles(operand_value, config.block_n),
+        gradients[0],
+        lse,
+        delta,
+        *shared,
+        *query_strides[0],
+        *query_strides[1],
+        **plain_constants,
+        **config.constants,
+    )
     return gradients

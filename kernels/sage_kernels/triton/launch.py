@@ -44,6 +44,21 @@ def recording() -> Iterator[list[Launch]]:
         _recorded.reset(token)
 
 
+@contextlib.contextmanager
+def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """A block that yields a context: launches in it and the block's others may run at the same time. All of them begin
+    behind what the current stream was given before the block, and end before what it is given after."""
+    if device.type != "cuda":
+        yield contextlib.nullcontext()
+        return
+    stream, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    other.wait_stream(stream)
+    try:
+        yield torch.cuda.stream(other)
+    finally:
+        stream.wait_stream(other)
+
+
 def launch(
     kernel: triton.JITFunction,
     grid: tuple[int, ...],

@@ -150,7 +150,8 @@ def round_keeping_sums(x):
     error = x.to(tl.float16).to(tl.float32) - x.to(tl.float8e4nv).to(tl.float32)
     total = tl.sum((error + ERROR_ROUNDER) - ERROR_ROUNDER, 0)[None, :]
     move = tl.minimum(tl.abs(total) * ONE_128TH, tl.abs(x) * MOST)
-    return (x + tl.where(total < 0, -move, move)).to(tl.float8e4nv)
+    # A product, because Triton 3.6 negates by subtracting from 0, which loses the sign of a zero.
+    return (x + move * tl.where(total < 0, -1.0, 1.0)).to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
