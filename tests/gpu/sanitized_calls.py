@@ -34,7 +34,12 @@ def attend_packed(recipe: str) -> None:
 def train(recipe: str) -> None:
     """Every variant of forward and backward: plain, causal, with padding, packed."""
     draw = Draw(torch.device("cuda"))
-    for q_len, kv_len, head_dim, v_head_dim in ((1, 1, 64, 64), (129, 333, 128, 128), (300, 65, 40, 24)):
+    for q_len, kv_len, head_dim, v_head_dim in (
+        (1, 1, 64, 64),
+        (128, 333, 64, 64),
+        (129, 333, 128, 128),
+        (300, 65, 40, 24),
+    ):
         for is_causal in (False, True):
             for valid in (None, draw.uniform(2, kv_len) < 0.5):
                 options = {"is_causal": is_causal, "causal_offset": 30, "valid": valid}

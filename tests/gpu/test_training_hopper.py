@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from judge_training import Call, Draw, assert_equal, judge_training
+from layouts import LAYOUTS, lay_out
 from test_training_random_requests import GROUPS, KINDS, run
 
 from sage_kernels import reference_backward
@@ -121,8 +122,9 @@ def assert_forms_agree(call: Call) -> None:
 def test_a_call_that_hoppers_kernels_serve_runs_them(dims, device):
     call = Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, *dims)
     plain = ["prepare_queries", "int8_backward_key", "prepare_keys", "int8_backward_query"]
+    hopper = ["prepare_queries", "prepare_keys", "hopper_backward_key", "hopper_backward_query"]
     served = {padded_channels(x) for x in dims} in ({64}, {128})
-    assert kernels(call) == [name.replace("int8", "hopper") if served else name for name in plain]
+    assert kernels(call) == (hopper if served else plain)
     with plain_kernels():
         assert kernels(call) == plain
 
@@ -144,6 +146,27 @@ def test_both_forms_agree_at_every_length(head_dim, dtype, q_len, kv_len, is_cau
 @pytest.mark.parametrize("dims", [(80,), (128,), (120, 72), (64,), (40, 56)], ids=str)
 def test_both_forms_agree_on_grouped_queries(dims, heads, dtype, device):
     assert_forms_agree(Draw(device, dtype=dtype).call("sage_bwd", 2, *heads, 300, 200, *dims, is_causal=True))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("head_dim", "q_len", "kv_len"), [(64, 256, 320), (128, 320, 200), (128, 200, 320)], ids=str)
+def test_gradients_do_not_depend_on_where_tensors_are_read(head_dim, q_len, kv_len, layout, padded, device):
+    """V and dO: where the caller has them, beside memory that holds NaN, or copies."""
+    call = Draw(device).call("sage_bwd", 2, 4, 2, q_len, kv_len, head_dim, is_causal=padded)
+    if padded:
+        valid = torch.ones(2, kv_len, dtype=torch.bool, device=device)
+        valid[0, 150:], valid[1, :70] = False, False
+        call.value.transpose(1, 2)[~valid] = torch.nan
+        call = replace(call, valid=valid)
+    tensors = {name: lay_out(getattr(call, name), layout) for name in ("value", "output_gradient")}
+    call = replace(call, **tensors)
+    output, saved = forward(call)
+    found = backward(call, output, saved)
+    with mock.patch.object(int8_backward.TokenRows, "of", return_value=None):
+        expected = backward(call, output, saved)
+    assert all(x.isfinite().all() for x in found)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("causal_offset", [1, 64, 300, -64, -200, 10**9, -(10**9)])

@@ -192,7 +192,16 @@ def walk_over_queries(
     store_gradient(dk, v, key_gradient, kv_start, first_key, kv_len, key_stride_token, head_dim, CHANNELS)
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+@gluon.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "causal_offset",
+        "gradient_rows_of_batch",
+        "gradient_rows_of_head",
+        "gradient_columns_of_head",
+    ]
+)
 def hopper_backward_key(
     key,
     key_scale,

@@ -189,7 +189,16 @@ def walk_over_keys(
     )
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+@gluon.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "causal_offset",
+        "value_rows_of_batch",
+        "value_rows_of_head",
+        "value_columns_of_head",
+    ]
+)
 def hopper_backward_query(
     query,
     query_scale,
