@@ -319,8 +319,10 @@ def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Cal
         f"operands of {recipe}": partial(module.quantize_operands, query, key, value, get_recipe(recipe), *sequences)
         for recipe, module in (("sage1", int8_forward), ("sage2", int8_forward), ("sage3", quantize_nvfp4))
     }
-    if select(Request.of(query, key, value, is_causal=False, recipe="sage2")).kernel == "int8_forward_hopper":
-        calls["operands of sage2, Hopper"] = partial(hopper.quantize_operands, query, key, value, return_lse=False)
+    for recipe in ("sage1", "sage2"):
+        if select(Request.of(query, key, value, is_causal=False, recipe=recipe)).kernel == "int8_forward_hopper":
+            pv = get_recipe(recipe).pv
+            calls[f"operands of {recipe}, Hopper"] = partial(hopper.quantize_operands, query, key, value, pv=pv)
     for name, call in calls.items():
         written = [x for x in vars(call()).values() if isinstance(x, Tensor)]
         moved = sum(x.numel() * x.element_size() for x in (query, key, key, value, value, *written))

@@ -17,7 +17,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-SAGE2 = RECIPES["sage2"]
+RECIPE_OF_PV = {"fp8": RECIPES["sage2"], "fp16": RECIPES["sage1"]}
 OPERANDS = ("query", "query_scale", "key", "key_scale", "value", "value_scale", "value_mean")
 LAYOUTS = ("contiguous", "tokens first", "packed", "one head for all")
 FULL_SIZES = [(4, 32, 4096, 128), (4, 32, 4096, 64), (2, 32, 16_384, 128), (1, 24, 119_056, 128)]
@@ -37,14 +37,14 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
     return [x.to(dtype) for x in (query, key, value)]
 
 
-def triton_operands(query, key, value, return_lse):
+def triton_operands(query, key, value, pv="fp8", return_lse=False):
     lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    return int8_forward.quantize_operands(query, key, value, SAGE2, *lengths, None, return_lse)
+    return int8_forward.quantize_operands(query, key, value, RECIPE_OF_PV[pv], *lengths, None, return_lse)
 
 
-def quantized(inputs, return_lse=False):
+def quantized(inputs, pv="fp8", return_lse=False):
     assert quantize.serves(*inputs)
-    return quantize.quantize_operands(*inputs, return_lse=return_lse)
+    return quantize.quantize_operands(*inputs, pv=pv, return_lse=return_lse)
 
 
 def differing(actual, expected):
@@ -64,8 +64,9 @@ def differing(actual, expected):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("pv", RECIPE_OF_PV)
 @pytest.mark.parametrize("case", range(48))
-def test_operands_are_those_of_triton(case, device, monkeypatch):
+def test_operands_are_those_of_triton(case, pv, device, monkeypatch):
     choose = random.Random(case)
     head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (80, 128), (128, 128), (128, 72)))
     batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 3, 1), (3, 2, 4)))
@@ -94,7 +95,7 @@ def test_operands_are_those_of_triton(case, device, monkeypatch):
         inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
     return_lse = choose.random() < 0.5
     monkeypatch.setattr(quantize, "EARLY", choose.choice((0, 1, 7, quantize.EARLY, 10**6)))
-    actual, expected = quantized(inputs, return_lse), triton_operands(*inputs, return_lse)
+    actual, expected = quantized(inputs, pv, return_lse), triton_operands(*inputs, pv, return_lse)
     assert differing(actual, expected) == []
     assert (actual.mean_score is not None) == return_lse
 
@@ -108,14 +109,14 @@ def test_v_keeps_the_sums_of_tokens_as_in_triton(kv_len, dtype, device):
     value[..., 3] = torch.where(torch.arange(kv_len, device="cuda") // 128 % 2 == 0, 272.0, -272.0)
     value[..., 5] = value[..., :1, 5]
     value[:, :, -1, :] = 448.0
-    assert differing(quantized((query, key, value)), triton_operands(query, key, value, False)) == []
+    assert differing(quantized((query, key, value)), triton_operands(query, key, value)) == []
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("shape", [(2, 4, 1000, 128), (2, 4, 1000, 64), (1, 2, 5000, 80)])
 def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, device):
     query, key, value = draw(*shape, heads=2 * shape[1], q_len=300)
-    score = quantized((query, key, value), True).mean_score
+    score = quantized((query, key, value), return_lse=True).mean_score
     mean, magnitude = (x.double().mean(2, keepdim=True).repeat_interleave(2, 1) for x in (key, key.abs()))
     expected = (query.double() * mean).sum(-1)
     # Each sum, a tree over tokens or one over channels, loses half a unit in the last place at most for each addition
@@ -125,19 +126,20 @@ def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, devi
     assert not score[:, :, 300:].any()
 
 
+@pytest.mark.parametrize("pv", RECIPE_OF_PV)
 @pytest.mark.parametrize("shape", FULL_SIZES)
-def test_full_size(shape, device):
+def test_full_size(shape, pv, device):
     inputs = draw(*shape)
-    expected = triton_operands(*inputs, False)
-    assert differing(quantized(inputs), expected) == []
+    expected = triton_operands(*inputs, pv)
+    assert differing(quantized(inputs, pv), expected) == []
     tokens_first = [lay_out(x, "tokens first") for x in inputs]
-    assert differing(quantized(tokens_first), expected) == []
+    assert differing(quantized(tokens_first, pv), expected) == []
 
 
 def test_reruns_are_bitwise_equal(device):
     """`quantize` starts while `statistics` runs, and what one call frees the next one uses at once."""
     inputs = [draw(4, 32, 4096, 128, seed=seed) for seed in range(2)]
-    expected = [triton_operands(*x, False) for x in inputs]
+    expected = [triton_operands(*x) for x in inputs]
     for index in range(50):
         assert differing(quantized(inputs[index % 2]), expected[index % 2]) == []
 
@@ -153,12 +155,12 @@ def test_a_graph_computes_anew_with_each_replay(device):
         for x, y in zip(inputs, draw(2, 8, 4096, 128, seed=seed), strict=True):
             x.copy_(y)
         graph.replay()
-        assert differing(captured, triton_operands(*inputs, False)) == []
+        assert differing(captured, triton_operands(*inputs)) == []
 
 
 def test_streams_do_not_meet(device):
     inputs = [draw(2, 16, 4096, 128, seed=seed) for seed in range(2)]
-    expected = [triton_operands(*x, False) for x in inputs]
+    expected = [triton_operands(*x) for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     found = []

@@ -23,11 +23,13 @@ def instructions(code, kernel):
 
 
 @pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
-@pytest.mark.parametrize(("channels", "dtype", "return_lse"), product((64, 128), DTYPES, (False, True)))
-def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, return_lse):
+@pytest.mark.parametrize(
+    ("channels", "dtype", "pv", "return_lse"), product((64, 128), DTYPES, ("fp8", "fp16"), (False, True))
+)
+def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, return_lse):
     """Loads of 16 bytes, all of a thread's before it waits, of so many threads that a multiprocessor has 64 KB."""
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    cubin = compiler.compile(quantize.SOURCE, quantize.macros(channels, dtype, return_lse))
+    cubin = compiler.compile(quantize.SOURCE, quantize.macros(channels, dtype, pv, return_lse))
     assert "warning" not in cubin.log.lower(), cubin.log
     assert re.findall(r"(\d+) bytes spill stores", cubin.log) == ["0", "0"], cubin.log
     registers = {
@@ -49,12 +51,13 @@ def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, retu
     for part in parts:
         before, wait, after = part.partition("ACQBULK")
         if part.count("LDG.E.EF.128"):
-            which = "value" if "E4M3" in part else "key" if "REDUX" in part else "query"
+            which = "value" if "F2FP" in part else "key" if "REDUX" in part else "query"
             found[which] = part.count("LDG.E.EF.128"), part.count("STG.E.128"), part.count("STG.E.64")
             assert bool(wait) == (which != "query" or return_lse)
             assert not wait or "LDG.E.EF.128" not in after
             assert "LDG.E.EF.128" in before
-    assert found == {"value": (8, 4, 0), "key": (loads, 0, loads), "query": (loads, 0, loads)}
+    value = (8, 4, 0) if pv == "fp8" else (loads, loads, 0)
+    assert found == {"value": value, "key": (loads, 0, loads), "query": (loads, 0, loads)}
     assert body.count("PREEXIT") == 1
 
     threads = REGISTERS // registers["statistics"]

@@ -11,8 +11,8 @@ import torch
 from ..exact import key_mask
 from ..recipe import Recipe
 from ..saved import Saved
-from ..triton import calls, int8_training
-from ..triton.int8_forward import PV_OF_DTYPE, Int8Operands, quantize_operands
+from ..triton import calls, int8_forward, int8_training
+from ..triton.int8_forward import PV_OF_DTYPE, Int8Operands
 from ..triton.key_padding import KeyPadding
 from ..triton.mask_tiles import MaskTiles
 from ..triton.sequences import Sequences, ceil_div
@@ -105,7 +105,27 @@ def training_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
 ) -> tuple[torch.Tensor, Saved]:
     """`int8_training.training_attention` of a recipe with P·V in float16, without lengths."""
-    return int8_training.training_attention(query, key, value, **call, attend=_attend_operands)
+    return int8_training.training_attention(
+        query, key, value, **call, quantize=_quantize_operands, attend=_attend_operands
+    )
+
+
+def _quantize_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    q_sequences: Sequences,
+    kv_sequences: Sequences,
+    valid: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Int8Operands:
+    """As `triton.int8_forward.quantize_operands`, which takes what `quantize` does not serve."""
+    if valid is None and quantize.serves(query, key, value):
+        return quantize.quantize_operands(query, key, value, pv=recipe.pv, return_lse=return_lse)
+    return int8_forward.quantize_operands(
+        query, key, value, recipe, q_sequences, kv_sequences, valid, return_lse=return_lse
+    )
 
 
 def _attend_operands(
@@ -137,13 +157,9 @@ def _attend(
     valid: torch.Tensor | None,
     **call: Any,
 ) -> None:
-    return_lse = lse is not None
     padding = None if valid is None else KeyPadding.of(valid)
-    if padding is None and recipe.pv == "fp8" and quantize.serves(query, key, value):
-        operands = quantize.quantize_operands(query, key, value, return_lse=return_lse)
-    else:
-        mask = None if padding is None else padding.valid
-        operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, mask, return_lse)
+    mask = None if padding is None else padding.valid
+    operands = _quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, mask, lse is not None)
     forward(operands, output, lse, kv_sequences.tokens, padding=padding, **call)
 
 

@@ -1,9 +1,10 @@
-// The operands of `sage2` for Hopper, bit for bit as the Triton quantisers write them (`triton/quantize_int8.py`,
-// `triton/quantize_v.py`), in two launches: `statistics` reads K and V for their means and V's scales, `quantize`
-// reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way before it uses the
-// first.
+// The operands of `sage2`, `sage1` and `sage_bwd` for Hopper, bit for bit as the Triton quantisers write them
+// (`triton/quantize_int8.py`, `triton/quantize_v.py`), in two launches: `statistics` reads K and V for their means and
+// V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way
+// before it uses the first.
 //
-// Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16), MEAN_SCORE.
+// Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16), PV_FLOAT16 (V in float16,
+// with its mean and one scale for all channels; else in e4m3), MEAN_SCORE.
 #include "hopper.cuh"
 
 constexpr int BLOCK = 128;           // tokens whose sum is a tree, and to whose multiple operands are padded
@@ -13,6 +14,7 @@ constexpr int SHARERS = 8;           // blocks of the grid that share K, or V, o
 constexpr int VALUE_CHANNELS = 64, PARTS = CHANNELS / VALUE_CHANNELS;  // of V in a block of `quantize`
 constexpr float ONE_127TH = 1.0 / 127.0, ONE_448TH = 1.0 / 448.0;
 constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, MIN_MEAN = 1.0f / 64.0f;
+constexpr int HEADROOM_EXPONENT = 15;  // of V in float16
 // float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
 // bits.
 constexpr float ROUNDER = 12582912.0f;
@@ -39,7 +41,7 @@ struct Statistics {
 
   enum Line {
     KEY_MEAN,
-    VALUE_INVERSE,                // what V without its mean is multiplied by
+    VALUE_INVERSE,                // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
     EXTREMA,                      // of V, by sharer: largest, smallest, and 1 where all are finite
     SUMS = EXTREMA + 3 * SHARERS  // of K's blocks of 128 tokens, then of V's
   };
@@ -50,8 +52,8 @@ struct Operands {
   float* query_scale;  // (batch, q_heads, q_blocks * 128)
   uint8* key;          // (batch, kv_heads, blocks * 128, CHANNELS)
   uint16* key_scale;   // bfloat16 (batch, kv_heads, blocks * 2, 4)
-  uint8* value;        // (batch, kv_heads, CHANNELS, blocks * 128)
-  float* mean_score;   // as query_scale, if MEAN_SCORE
+  uint8* value;       // (batch, kv_heads, CHANNELS, blocks * 128); or float16 (batch, kv_heads, blocks * 128, CHANNELS)
+  float* mean_score;  // as query_scale, if MEAN_SCORE
   uint32 pairs, q_heads, q_blocks;
   uint32 early;  // blocks of the grid that quantise Q before others do K and V
   int q_len;
@@ -354,12 +356,17 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
   }
   // Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
   auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
-  if (!(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
-  const float amax = finite == 0.0f ? __int_as_float(0x7FC00000) : largest < smallest ? 0.0f : spread();
-  const float scale = __fmul_rn(amax, ONE_448TH);
-  s.line(pair, s.VALUE_INVERSE)[channel] = reciprocal(scale);
-  s.value_scale[pair * CHANNELS + channel] = scale;
+  if (PV_FLOAT16 || !(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
   s.value_mean[pair * CHANNELS + channel] = mean;
+  const float amax = largest < smallest ? 0.0f : spread();
+  float* kept = s.line(pair, s.VALUE_INVERSE) + channel;
+  if (PV_FLOAT16) {
+    *kept = amax;
+    return;
+  }
+  const float scale = finite == 0.0f ? __int_as_float(0x7FC00000) : __fmul_rn(amax, ONE_448TH);
+  *kept = reciprocal(scale);
+  s.value_scale[pair * CHANNELS + channel] = scale;
 }
 
 // ---- Quantising ----
@@ -488,6 +495,39 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
   }
 }
 
+DEVICE float exp2_of_integer(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+// 64 tokens of V of one pair in float16, 16 consecutive ones a warp: over the least power of two, within 2^±126, that
+// brings the largest finite magnitude within 2^HEADROOM_EXPONENT.
+template <bool WHOLE>
+DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+  const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
+  const int first = block * 64 + threadIdx.x / 32 * 16 + lane / LANES;
+  const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.v_head_dim);
+  uint32 x[LOADS][4];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, WHOLE || reader.has(i * ROWS), x[i]);
+  wait_for_previous_kernel();
+  const float* amax = s.line(pair, s.VALUE_INVERSE);
+  uint32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < CHANNELS; i += 32) largest = max(largest, __float_as_uint(amax[i + lane]));
+  largest = __reduce_max_sync(~0u, largest);
+  const int above = static_cast<int>(largest >> 23) - 127 + ((largest & 0x7FFFFF) != 0) - HEADROOM_EXPONENT;
+  const int exponent = largest == 0 ? 0 : min(max(above, -126), 126);
+  if (block == 0 && threadIdx.x < CHANNELS) s.value_scale[pair * CHANNELS + threadIdx.x] = exp2_of_integer(exponent);
+  const float inverse = exp2_of_integer(-exponent);
+  const int64 row = static_cast<int64>(pair) * s.blocks * BLOCK + first;
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    uint32 y[4];
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+      y[w] = pack_float16(__fmul_rn(first_of(x[i][w]), inverse), __fmul_rn(second_of(x[i][w]), inverse));
+    reinterpret_cast<uint4*>(o.value)[(row + i * ROWS) * LANES + lane % LANES] = make_uint4(y[0], y[1], y[2], y[3]);
+  }
+}
+
 // Of 128 tokens and VALUE_CHANNELS channels of V, in the block's shared memory.
 struct ValueBlock {
   uint32 codes[VALUE_CHANNELS][BLOCK / 4];  // e4m3; the 16-byte parts of a line are exchanged from 8 channels to 8
@@ -570,7 +610,7 @@ extern "C" __global__ void __launch_bounds__(128, 8)
              const __grid_constant__ Operands o) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
-  const uint32 of_key = 2 * s.blocks, of_pair = of_key + PARTS * s.blocks;
+  const uint32 of_key = 2 * s.blocks, of_pair = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
   const uint32 index = blockIdx.x - o.early;
   if (blockIdx.x < o.early || index >= o.pairs * of_pair) {
     const uint32 number = blockIdx.x < o.early ? blockIdx.x : blockIdx.x - o.pairs * of_pair;
@@ -587,6 +627,12 @@ extern "C" __global__ void __launch_bounds__(128, 8)
       quantize_key<true>(key, s, o, pair, number);
     else
       quantize_key<false>(key, s, o, pair, number);
+  } else if (PV_FLOAT16) {
+    const uint32 block = number - of_key;
+    if ((block + 1) * 64 <= s.kv_len && s.v_head_dim == CHANNELS)
+      scale_value<true>(value, s, o, pair, block);
+    else
+      scale_value<false>(value, s, o, pair, block);
   } else {
     const uint32 block = (number - of_key) / PARTS, part = (number - of_key) % PARTS;
     if ((block + 1) * BLOCK <= s.kv_len && (part + 1) * VALUE_CHANNELS <= s.v_head_dim)

@@ -1,10 +1,11 @@
-"""The operands of `sage2` on Hopper, made by `quantize.cu`: those of the Triton quantisers, bit for bit."""
+"""The INT8 recipes' operands on Hopper, made by `quantize.cu`: those of the Triton quantisers, bit for bit."""
 
 from __future__ import annotations
 
 import torch
 
 from ..triton.int8_forward import Int8Operands
+from ..triton.quantize_v import DTYPES
 from ..triton.sequences import BLOCK, ceil_div, power_of_two
 from . import jit
 from .registration import CHANNELS
@@ -38,18 +39,26 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return channels == 1 and (batch | heads | tokens | x.shape[-1]) % ALIGNED == 0 and x.data_ptr() % 16 == 0
 
 
-def macros(channels: int, dtype: torch.dtype, return_lse: bool) -> dict[str, int]:
+def macros(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> dict[str, int]:
     """The compile-time constants of quantize.cu."""
-    return {"CHANNELS": channels, "FLOAT16": int(dtype == torch.float16), "MEAN_SCORE": int(return_lse)}
+    return {
+        "CHANNELS": channels,
+        "FLOAT16": int(dtype == torch.float16),
+        "PV_FLOAT16": int(pv == "fp16"),
+        "MEAN_SCORE": int(return_lse),
+    }
 
 
-def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool) -> Int8Operands:
-    """Transform and quantise Q, K, V as `reference.quantize_operands` does by `sage2`.
+def quantize_operands(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, pv: str, return_lse: bool = False
+) -> Int8Operands:
+    """Transform and quantise Q, K, V as `reference.quantize_operands` does by `sage2`, `sage1` or `sage_bwd`.
 
     Args:
         query: (batch, q_heads, q_len, head_dim); it and the others are such as `serves` accepts.
         key: (batch, kv_heads, kv_len, head_dim).
         value: (batch, kv_heads, kv_len, v_head_dim).
+        pv: "fp8" or "fp16", the recipe's.
         return_lse: the operands have a mean_score.
 
     Returns:
@@ -68,12 +77,13 @@ def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         return query.new_empty(shape, dtype=dtype)
 
     lines = new(batch, kv_heads, LINES + 2 * blocks, channels)
+    value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     operands = Int8Operands(
         new(*q_shape, channels, dtype=torch.int8),
         new(*q_shape),
         new(*kv_shape, channels, dtype=torch.int8),
         new(batch, kv_heads, blocks * 2, 4, dtype=torch.bfloat16),
-        new(batch, kv_heads, channels, blocks * BLOCK, dtype=torch.float8_e4m3fn),
+        new(batch, kv_heads, *value_shape, dtype=DTYPES[pv]),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
@@ -83,9 +93,9 @@ def quantize_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         *(lines, operands.value_mean, operands.value_scale),
         *(kv_heads, blocks, head_dim, v_head_dim, kv_len),
     )
-    constants = macros(channels, query.dtype, return_lse)
+    constants = macros(channels, query.dtype, pv, return_lse)
     of_query = q_blocks * 2 * batch * q_heads
-    of_key_and_value = pairs * blocks * (2 + channels // 64)
+    of_key_and_value = pairs * blocks * (2 + (2 if pv == "fp16" else channels // 64))
     early = 0 if return_lse else min(EARLY, of_query)
     jit.launch(
         SOURCE,

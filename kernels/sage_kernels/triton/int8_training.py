@@ -9,7 +9,7 @@ import torch
 from ..recipe import Recipe
 from ..saved import Lengths, Saved, padded_channels
 from .calls import clamped_offset, positive_scale
-from .int8_forward import forward, quantize_operands
+from .int8_forward import Int8Operands, forward, quantize_operands
 from .key_padding import KeyPadding
 from .sequences import Sequences
 
@@ -37,6 +37,7 @@ def training_attention(
     scale: float | None,
     recipe: Recipe,
     capability: tuple[int, int],
+    quantize: Callable[..., Int8Operands] = quantize_operands,
     attend: Callable[..., None] = forward,
 ) -> tuple[torch.Tensor, Saved]:
     """Attention that can be differentiated.
@@ -51,7 +52,7 @@ def training_attention(
         scale: default head_dim ** -0.5.
         recipe: one with gradients.
         capability: the GPU's; it chooses the tile.
-        attend: to the operands, as `int8_forward.forward` does.
+        quantize, attend: make the operands and attend to them, as `int8_forward.quantize_operands` and `forward` do.
 
     Returns:
         (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -81,7 +82,7 @@ def training_attention(
         )
     padding = None if valid is None else KeyPadding.of(valid)
     signed_query, scale = positive_scale(query, scale)
-    operands = quantize_operands(
+    operands = quantize(
         signed_query, key, value, recipe, q_sequences, kv_sequences, None if padding is None else padding.valid
     )
     attend(
