@@ -6,13 +6,14 @@ without atomics. They run one after the other, and so do the passes that write w
 more than two such tensors of 16 bit at a time.
 
 Of both there is a second form, in Gluon, for Hopper: `why_not_hopper` says which calls it does not serve. A program of
-it fills a multiprocessor, so that the last wave of programs may be nearly empty (3 % of the time at 64 heads × 8,192
-tokens); therefore the second kernel begins while the first one ends. For memory's sake it reads dO and V where the
-caller has them, if it can.
+it fills a multiprocessor, so that the last wave of programs may be nearly empty: 2 % of the backward pass at 64 heads ×
+8,192 tokens × 64 channels. Therefore the second kernel begins while the first one ends. What both loops read is there
+at the same time then, and to make up for it they read dO and V where the caller has them, if they can.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from .int8_training import token_axes
 from .key_padding import KeyPadding
 from .launch import launch, overlapping
 from .registration import triton_version
-from .sequences import ceil_div
+from .sequences import Sequences, ceil_div
 
 HOPPER_TRITON = ((3, 6), (3, 9))  # the oldest and the newest whose Gluon, which is experimental, we have compiled with
 HOPPER_CHANNELS = (64, 128)
@@ -117,45 +118,111 @@ def backward(
     )
     if empty:
         return gradients
-    padding = None if valid is None else KeyPadding.of(valid)
-    int8 = formats.ds == "int8"
-    count = sequences or batch
-    channels, v_channels = saved.query.shape[-1], padded_channels(v_head_dim)
-    tma = capability[0] >= 9
-    hopper = not why_not_hopper(capability, channels, v_channels, int8)
-    causal_offset = clamped_offset(causal_offset, q_sequences, kv_sequences)
-    own_value = own_gradient = None
-    if hopper and lengths is None and v_head_dim == v_channels:
-        own_value = TokenRows.of(value)
-        # Each row of each tile has a key: it must not be 0 instead.
-        if q_len % HOPPER_BACKWARD_KEY.block_m == 0 and padding is None and not (is_causal and causal_offset < 0):
-            own_gradient = TokenRows.of(output_gradient)
-    queries = query_operands(output_gradient, output, saved, count, q_sequences, int8, own_gradient is None)
-    lse, delta = queries.lse, queries.delta
-    shared: tuple[Any, ...] = (
-        None if padding is None else padding.valid,
-        None if padding is None else padding.spans,
-        *((0, 0) if padding is None else padding.strides),
-        q_sequences.ranges,
-        kv_sequences.ranges,
-        q_sequences.tokens,
-        kv_sequences.tokens,
-        q_sequences.rows,
-        kv_sequences.rows,
-        q_heads // kv_heads,
-        causal_offset,
-        head_dim**-0.5 if scale is None else scale,
-        head_dim,
-        v_head_dim,
+    call = _Call(
+        output_gradient=output_gradient,
+        value=value,
+        output=output,
+        saved=saved,
+        gradients=gradients,
+        count=sequences or batch,
+        q_sequences=q_sequences,
+        kv_sequences=kv_sequences,
+        padding=None if valid is None else KeyPadding.of(valid),
+        is_causal=is_causal,
+        causal_offset=clamped_offset(causal_offset, q_sequences, kv_sequences),
+        scale=head_dim**-0.5 if scale is None else scale,
+        int8=formats.ds == "int8",
     )
-    constants: dict[str, Any] = {
-        "CHANNELS": channels,
-        "CAUSAL": is_causal,
-        "PADDED": padding is not None,
-        "PACKED": q_sequences.packed,
-        "RAGGED": q_sequences.ranges is not None,
-    }
-    plain_constants = {"V_CHANNELS": v_channels, "INT8": int8, "TMA": tma, **constants}
+    if why_not_hopper(capability, call.channels, call.v_channels, call.int8):
+        _run_plain(call, capability)
+    else:
+        _run_hopper(call)
+    return gradients
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the kernels of a backward pass get: what `backward` got, the token axes, and where gradients go."""
+
+    output_gradient: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    saved: Saved
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    count: int  # of sequences
+    q_sequences: Sequences
+    kv_sequences: Sequences
+    padding: KeyPadding | None
+    is_causal: bool
+    causal_offset: int
+    scale: float
+    int8: bool
+
+    @property
+    def channels(self) -> int:
+        """Of the operands of Q and K."""
+        return self.saved.query.shape[-1]
+
+    @property
+    def v_channels(self) -> int:
+        """Of the operands of V and dO."""
+        return padded_channels(self.value.shape[3])
+
+    def key_grid(self, keys: int) -> tuple[int, int, int]:
+        """Of programs that hold so many keys."""
+        return ceil_div(self.kv_sequences.tokens, keys), self.value.shape[1], self.count
+
+    def query_grid(self, rows: int) -> tuple[int, int, int]:
+        """Of programs that hold so many rows."""
+        return ceil_div(self.q_sequences.tokens, rows), self.output.shape[1], self.count
+
+    @property
+    def key_strides(self) -> list[tuple[int, ...]]:
+        """Of V, dK and dV."""
+        return [batch_strides(x, self.kv_sequences) for x in (self.value, *self.gradients[1:])]
+
+    @property
+    def query_strides(self) -> list[tuple[int, ...]]:
+        """Of dO and dQ."""
+        return [batch_strides(x, self.q_sequences) for x in (self.output_gradient, self.gradients[0])]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of every kernel, between its tensors and their strides."""
+        return (
+            None if self.padding is None else self.padding.valid,
+            None if self.padding is None else self.padding.spans,
+            *((0, 0) if self.padding is None else self.padding.strides),
+            self.q_sequences.ranges,
+            self.kv_sequences.ranges,
+            self.q_sequences.tokens,
+            self.kv_sequences.tokens,
+            self.q_sequences.rows,
+            self.kv_sequences.rows,
+            self.output.shape[1] // self.value.shape[1],
+            self.causal_offset,
+            self.scale,
+            self.gradients[0].shape[3],
+            self.value.shape[3],
+        )
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of every kernel."""
+        return {
+            "CHANNELS": self.channels,
+            "CAUSAL": self.is_causal,
+            "PADDED": self.padding is not None,
+            "PACKED": self.q_sequences.packed,
+            "RAGGED": self.q_sequences.ranges is not None,
+        }
+
+
+def _run_plain(call: _Call, capability: tuple[int, int]) -> None:
+    tma = capability[0] >= 9
+    channels = max(call.channels, call.v_channels)
+    saved, gradients = call.saved, call.gradients
+    constants = {"V_CHANNELS": call.v_channels, "INT8": call.int8, "TMA": tma, **call.constants}
 
     def tiles(x: torch.Tensor | None, block: int, transposed: bool = False) -> torch.Tensor | TensorDescriptor | None:
         """An operand as a kernel reads tiles of `block` tokens of it."""
@@ -164,113 +231,126 @@ def backward(
         shape = [x.shape[2], block] if transposed else [block, x.shape[3]]
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), shape)
 
+    queries = query_operands(
+        call.output_gradient, call.output, saved, call.count, call.q_sequences, call.int8, copy_gradient=True
+    )
+    lse, delta = queries.lse, queries.delta
+    config = int8_backward_key_config(capability, channels, call.int8)
+    launch(
+        int8_backward_key,
+        call.key_grid(config.block_n),
+        saved.key,
+        saved.key_scale,
+        call.value,
+        tiles(saved.query, config.block_m),
+        saved.query_scale,
+        tiles(queries.query, config.block_m, transposed=call.int8),
+        tiles(queries.gradient, config.block_m),
+        tiles(queries.gradient_codes, config.block_m, transposed=True),
+        queries.gradient_scale,
+        *gradients[1:],
+        lse,
+        delta,
+        *call.arguments,
+        *(stride for strides in call.key_strides for stride in strides),
+        **constants,
+        **config.constants,
+    )
+    del queries  # before as much is allocated again
+    value, key = key_operands(
+        call.value, saved, call.count, call.kv_sequences, call.padding, call.int8, copy_value=True
+    )
+    config = int8_backward_query_config(capability, channels, call.int8)
+    launch(
+        int8_backward_query,
+        call.query_grid(config.block_m),
+        saved.query,
+        saved.query_scale,
+        call.output_gradient,
+        tiles(saved.key, config.block_n),
+        saved.key_scale,
+        tiles(key, config.block_n, transposed=call.int8),
+        tiles(value, config.block_n),
+        gradients[0],
+        lse,
+        delta,
+        *call.arguments,
+        *(stride for strides in call.query_strides for stride in strides),
+        **constants,
+        **config.constants,
+    )
+
+
+def _run_hopper(call: _Call) -> None:
+    from .hopper_backward_keys import hopper_backward_key  # another Triton's Gluon may be another
+    from .hopper_backward_queries import hopper_backward_query
+    from .hopper_stages import stage_tiles
+
+    saved, gradients, channels = call.saved, call.gradients, call.channels
+    of_keys, of_queries = HOPPER_BACKWARD_KEY, HOPPER_BACKWARD_QUERY
+    own_value = own_gradient = None
+    if not call.q_sequences.packed and call.value.shape[3] == channels:
+        own_value = TokenRows.of(call.value)
+        # Each row of each tile has a key: it must not be 0 instead.
+        has_key = call.padding is None and not (call.is_causal and call.causal_offset < 0)
+        if has_key and call.q_sequences.tokens % of_keys.block_m == 0:
+            own_gradient = TokenRows.of(call.output_gradient)
+    queries = query_operands(
+        call.output_gradient, call.output, saved, call.count, call.q_sequences, call.int8, own_gradient is None
+    )
+    value, key = key_operands(
+        call.value, saved, call.count, call.kv_sequences, call.padding, call.int8, own_value is None
+    )
+
     def placed(own: TokenRows | None, copy: torch.Tensor | None) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """The caller's tensor or the copy that was made of it, and where a head's rows are."""
         if own is not None:
             return own.rows, own.place
         assert copy is not None
         heads, rows = copy.shape[1:3]
-        return copy, (0 if q_sequences.packed else heads * rows, rows, 0)
+        return copy, (0 if call.q_sequences.packed else heads * rows, rows, 0)
 
-    key_strides = [batch_strides(x, kv_sequences) for x in (value, *gradients[1:])]
-    query_strides = [batch_strides(x, q_sequences) for x in (output_gradient, gradients[0])]
-    if hopper:
-        from .hopper_backward_keys import hopper_backward_key  # another Triton's Gluon may be another
-        from .hopper_backward_queries import hopper_backward_query
-        from .hopper_stages import stage_tiles
-
-        operand_value, key = key_operands(value, saved, count, kv_sequences, padding, int8, own_value is None)
-        gradient_rows, gradient_place = placed(own_gradient, queries.gradient)
-        value_rows, value_place = placed(own_value, operand_value)
-        with overlapping(value.device) as beside:
-            config = HOPPER_BACKWARD_KEY
+    gradient_rows, gradient_place = placed(own_gradient, queries.gradient)
+    value_rows, value_place = placed(own_value, value)
+    query_loads = (saved.query, saved.query_scale, queries.query, gradient_rows, queries.lse, queries.delta)
+    key_loads = (saved.key, key, value_rows)
+    of_value, of_key_gradient, of_value_gradient = call.key_strides
+    of_gradient, of_query_gradient = call.query_strides
+    with overlapping(call.value.device) as beside:
+        launch(
+            hopper_backward_key,
+            call.key_grid(of_keys.block_n),
+            saved.key,
+            saved.key_scale,
+            call.value,
+            *(stage_tiles(x, of_keys.block_m, channels) for x in query_loads),
+            *gradient_place,
+            *gradients[1:],
+            *call.arguments,
+            *of_value,
+            *of_key_gradient[:3],
+            *of_value_gradient[:3],
+            STAGES=of_keys.num_stages,
+            **call.constants,
+            **of_keys.constants,
+        )
+        with beside:
             launch(
-                hopper_backward_key,
-                (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
-                saved.key,
+                hopper_backward_query,
+                call.query_grid(of_queries.block_m),
+                saved.query,
+                saved.query_scale,
+                call.output_gradient,
+                *(stage_tiles(x, of_queries.block_n, channels) for x in key_loads),
+                *value_place,
                 saved.key_scale,
-                value,
-                *(
-                    stage_tiles(x, config.block_m, channels)
-                    for x in (saved.query, saved.query_scale, queries.query, gradient_rows, lse, delta)
-                ),
-                *gradient_place,
-                gradients[1],
-                gradients[2],
-                *shared,
-                *key_strides[0],
-                *key_strides[1][:3],
-                *key_strides[2][:3],
-                STAGES=config.num_stages,
-                **constants,
-                **config.constants,
+                gradients[0],
+                queries.lse,
+                queries.delta,
+                *call.arguments,
+                *of_gradient,
+                *of_query_gradient[:3],
+                STAGES=of_queries.num_stages,
+                **call.constants,
+                **of_queries.constants,
             )
-            config = HOPPER_BACKWARD_QUERY
-            with beside:
-                launch(
-                    hopper_backward_query,
-                    (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
-                    saved.query,
-                    saved.query_scale,
-                    output_gradient,
-                    *(stage_tiles(x, config.block_n, channels) for x in (saved.key, key, value_rows)),
-                    *value_place,
-                    saved.key_scale,
-                    gradients[0],
-                    lse,
-                    delta,
-                    *shared,
-                    *query_strides[0],
-                    *query_strides[1][:3],
-                    STAGES=config.num_stages,
-                    **constants,
-                    **config.constants,
-                )
-        return gradients
-    config = int8_backward_key_config(capability, max(channels, v_channels), int8)
-    launch(
-        int8_backward_key,
-        (ceil_div(kv_sequences.tokens, config.block_n), kv_heads, count),
-        saved.key,
-        saved.key_scale,
-        value,
-        tiles(saved.query, config.block_m),
-        saved.query_scale,
-        tiles(queries.query, config.block_m, transposed=int8),
-        tiles(queries.gradient, config.block_m),
-        tiles(queries.gradient_codes, config.block_m, transposed=True),
-        queries.gradient_scale,
-        gradients[1],
-        gradients[2],
-        lse,
-        delta,
-        *shared,
-        *key_strides[0],
-        *key_strides[1],
-        *key_strides[2],
-        **plain_constants,
-        **config.constants,
-    )
-    del queries  # before as much is allocated again
-    operand_value, key = key_operands(value, saved, count, kv_sequences, padding, int8, True)
-    config = int8_backward_query_config(capability, max(channels, v_channels), int8)
-    launch(
-        int8_backward_query,
-        (ceil_div(q_sequences.tokens, config.block_m), q_heads, count),
-        saved.query,
-        saved.query_scale,
-        output_gradient,
-        tiles(saved.key, config.block_n),
-        saved.key_scale,
-        tiles(key, config.block_n, transposed=int8),
-        tiles(operand_value, config.block_n),
-        gradients[0],
-        lse,
-        delta,
-        *shared,
-        *query_strides[0],
-        *query_strides[1],
-        **plain_constants,
-        **config.constants,
-    )
-    return gradients
