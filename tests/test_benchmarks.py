@@ -173,7 +173,8 @@ def test_a_gpu_measures_every_number():
     assert set(rows) == {(one.name, one.scope) for one in PROVIDERS}
     exact_row = rows["sdpa_fa2", "end_to_end"]
     assert exact_row["tflops"] > 0 and max(exact_row["rel_l1"], exact_row["rel_l1_biased"]) < 0.01
-    assert exact_row["peak_extra_bytes"] < SMALL.input_bytes and exact_row["compile_s"] >= 0
+    ours = rows["sage_hf:sage2", "end_to_end"]
+    assert 0 < ours["peak_extra_bytes"] < SMALL.input_bytes and ours["compile_s"] >= 0
     assert json.loads(tables.to_json(result)) == result and tables.text(result)
 
 
@@ -371,8 +372,8 @@ def test_a_gpu_measures_every_number_of_training():
     assert set(rows) == {one.name for one in TRAINING_PROVIDERS}
     flash = rows["sdpa_fa2"]
     assert min(flash["forward_ms"], flash["backward_ms"], flash["tflops"]) > 0
-    # PyTorch keeps P and dS in bfloat16.
-    assert max(flash[f"{name}_rel_l1{kind}"] for name in measure_training.ERRORS for kind in ("", "_biased")) < 2**-6
+    # It rounds P and dS to bfloat16; where K has a mean, that shows in dQ.
+    assert max(flash[f"{name}_rel_l1"] for name in measure_training.ERRORS) < 2**-6
     # Allocations are rounded up to 512 bytes; FA2 keeps its random state too.
     assert shape.saved_bytes <= flash["saved_bytes"] <= shape.saved_bytes + 16 * 512
     assert json.loads(tables.to_json(result)) == result and tables.text(result)

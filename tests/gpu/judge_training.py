@@ -157,6 +157,11 @@ class GradientErrors:
 
 
 def judge_training(call: Call) -> GradientErrors:
+    """`judge_gradients` of the kernel that serves the call."""
+    return judge_gradients(call, of_kernel(call)[0])
+
+
+def judge_gradients(call: Call, found: Gradients) -> GradientErrors:
     """Assert that every head's output and gradients are as near to the reference's as those are to exact attention's.
 
     Where roundings fall differently, kernel and reference are two of one distribution around exact attention, √2 of
@@ -165,7 +170,7 @@ def judge_training(call: Call) -> GradientErrors:
     Returns the call's errors, without the heads that are far below what float32 can tell from 0: there the error is
     one order of sums against another. dQ and dK are such where each row attends to one key.
     """
-    (found, _), (expected, _), truth = of_kernel(call), of_reference(call), of_exact_attention(call)
+    (expected, _), truth = of_reference(call), of_exact_attention(call)
     errors = {}
     float32 = _noise(call, 0.0)
     noises = zip(float32, _noise(call, torch.finfo(call.query.dtype).eps), strict=True)
