@@ -137,8 +137,8 @@ DEVICE void pin(Integer (&x)[N]) {
 }
 
 // Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes: its lower
-// half. 16 bytes further along K add 1. Of a transposed operand rows lie along N, and those beyond the first WIDTH bytes
-// of each are `apart` bytes behind.
+// half. 16 bytes further along K add 1. Of a transposed operand rows lie along N, and those beyond the first WIDTH
+// bytes of each are `apart` bytes behind.
 DEVICE uint32 descriptor(const void* tile, int apart = 16) {
   return static_cast<uint32>(apart / 16) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
@@ -207,18 +207,17 @@ E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38")
 E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
 
 // x = A·Bᵀ in float16, or += if ADD, 16 deep; A in registers. B may lie TRANSPOSED in shared memory.
-#define FLOAT16_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT, TRANSPOSED_AT)                                         \
-  template <int WIDTH, bool TRANSPOSED, bool ADD>                                                                   \
-  DEVICE void add_float16_product(float (&x)[N], const uint32* a, uint32 b) {                                       \
-    asm volatile(                                                                                                   \
-        "{ .reg .b64 b;\n"                                                                                          \
-        "mov.b64 b, {" B ", " LAYOUT_AT                                                                             \
-        "};\n"                                                                                                      \
-        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" ACCUMULATORS_##N "}, {" A "}, b, " ADD_AT   \
-                                                                                         ", 1, 1, " TRANSPOSED_AT   \
-                                                                                         "; }"                      \
-        : OPERANDS_##N("+f", x)                                                                                     \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD), "n"(TRANSPOSED));       \
+#define FLOAT16_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT, TRANSPOSED_AT)                                   \
+  template <int WIDTH, bool TRANSPOSED, bool ADD>                                                             \
+  DEVICE void add_float16_product(float (&x)[N], const uint32* a, uint32 b) {                                 \
+    asm volatile(                                                                                             \
+        "{ .reg .b64 b;\n"                                                                                    \
+        "mov.b64 b, {" B ", " LAYOUT_AT                                                                       \
+        "};\n"                                                                                                \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" ACCUMULATORS_##N                      \
+        "}, {" A "}, b, " ADD_AT ", 1, 1, " TRANSPOSED_AT "; }"                                               \
+        : OPERANDS_##N("+f", x)                                                                               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD), "n"(TRANSPOSED)); \
   }
 FLOAT16_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")
 FLOAT16_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39")

@@ -15,11 +15,11 @@
 
 constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
 constexpr int BLOCK_M = 64 * WARPGROUPS;
-constexpr int SCORES = BLOCK_N / 2;    // of a tile in a thread's registers
-constexpr int OUTPUTS = HEAD_DIM / 2;  // in a thread's registers
-constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;      // of an element of P and V
-constexpr int WEIGHTS = SCORES * PV_BYTES / 4;    // words of P
-constexpr int PV_DEPTH = 32 / PV_BYTES;           // keys of a matrix product
+constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
+constexpr int OUTPUTS = HEAD_DIM / 2;           // in a thread's registers
+constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;    // of an element of P and V
+constexpr int WEIGHTS = SCORES * PV_BYTES / 4;  // words of P
+constexpr int PV_DEPTH = 32 / PV_BYTES;         // keys of a matrix product
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 // The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
 constexpr int PRODUCTS_DONE = 1;
@@ -152,8 +152,8 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
     if (PV_FLOAT16) {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 64; i++)
-        load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a), item.tile(tile) * BLOCK_N,
-                 i * 64);
+        load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a),
+                 item.tile(tile) * BLOCK_N, i * 64);
     } else {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
@@ -432,7 +432,8 @@ struct Consumer {
   // exchanged from row to row.
   DEVICE void store(const Ending& ending) {
     int first_line = row % 64;
-    // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled anyway.
+    // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled
+    // anyway.
     if (PV_FLOAT16 || SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
     if (!PV_FLOAT16 && has_sums) move_sums<true>(ending.base);
     float inverse[2];
