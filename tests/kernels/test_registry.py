@@ -214,7 +214,8 @@ def test_two_kernels_of_one_name_are_refused():
 def test_a_request_holds_the_facts_of_its_tensors():
     query, key, value = torch.zeros(2, 8, 5, 64), torch.zeros(2, 4, 7, 64), torch.zeros(2, 4, 7, 32)
     request = Request.of(query, key, value, torch.zeros(1, 1, 1, 7, dtype=torch.bool), False, "sage2", True)
-    assert request == Request("sage2", "cpu", None, torch.float32, 2, 8, 4, 5, 7, 64, 32, "bool", False, True)
+    assert request == Request("sage2", "cpu", None, torch.float32, 2, 8, 4, 5, 7, 64, 32, "keys", False, True)
+    assert Request.of(query, key, value, torch.zeros(1, 1, 5, 7, dtype=torch.bool)).mask == "bool"
     assert Request.of(query, key, value, torch.zeros(1, 1, 1, 7)).mask == "additive"
     assert Request.of(query, key, value).mask == "none"
     assert Request.of(query, key, value, grad=True) == replace(Request.of(query, key, value), grad=True)
