@@ -51,10 +51,9 @@ def round_to_e2m1(x):
 @triton.jit
 def encode_e2m1(value, x):
     """Codes (int32) of e2m1 magnitudes `value` (float32) with the signs of x; 0 has none."""
-    bits = value.to(tl.int32, bitcast=True)
-    # Above 0.5 a code is the exponent and the leading bit of the mantissa.
-    code = tl.where(value >= 1.0, (bits >> 22) - ((127 << 1) - 2), (value > 0).to(tl.int32))
-    return code | tl.where((x < 0) & (code != 0), 8, 0)
+    # 2⁻¹²⁶ times e2m1's least normal number, 1, is float32's: both have their subnormals below, e2m1 one of them.
+    code = (value * 2.0**-126).to(tl.int32, bitcast=True) >> 22
+    return tl.where(code == 0, 0, code | ((x.to(tl.int32, bitcast=True) >> 28) & 8))
 
 
 @triton.jit

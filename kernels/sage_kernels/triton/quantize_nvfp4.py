@@ -416,7 +416,7 @@ def quantize_tokens_nvfp4(
     factor = 1.0
     if TENSOR_SCALE:
         finite = tl.where(is_finite(tile), tl.abs(tile), 0.0)
-        factor, inverse = least_power_of_two(tl.max(tl.max(finite, 1), 0))
+        factor, inverse = least_power_of_two(tl.max(tl.max(finite, 0), 0))
         tile = tile * inverse
     tl.store(tensor_scale + first // BLOCK_ROWS, factor)
     packed, group_scale = quantize_groups(tile, LOWEST_STEP, HIGHEST_STEP)
