@@ -14,6 +14,9 @@ from .launch import launch
 from .sequences import ceil_div
 
 PADDING = tl.constexpr(PADDING_BIAS)
+WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few
+# What is said of some scores, in bits.
+ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ def mask_tiles(
     stored = unexpanded(mask)
     batches, heads, rows, columns = (stored.shape[0], stored.shape[1], stored.shape[2], shape[3])
     mask = mask.expand(shape)
-    row_blocks = ceil_div(shape[2], block_m) if is_causal or rows > 1 else 1
+    block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if is_causal or rows > 1 else (16, 1)
     tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns, block_n)), dtype=torch.int32)
-    # Per batch: bits of each key (1: some query may attend to it, 2: without a bias of padding), then one more number
+    # Per batch: bits of each key (ALLOWED: to some query; UNPADDED: without a bias of padding), then one more number
     # that is not 0 where some query has no key but padding.
     keys = mask.new_zeros((batches, columns + 1), dtype=torch.int32)
     launch(
@@ -77,13 +80,19 @@ def mask_tiles(
         causal_offset,
         *mask.stride(),
         tiles.shape[3],
-        BLOCK_M=block_m if is_causal or rows > 1 else 16,
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BOOL=mask.dtype == torch.uint8,
         CAUSAL=is_causal,
+        num_warps=max(4, block_m // 16),
     )
     launch(count_keys, (ceil_div(columns, 1024), batches), keys, columns, BLOCK=1024)
     return MaskTiles(mask, tiles, keys[:, :columns])
+
+
+@triton.jit
+def either(x, y):
+    return x | y
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
@@ -114,30 +123,35 @@ def list_tiles(
     count = 0
     row_has_key = tl.zeros((BLOCK_M,), tl.int32)
     for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
-        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = inside_row[:, None] & (column < kv_len)[None, :]
-        at = base + column.to(tl.int64)[None, :] * stride_column
-        if BOOL:
-            value = tl.load(at, mask=inside, other=0)
-            allowed = value != 0
-            unpadded = allowed
-            plain = allowed
-        else:
-            value = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-            allowed = value != float("-inf")
-            unpadded = value > PADDING
-            plain = value == 0.0
-        row_has_key |= tl.max(unpadded.to(tl.int32), 1)
-        bits = tl.max(allowed.to(tl.int32) + 2 * unpadded.to(tl.int32), 0)
-        known = tl.load(keys + column, mask=column < kv_len, other=3)
-        tl.atomic_or(keys + column, bits, mask=(bits & ~known) != 0)
-        if CAUSAL:
-            seen = column[None, :] <= row[:, None] + causal_offset
-            allowed = allowed & seen
-            plain = plain & seen
-        if tl.max(tl.max(allowed.to(tl.int32), 1), 0) != 0:
-            all_plain = tl.min(tl.min((plain | ~inside_row[:, None]).to(tl.int32), 1), 0)
-            tl.store(tiles + 1 + count, 2 * tile + 1 - all_plain)
+        of_tile = 0
+        for part in tl.static_range(BLOCK_N // WIDTH):
+            column = tile * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
+            inside = inside_row[:, None] & (column < kv_len)[None, :]
+            at = base + column.to(tl.int64)[None, :] * stride_column
+            if BOOL:
+                value = tl.load(at, mask=inside, other=0)
+                allowed = value != 0
+                unpadded = allowed
+                plain = allowed
+            else:
+                value = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+                allowed = value != float("-inf")
+                unpadded = value > PADDING
+                plain = value == 0.0
+            row_has_key |= tl.max(unpadded.to(tl.int32), 1)
+            seen = allowed
+            if CAUSAL:
+                not_hidden = column[None, :] <= row[:, None] + causal_offset
+                seen = allowed & not_hidden
+                plain = plain & not_hidden
+            bits = tl.where(allowed, ALLOWED, 0) | tl.where(unpadded, UNPADDED, 0) | tl.where(seen, SEEN, 0)
+            bits = tl.reduce(bits | tl.where(plain | ~inside_row[:, None], 0, MASKED), 0, either)
+            known = tl.load(keys + column, mask=column < kv_len, other=ALLOWED | UNPADDED)
+            of_key = bits & (ALLOWED | UNPADDED)
+            tl.atomic_or(keys + column, of_key, mask=(of_key & ~known) != 0)
+            of_tile |= tl.reduce(bits, 0, either)
+        if (of_tile & SEEN) != 0:
+            tl.store(tiles + 1 + count, 2 * tile + ((of_tile & MASKED) != 0).to(tl.int32))
             count += 1
     tl.store(tiles, count)
     if tl.min(tl.where(inside_row, row_has_key, 1), 0) == 0:
@@ -151,4 +165,4 @@ def count_keys(keys, kv_len, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < kv_len
     bits = tl.load(keys + column, mask=inside, other=0)
-    tl.store(keys + column, tl.where(tl.load(keys + kv_len) == 0, bits & 2, bits & 1), mask=inside)
+    tl.store(keys + column, tl.where(tl.load(keys + kv_len) == 0, bits & UNPADDED, bits & ALLOWED), mask=inside)
