@@ -7,6 +7,7 @@ be nearly exact by chance, and they are as far apart as two roundings are.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -89,9 +90,10 @@ def judge(query, key, value, recipe, *, mask=None, is_causal=False, scale=None, 
 def distance_of_two_roundings(query, key, value, truth, *, mask, is_causal, scale):
     """Bound, for each head, of Σ|O - O'| where P is rounded to e4m3 relative to two numbers: float64 (batch, q_heads).
 
-    A weight is off by 2⁻⁴ of itself at most, by 2⁻⁴/√3 in the root of the mean square, and moves its row by that much
-    of p_j·v_j, or of p_j·(v_j - o) where rows are divided by the sums of rounded weights. A row of c channels adds up
-    to √c times its length at most, and rows to four standard deviations above the mean.
+    A weight is off by 2⁻⁴/m of itself at most, m its mantissa: by 2⁻⁴·√(E[m⁻²]/3) in the root of the mean square, with
+    E[m⁻²] = 3/(8 ln 2) where logarithms are uniform. It moves its row by that much of p_j·v_j, or of p_j·(v_j - o)
+    where rows are divided by the sums of rounded weights. A row of c channels adds up to √c times its length at most,
+    and rows to four standard deviations above the mean.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     bounds = query.new_empty(query.shape[:2], dtype=torch.float64)
@@ -104,7 +106,7 @@ def distance_of_two_roundings(query, key, value, truth, *, mask, is_causal, scal
         square = v.square().sum(-1)
         of_difference = square - 2 * o @ v.T + o.square().sum(-1, keepdim=True)
         moved = p.square() * (square + torch.maximum(square.expand_as(p), of_difference))
-        row = moved.sum(-1).sqrt() * (2**-4 / 3**0.5)
+        row = moved.sum(-1).sqrt() * (2**-4 / (8 * math.log(2)) ** 0.5)
         bounds[batch, head] = value.shape[-1] ** 0.5 * (row.sum() + 4 * row.square().sum().sqrt())
     return bounds
 
