@@ -97,6 +97,8 @@ QUANTIZER_CASES = [
 ]
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
 
+SIZES = (2, 8, 4, 1000)  # batch, q_heads, kv_heads, tokens
+
 MATRIX_OPCODES = {
     "int8": {8: "IMMA", 9: "IGMMA", 10: "UTCIMMA", 12: "IMMA"},
     "fp8": {8: "QMMA", 9: "QGMMA", 10: "UTCQMMA", 12: "QMMA"},
@@ -124,18 +126,25 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def record_backward(
-    recipe: str, head_dim: int, mask: str, capability: tuple[int, int], hopper: bool = False
+    recipe: str,
+    head_dim: int,
+    mask: str,
+    capability: tuple[int, int],
+    hopper: bool = False,
+    sizes: tuple[int, int, int, int] = SIZES,
 ) -> list[Launch]:
     """The launches of a backward pass, by Hopper's own kernels where they serve it, or by the plain ones."""
     channels = padded_channels(head_dim)
+    batch, q_heads, kv_heads, tokens = sizes
+    rows = -(-tokens // 128) * 128
     saved = Saved(
-        meta(2, 8, 1024, channels, dtype=torch.int8),
-        meta(2, 8, 1024, dtype=torch.float32),
-        meta(2, 4, 1024, channels, dtype=torch.int8),
-        meta(2, 4, 16, 4),
-        meta(2, 8, 1000, dtype=torch.float32),
+        meta(batch, q_heads, rows, channels, dtype=torch.int8),
+        meta(batch, q_heads, rows, dtype=torch.float32),
+        meta(batch, kv_heads, rows, channels, dtype=torch.int8),
+        meta(batch, kv_heads, rows // 64, 4),
+        meta(batch, q_heads, tokens, dtype=torch.float32),
     )
-    output, value = (meta(2, 1000, heads, head_dim).transpose(1, 2) for heads in (8, 4))
+    output, value = (meta(batch, tokens, heads, head_dim).transpose(1, 2) for heads in (q_heads, kv_heads))
     choice = int8_backward.why_not_hopper if hopper else lambda *facts: "the plain kernel is wanted"
     with mock.patch.object(int8_backward, "why_not_hopper", choice), recording() as launches:
         int8_backward.backward(
@@ -145,7 +154,7 @@ def record_backward(
             saved,
             head_dim=head_dim,
             lengths=None,
-            valid=meta(2, 1000, dtype=torch.bool) if mask == "padded" else None,
+            valid=meta(batch, tokens, dtype=torch.bool) if mask == "padded" else None,
             is_causal=mask != "none",
             scale=None,
             recipe=RECIPES[recipe],
@@ -155,19 +164,24 @@ def record_backward(
 
 
 def record(
-    kernel: str, recipe: str, head_dim: int, mask: str, capability: tuple[int, int], return_lse: bool = True
+    kernel: str,
+    recipe: str,
+    head_dim: int,
+    mask: str,
+    capability: tuple[int, int],
+    return_lse: bool = True,
+    sizes: tuple[int, int, int, int] = SIZES,
 ) -> list[Launch]:
     """The launches of a call with grouped queries, up to the kernel's."""
     if kernel in BACKWARD:
-        launches = record_backward(recipe, head_dim, mask, capability, kernel in HOPPER_BACKWARD)
+        launches = record_backward(recipe, head_dim, mask, capability, kernel in HOPPER_BACKWARD, sizes)
         return launches[: [launch.kernel.__name__ for launch in launches].index(kernel) + 1]
     attention, *_ = KERNELS[kernel]
+    batch, q_heads, kv_heads, tokens = sizes
     with recording() as launches:
         attention(
-            meta(2, 8, 1000, head_dim),
-            meta(2, 4, 1000, head_dim),
-            meta(2, 4, 1000, head_dim),
-            mask=meta(2, 1, 1000, 1000, dtype=torch.bool) if mask == "bool" else None,
+            *(meta(batch, heads, tokens, head_dim) for heads in (q_heads, kv_heads, kv_heads)),
+            mask=meta(batch, 1, tokens, tokens, dtype=torch.bool) if mask == "bool" else None,
             is_causal=mask == "causal",
             scale=None,
             recipe=RECIPES[recipe],
@@ -274,6 +288,23 @@ def test_what_a_masked_call_launches_before_it_attends_hardly_spills(case):
         assert code.spills <= (140 if name == "block_statistics" and case[-1][0] >= 10 else 2), name
         if name == "quantize_tokens_nvfp4":  # each of 256 threads has 64 elements: rows are not reduced across lanes
             assert code.counts["SHFL"] <= 3 * 64
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("int8_forward", "sage2", *PLAIN, (9, 0)),
+        ("nvfp4_forward", "sage3", *PLAIN, (12, 0)),
+        ("int8_backward_query", "sage_bwd", 64, "padded", (9, 0)),
+        ("hopper_backward_query", "sage_bwd", 80, "padded", (9, 0)),
+    ],
+    ids=name,
+)
+def test_other_lengths_and_heads_compile_nothing_anew(case):
+    skip_unsupported(case)
+    capability = case[-1]
+    for launch, other in zip(record(*case), record(*case, sizes=(1, 2, 1, 777)), strict=True):
+        assert compile_launch(other, capability) is compile_launch(launch, capability), launch.kernel.__name__
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])

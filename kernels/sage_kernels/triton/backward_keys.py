@@ -99,7 +99,7 @@ def keys_of(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: t
     return column, (kv_start + column).to(tl.int64), column < kv_len, exists
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+@triton.jit(do_not_specialize=["valid_stride", "spans_stride", "q_len", "kv_len", "causal_offset"])
 def int8_backward_key(
     key,
     key_scale,

@@ -220,7 +220,9 @@ def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
     return (0 if sequences.packed else x.stride(0), *x.stride()[1:])
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(
+    do_not_specialize=["tokens", "blocks", "q_heads", "lse_stride_batch", "lse_stride_head", "lse_stride_token"]
+)
 def prepare_queries(
     output_gradient,
     output,
@@ -305,7 +307,7 @@ def prepare_queries(
             tl.store(query + row[:, None] * CHANNELS + channel[None, :], values.to(query.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
 def prepare_keys(
     value,
     codes,

@@ -79,7 +79,7 @@ def add_keys(
         return tl.dot(ds.to(do.dtype), load_key(key_operand, first, BLOCK_N, CHANNELS, TMA), dq)
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+@triton.jit(do_not_specialize=["valid_stride", "spans_stride", "q_len", "kv_len", "causal_offset"])
 def int8_backward_query(
     query,
     query_scale,

@@ -74,7 +74,20 @@ def delta_scores(
     )
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "first_sequence", "first_block", "blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "q_blocks",
+        "kv_blocks",
+        "blocks",
+        "first_sequence",
+        "first_block",
+        "q_heads",
+        "group",
+        "valid_stride",
+    ]
+)
 def delta_scores_of_means(
     query_mean,
     query_tensor_scale,

@@ -194,12 +194,14 @@ def walk_over_queries(
 
 @gluon.jit(
     do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "causal_offset",
         "gradient_rows_of_batch",
         "gradient_rows_of_head",
         "gradient_columns_of_head",
+        "valid_stride",
+        "spans_stride",
+        "q_len",
+        "kv_len",
+        "causal_offset",
     ]
 )
 def hopper_backward_key(

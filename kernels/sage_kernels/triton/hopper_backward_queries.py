@@ -191,12 +191,14 @@ def walk_over_keys(
 
 @gluon.jit(
     do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "causal_offset",
         "value_rows_of_batch",
         "value_rows_of_head",
         "value_columns_of_head",
+        "valid_stride",
+        "spans_stride",
+        "q_len",
+        "kv_len",
+        "causal_offset",
     ]
 )
 def hopper_backward_query(

@@ -319,7 +319,20 @@ def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
         return acc * decay[:, None] + tl.dot(p, v).to(tl.float32) * gain[:, None]
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "kv_heads",
+        "causal_offset",
+        "lse_stride_batch",
+        "lse_stride_head",
+        "lse_stride_token",
+        "tiles_stride_batch",
+        "tiles_stride_head",
+        "tiles_stride_row",
+    ]
+)
 def int8_forward(
     query,
     query_scale,

@@ -367,7 +367,25 @@ def attend_tile(
     return row_max, total, denominator, accumulator
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset", "first_sequence", "first_row", "delta_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "q_blocks",
+        "kv_blocks",
+        "delta_blocks",
+        "first_sequence",
+        "first_row",
+        "kv_heads",
+        "causal_offset",
+        "lse_stride_batch",
+        "lse_stride_head",
+        "lse_stride_token",
+        "tiles_stride_batch",
+        "tiles_stride_head",
+        "tiles_stride_row",
+    ]
+)
 def nvfp4_forward(
     query,
     query_scale,

@@ -176,7 +176,7 @@ def round_to_byte(x):
         )
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "q_heads", "group"])
 def quantize_query_int8(
     query,
     codes,
@@ -221,7 +221,7 @@ def quantize_query_int8(
         tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
 def quantize_key_int8(
     key,
     codes,

@@ -337,7 +337,7 @@ def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
     return tl.where(best == E4M3_NAN, 0, codes), best
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens", "heads", "group", "rows", "valid_stride"])
 def quantize_tokens_nvfp4(
     x,
     codes,
@@ -427,7 +427,7 @@ def quantize_tokens_nvfp4(
     tl.store(scale + at, group_scale)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens", "kv_heads", "rows", "valid_stride"])
 def quantize_value_nvfp4(
     value,
     codes,

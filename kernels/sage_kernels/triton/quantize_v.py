@@ -89,7 +89,7 @@ def quantize_value(
     return values, scale
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
 def quantize_value_8bit(
     value,
     values,
@@ -154,7 +154,7 @@ def round_keeping_sums(x):
     return (x + move * tl.where(total < 0, -1.0, 1.0)).to(tl.float8e4nv)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
 def quantize_value_fp16(
     value,
     values,
