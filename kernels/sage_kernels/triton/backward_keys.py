@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .byte_rows import FULL, byte_rows, largest
 from .key_padding import key_exists
+from .launch import UNSPECIALIZED
 from .operand_tiles import forgotten, load_key, load_key_scale, load_value
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
@@ -99,7 +100,7 @@ def keys_of(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: t
     return column, (kv_start + column).to(tl.int64), column < kv_len, exists
 
 
-@triton.jit(do_not_specialize=["valid_stride", "spans_stride", "q_len", "kv_len", "causal_offset"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def int8_backward_key(
     key,
     key_scale,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..saved import KEY_BLOCK, Saved, padded_channels
 from .key_padding import KeyPadding
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .operand_tiles import operand_token
 from .quantize_int8 import int8_scale, magnitude, round_to_int8
 from .scores import LOG2E
@@ -220,9 +220,7 @@ def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
     return (0 if sequences.packed else x.stride(0), *x.stride()[1:])
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "blocks", "q_heads", "lse_stride_batch", "lse_stride_head", "lse_stride_token"]
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_queries(
     output_gradient,
     output,
@@ -307,7 +305,7 @@ def prepare_queries(
             tl.store(query + row[:, None] * CHANNELS + channel[None, :], values.to(query.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_keys(
     value,
     codes,

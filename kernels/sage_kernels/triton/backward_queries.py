@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .byte_rows import FULL, codes_per_unit, largest
 from .key_padding import key_exists, key_tiles
+from .launch import UNSPECIALIZED
 from .operand_tiles import as_operand, forgotten, load_key, load_key_scale, load_value
 from .quantize_int8 import round_to_byte
 from .scores import LOG2E
@@ -79,7 +80,7 @@ def add_keys(
         return tl.dot(ds.to(do.dtype), load_key(key_operand, first, BLOCK_N, CHANNELS, TMA), dq)
 
 
-@triton.jit(do_not_specialize=["valid_stride", "spans_stride", "q_len", "kv_len", "causal_offset"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def int8_backward_query(
     query,
     query_scale,

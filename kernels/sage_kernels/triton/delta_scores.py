@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .mask_tiles import MaskTiles
 from .quantize_nvfp4 import NVFP4Operands
 from .sequences import BLOCK, Sequences, ceil_div, operand_row, sequence_range, stride_of
@@ -74,20 +74,7 @@ def delta_scores(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "q_blocks",
-        "kv_blocks",
-        "blocks",
-        "first_sequence",
-        "first_block",
-        "q_heads",
-        "group",
-        "valid_stride",
-    ]
-)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def delta_scores_of_means(
     query_mean,
     query_tensor_scale,

@@ -28,6 +28,7 @@ from .hopper_stages import (
     wait_until_full,
 )
 from .key_padding import key_exists
+from .launch import UNSPECIALIZED
 from .operand_tiles import forgotten
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
@@ -192,18 +193,7 @@ def walk_over_queries(
     store_gradient(dk, v, key_gradient, kv_start, first_key, kv_len, key_stride_token, head_dim, CHANNELS)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "gradient_rows_of_batch",
-        "gradient_rows_of_head",
-        "gradient_columns_of_head",
-        "valid_stride",
-        "spans_stride",
-        "q_len",
-        "kv_len",
-        "causal_offset",
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_backward_key(
     key,
     key_scale,

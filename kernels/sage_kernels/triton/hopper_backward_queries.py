@@ -29,6 +29,7 @@ from .hopper_stages import (
     wait_until_full,
 )
 from .key_padding import key_exists, key_tiles
+from .launch import UNSPECIALIZED
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
 
@@ -189,18 +190,7 @@ def walk_over_keys(
     )
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "value_rows_of_batch",
-        "value_rows_of_head",
-        "value_columns_of_head",
-        "valid_stride",
-        "spans_stride",
-        "q_len",
-        "kv_len",
-        "causal_offset",
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_backward_query(
     query,
     query_scale,

@@ -26,7 +26,7 @@ from ..reference import P_SCALE
 from . import calls
 from .configs import int8_forward_config
 from .key_padding import KeyPadding, key_tiles
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .mask_tiles import MaskTiles
 from .operand_tiles import as_operand, load_key, load_key_scale, load_value
 from .quantize_int8 import quantize_key, quantize_query, round_to_byte
@@ -319,20 +319,7 @@ def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
         return acc * decay[:, None] + tl.dot(p, v).to(tl.float32) * gain[:, None]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "kv_heads",
-        "causal_offset",
-        "lse_stride_batch",
-        "lse_stride_head",
-        "lse_stride_token",
-        "tiles_stride_batch",
-        "tiles_stride_head",
-        "tiles_stride_row",
-    ]
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def int8_forward(
     query,
     query_scale,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .sequences import stride_of
 
 
@@ -40,7 +40,7 @@ class KeyPadding:
         return stride_of(self.valid), stride_of(self.spans)
 
 
-@triton.jit(do_not_specialize=["kv_len"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
     """Of one batch element."""
     batch = tl.program_id(0).to(tl.int64)

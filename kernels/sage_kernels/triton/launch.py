@@ -15,6 +15,18 @@ import triton
 
 logger = logging.getLogger(__name__)
 
+# Parameters of kernels that say where a tile or an element lies, but not how wide it can be loaded: kernels are not
+# compiled anew for those that are 1, or multiples of 16.
+UNSPECIALIZED = [
+    *("tokens", "q_len", "kv_len", "causal_offset", "q_heads", "kv_heads", "heads"),
+    *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
+    *("first_sequence", "first_row", "first_block"),
+    *("value_rows_of_batch", "value_rows_of_head", "value_columns_of_head"),
+    *("gradient_rows_of_batch", "gradient_rows_of_head", "gradient_columns_of_head"),
+    *("lse_stride_batch", "lse_stride_head", "lse_stride_token", "valid_stride", "spans_stride"),
+    *("tiles_stride_batch", "tiles_stride_head", "tiles_stride_row"),
+]
+
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 _compiled: set[tuple[Any, ...]] = set()
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..exact import unexpanded
 from ..reference import PADDING_BIAS
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .sequences import ceil_div
 
 PADDING = tl.constexpr(PADDING_BIAS)
@@ -95,7 +95,7 @@ def either(x, y):
     return x | y
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "causal_offset"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def list_tiles(
     mask,
     tiles,
@@ -158,7 +158,7 @@ def list_tiles(
         tl.atomic_or(keys + kv_len, 1)
 
 
-@triton.jit(do_not_specialize=["kv_len"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def count_keys(keys, kv_len, BLOCK: tl.constexpr):
     """Decide for each key whether it counts: without padding, if every query has a key that is no padding."""
     keys += tl.program_id(1).to(tl.int64) * (kv_len + 1)

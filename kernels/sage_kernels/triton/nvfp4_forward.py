@@ -28,7 +28,7 @@ from .formats import (
     native_sum_of_eight,
     round_to_e2m1,
 )
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .mask_tiles import MaskTiles
 from .quantize_nvfp4 import NVFP4Operands, quantize_operands
 from .scores import LN2, LOG2E, base_2, store_clamped
@@ -367,25 +367,7 @@ def attend_tile(
     return row_max, total, denominator, accumulator
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "q_blocks",
-        "kv_blocks",
-        "delta_blocks",
-        "first_sequence",
-        "first_row",
-        "kv_heads",
-        "causal_offset",
-        "lse_stride_batch",
-        "lse_stride_head",
-        "lse_stride_token",
-        "tiles_stride_batch",
-        "tiles_stride_head",
-        "tiles_stride_row",
-    ]
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def nvfp4_forward(
     query,
     query_scale,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..formats.int8 import INT8_MAX
 from ..formats.reciprocal import SMALLEST_NORMAL
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .sequences import Sequences, operand_row, power_of_two, sequence_range, stride_of
 from .statistics import Statistics, load_tokens
 
@@ -176,7 +176,7 @@ def round_to_byte(x):
         )
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "q_heads", "group"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def quantize_query_int8(
     query,
     codes,
@@ -221,7 +221,7 @@ def quantize_query_int8(
         tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def quantize_key_int8(
     key,
     codes,

@@ -13,7 +13,7 @@ from ..formats.nvfp4 import GROUP as GROUP_SIZE
 from ..recipe import Recipe
 from ..transforms import rotation_block, rotation_signs
 from .formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
 from .statistics import Statistics, is_finite, load_tokens, reduce_block, token_statistics
 
@@ -337,7 +337,7 @@ def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
     return tl.where(best == E4M3_NAN, 0, codes), best
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "group", "rows", "valid_stride"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "rows"])
 def quantize_tokens_nvfp4(
     x,
     codes,
@@ -427,7 +427,7 @@ def quantize_tokens_nvfp4(
     tl.store(scale + at, group_scale)
 
 
-@triton.jit(do_not_specialize=["tokens", "kv_heads", "rows", "valid_stride"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "rows"])
 def quantize_value_nvfp4(
     value,
     codes,

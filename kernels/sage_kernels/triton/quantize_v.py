@@ -12,7 +12,7 @@ from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.int8 import INT8_MAX
 from ..formats.reciprocal import SMALLEST_NORMAL
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .operand_tiles import operand_token
 from .quantize_int8 import round_to_int8
 from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range, stride_of
@@ -89,7 +89,7 @@ def quantize_value(
     return values, scale
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def quantize_value_8bit(
     value,
     values,
@@ -154,7 +154,7 @@ def round_keeping_sums(x):
     return (x + move * tl.where(total < 0, -1.0, 1.0)).to(tl.float8e4nv)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def quantize_value_fp16(
     value,
     values,

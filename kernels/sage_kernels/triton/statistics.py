@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .. import transforms
 from ..recipe import Recipe
-from .launch import launch
+from .launch import UNSPECIALIZED, launch
 from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -236,7 +236,7 @@ def all_true(x):
     return tl.min(x.to(tl.int32), 0) == 1
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "operand_blocks", "kv_heads", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def block_statistics(
     x,
     valid,
@@ -312,7 +312,7 @@ def mean_of_blocks(parts, valid, blocks, length, stride, CHANNELS: tl.constexpr,
     return tl.div_rn(total, tl.zeros_like(total) + valid_tokens(valid, length, HAS_VALID))
 
 
-@triton.jit(do_not_specialize=["tokens", "kv_heads", "operand_blocks", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def key_statistics(
     parts,
     valid,
@@ -345,7 +345,7 @@ def largest_magnitude(x, y):
     return tl.maximum(tl.abs(x), tl.abs(y))
 
 
-@triton.jit(do_not_specialize=["tokens", "kv_heads", "operand_blocks", "valid_stride"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def value_statistics(
     parts,
     valid,
