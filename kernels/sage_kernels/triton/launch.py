@@ -16,8 +16,8 @@ import triton
 logger = logging.getLogger(__name__)
 
 # Parameters of kernels that say where a tile or an element lies, but not how wide it can be loaded: kernels are not
-# compiled anew for those that are 1, or multiples of 16. Some add `group`, which saves the backward kernels a loop
-# where it is 1, and `rows`, elsewhere the stride of a tile.
+# compiled anew for those that are 1, or multiples of 16. Some add `group`, over which the backward kernels loop, and
+# `rows`, in others the stride of a tile.
 UNSPECIALIZED = [
     *("tokens", "q_len", "kv_len", "causal_offset", "q_heads", "kv_heads", "heads"),
     *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
