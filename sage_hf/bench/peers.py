@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels import ops
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request, select
+from sage_kernels.registry import Request, get_kernel, select
 
 if TYPE_CHECKING:
     from sage_kernels.triton.int8_forward import Int8Operands
@@ -69,6 +69,23 @@ def _ours(recipe: str) -> Prepare:
         return Prepared(
             lambda: ops.attention(query, key, value, is_causal=is_causal, recipe=recipe, fallback="error")[0],
             plan.kernel,
+        )
+
+    return prepare
+
+
+def _ours_in_triton(recipe: str) -> Prepare:
+    """Where another kernel is preferred to the portable one: what GPUs without it get, and this one without NVRTC."""
+
+    def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
+        preferred = select(Request.of(query, key, value, is_causal=is_causal, recipe=recipe), "error").kernel
+        portable = get_kernel("int8_forward")
+        if preferred == portable.name:
+            raise RuntimeError(f"{recipe} runs in Triton here as it is")
+        call: dict[str, Any] = {"mask": None, "is_causal": is_causal, "scale": None, "return_lse": False}
+        return Prepared(
+            lambda: portable.run(query, key, value, recipe=get_recipe(recipe), **call)[0],
+            portable.name,
         )
 
     return prepare
@@ -295,6 +312,8 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("sage_hf:sage1", "sage1", "end_to_end", _ours("sage1")),
     Provider("sage_hf:sage2", "sage2", "end_to_end", _ours("sage2")),
     Provider("sage_hf:sage3", "sage3", "end_to_end", _ours("sage3")),
+    Provider("sage_hf:sage1_triton", "sage1, Triton", "end_to_end", _ours_in_triton("sage1")),
+    Provider("sage_hf:sage2_triton", "sage2, Triton", "end_to_end", _ours_in_triton("sage2")),
     Provider("fa3_fp8", "FA3 FP8", "kernel", _fa3_fp8),
     Provider("cudnn_fp8", "cuDNN FP8", "kernel", _cudnn_fp8),
     Provider("sageattention1", "SageAttn1", "kernel", _sageattention1_kernel),
@@ -305,7 +324,7 @@ PROVIDERS: tuple[Provider, ...] = (
 
 
 def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """Our quantisers: name -> (quantises all operands of a call, bytes that moves).
+    """Our quantisers: name -> (quantises all operands of a call, or leaves Q to the attention kernel; bytes that moves).
 
     Q is read once, K and V are read twice, for their means first, and each operand is written once.
     """
@@ -321,10 +340,12 @@ def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Cal
     }
     for recipe in ("sage1", "sage2"):
         if select(Request.of(query, key, value, is_causal=False, recipe=recipe)).kernel == "int8_forward_hopper":
-            pv = get_recipe(recipe).pv
-            calls[f"operands of {recipe}, Hopper"] = partial(hopper.quantize_operands, query, key, value, pv=pv)
+            quantize = partial(hopper.quantize_operands, query, key, value, pv=get_recipe(recipe).pv)
+            calls[f"operands of {recipe}, Hopper"] = quantize
+            calls[f"K and V of {recipe}, Hopper"] = partial(quantize, leaves_query=True)
     for name, call in calls.items():
-        written = [x for x in vars(call()).values() if isinstance(x, Tensor)]
-        moved = sum(x.numel() * x.element_size() for x in (query, key, key, value, value, *written))
-        found[name] = call, moved
+        operands = [x for x in vars(call()).values() if isinstance(x, Tensor)]
+        left = any(x is query for x in operands)
+        moved = [key, key, value, value, *(x for x in operands if x is not query), *([] if left else [query])]
+        found[name] = call, sum(x.numel() * x.element_size() for x in moved)
     return found

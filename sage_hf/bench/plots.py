@@ -47,12 +47,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _forward_figure(columns: Columns) -> Figure:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     head_dims = sorted({shape.head_dim for rows in columns.values() for shape in rows}, reverse=True)
     figure = Figure(figsize=(6 * (len(head_dims) + 1), 5), layout="constrained")
     *by_length, by_error = figure.subplots(1, len(head_dims) + 1)
-    colors = {one: f"C{index % 10}" for index, one in enumerate(dict.fromkeys(one.name for one in columns))}
+    names = dict.fromkeys(one.name for one in columns)
+    colors = {name: colormaps["tab20"](index % 20) for index, name in enumerate(names)}
 
     def style(one: Provider) -> dict[str, Any]:
         return {

@@ -1,6 +1,7 @@
 """The operands of quantize.cu are those of the Triton quantisers, bit for bit, whatever runs beside it."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,9 +43,9 @@ def triton_operands(query, key, value, pv="fp8", return_lse=False):
     return int8_forward.quantize_operands(query, key, value, RECIPE_OF_PV[pv], *lengths, None, return_lse)
 
 
-def quantized(inputs, pv="fp8", return_lse=False):
+def quantized(inputs, pv="fp8", **call):
     assert quantize.serves(*inputs)
-    return quantize.quantize_operands(*inputs, pv=pv, return_lse=return_lse)
+    return quantize.quantize_operands(*inputs, pv=pv, **call)
 
 
 def differing(actual, expected):
@@ -95,9 +96,13 @@ def test_operands_are_those_of_triton(case, pv, device, monkeypatch):
         inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
     return_lse = choose.random() < 0.5
     monkeypatch.setattr(quantize, "EARLY", choose.choice((0, 1, 7, quantize.EARLY, 10**6)))
-    actual, expected = quantized(inputs, pv, return_lse), triton_operands(*inputs, pv, return_lse)
+    actual, expected = quantized(inputs, pv, return_lse=return_lse), triton_operands(*inputs, pv, return_lse)
     assert differing(actual, expected) == []
     assert (actual.mean_score is not None) == return_lse
+    without_query = quantized(inputs, pv, leaves_query=True)
+    assert without_query.query is inputs[0] and without_query.query_scale.numel() == 0
+    without_query = replace(without_query, query=expected.query, query_scale=expected.query_scale)
+    assert differing(without_query, expected) == []
 
 
 @pytest.mark.parametrize("kv_len", [256, 300])

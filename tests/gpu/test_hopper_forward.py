@@ -202,8 +202,61 @@ def test_reruns_streams_and_graphs_give_the_same_bits(recipe):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("recipe", ("sage1", "sage2"))
+def test_it_quantises_queries_as_the_quantiser_does(recipe, dtype, monkeypatch):
+    """Also those that have just been written, with the same bits in each rerun."""
+    choose = random.Random(recipe)
+    for index, (batch, q_heads, kv_heads, q_len, kv_len) in enumerate((*SIZES, (2, 40, 8, 3000, 3000))):
+        for head_dim, v_head_dim in ((64, 64), (128, 128), (40, 56), (80, 128)):
+            generator = torch.Generator("cuda").manual_seed(index)
+
+            def draw(heads, tokens, channels, batch=batch, generator=generator):
+                x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda", dtype=dtype)
+                return lay_out(x, choose.choice(("contiguous", "tokens first", "packed")))
+
+            query = draw(q_heads, q_len, head_dim)
+            key, value = draw(kv_heads, kv_len, head_dim), draw(kv_heads, kv_len, v_head_dim)
+            changed = query * torch.logspace(-3, 2, head_dim, device="cuda", dtype=dtype)
+            changed[:, 0, q_len // 2, 3], changed[:, -1, 0] = torch.nan, 0.0
+            monkeypatch.setattr(hopper, "MEDIUM", hopper.LONG)
+            expected = [attend(x, key, value, recipe) for x in (query, changed)]
+            monkeypatch.setattr(hopper, "MEDIUM", 0)
+            for _ in range(3):
+                for x, output in zip((query.clone(), changed), expected, strict=True):
+                    query.copy_(x)
+                    assert torch.equal(attend(query, key, value, recipe).nan_to_num(9.0), output.nan_to_num(9.0))
+
+
+def attend(query, key, value, recipe):
+    return sage_attention(query, key, value, recipe=recipe, enable_gqa=True)
+
+
+def test_queries_that_it_quantises_itself_are_those_of_each_replay_and_stream():
+    inputs = [torch.randn(2, 8, 3000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    draws = [torch.randn_like(inputs[0]) for _ in range(4)]
+    expected = [attend(x, *inputs[1:], "sage2") for x in draws]
+    streams = [torch.cuda.Stream() for _ in draws]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(*inputs, "sage2")
+    for _ in range(5):
+        outputs = []
+        for stream, x in zip(streams, draws, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(attend(x, *inputs[1:], "sage2"))
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))
+        for x, output in zip(draws, expected, strict=True):
+            inputs[0].copy_(x)
+            graph.replay()
+            assert torch.equal(captured, output)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("group", range(20))
-def test_ten_thousand_random_requests(group):
+def test_ten_thousand_random_requests(group, monkeypatch):
     choose = random.Random(group)
     dtype = choose.choice((torch.float16, torch.bfloat16))
     errors = {(recipe, return_lse): Error() for recipe in ("sage1", "sage2") for return_lse in (False, True)}
@@ -227,6 +280,7 @@ def test_ten_thousand_random_requests(group):
             first = (torch.arange(kv_len, device="cuda") < choose.randint(0, kv_len)).view(1, 1, 1, -1)
             call["mask"] = choose.choice((sparse, first))
         recipe, return_lse = choose.choice(tuple(errors))
+        monkeypatch.setattr(hopper, "MEDIUM", choose.choice((0, hopper.LONG)))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)
         except AssertionError as failure:

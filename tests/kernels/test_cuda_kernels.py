@@ -16,6 +16,7 @@ from sage_kernels.registry import Request, select
 
 # Of `Config.of`: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
+DTYPES = (torch.bfloat16, torch.float16)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 LONG = Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False)
 
@@ -30,17 +31,25 @@ def can_compile(monkeypatch):
 
 @pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
 @pytest.mark.parametrize(
-    ("size", "is_causal", "return_lse", "padded", "dtype"),
+    ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query"),
     [
-        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,)),
-        *((size, False, False, False, torch.float16) for size in SIZES),
+        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,)),
+        *((size, False, False, False, torch.float16, False) for size in SIZES),
+        *(
+            (size, False, False, False, dtype, True)
+            for size in SIZES
+            if size[2] < int8_forward.LONG
+            for dtype in DTYPES
+        ),
     ],
 )
-def test_int8_forward_overlaps_its_matrix_products(tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype):
+def test_int8_forward_overlaps_its_matrix_products(
+    tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype, quantizes_query
+):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, _ = size
     config = int8_forward.Config.of(*size, is_causal, padded)
-    cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype))
+    cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype, quantizes_query))
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
     assert "warning" not in cubin.log.lower(), cubin.log
     assert f"Used {168 if config.warpgroups == 2 else 128} registers" in cubin.log

@@ -31,6 +31,10 @@ DEVICE void arrive_as_warp(uint64& barrier) {
       : "memory");
 }
 
+DEVICE void arrive(uint64& barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
 // Arrive, and have the phase wait for so many bytes from the TMA.
 DEVICE void arrive_expecting(uint64& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)

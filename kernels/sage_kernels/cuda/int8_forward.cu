@@ -1,22 +1,23 @@
 // The forward kernel of the INT8 recipes for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3 (`sage2`) or float16 (`sage1`,
-// `sage_bwd`), of the operands that `quantize.cu` writes, or the Triton quantisers.
+// `sage_bwd`), of the operands that `quantize.cu` writes, or the Triton quantisers; Q may also come in 16 bits.
 //
 // A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
-// bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.
-// Its matrix products of a tile's scores and of the last tile's P·V are begun together, also where that tile was the
-// last of another item; while P·V runs, the scores become the next P.
+// bring tiles of Q, K and V, or quantises those of Q by two of its warps; each of the others holds 64 rows: their
+// scores, weights and outputs are in its registers. Its matrix products of a tile's scores and of the last tile's P·V
+// are begun together, also where that tile was the last of another item; while P·V runs, the scores become the next P.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
 //
-// Compile-time constants: HEAD_DIM 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, PV_FLOAT16,
-// SUMMED_TILES (even), CAUSAL, PADDED (keys may not exist), LSE, OUTPUT_FLOAT16.
-#include "hopper.cuh"
+// Compile-time constants: CHANNELS 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, PV_FLOAT16,
+// SUMMED_TILES (even), CAUSAL, PADDED (keys may not exist), LSE, FLOAT16 (the outputs, and Q in 16 bits; else
+// bfloat16), QUANTIZES_QUERY (Q comes in 16 bits).
+#include "tokens.cuh"
 
 constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
 constexpr int BLOCK_M = 64 * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
-constexpr int OUTPUTS = HEAD_DIM / 2;           // in a thread's registers
+constexpr int OUTPUTS = CHANNELS / 2;           // in a thread's registers
 constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;    // of an element of P and V
 constexpr int WEIGHTS = SCORES * PV_BYTES / 4;  // words of P
 constexpr int PV_DEPTH = 32 / PV_BYTES;         // keys of a matrix product
@@ -24,13 +25,15 @@ constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 // The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
 constexpr int PRODUCTS_DONE = 1;
 constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V in e4m3 side by side in shared memory
-constexpr int Q_BYTES = BLOCK_M * HEAD_DIM, K_BYTES = BLOCK_N * HEAD_DIM, V_BYTES = HEAD_DIM * BLOCK_N * PV_BYTES;
-constexpr int SUMS_BYTES = 64 * HEAD_DIM * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: its sums, or its outputs
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
-constexpr int SEGMENTS = (BLOCK_N + 63) / 64;  // of a tile that have a scale of K each
+constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
+constexpr int SUMS_BYTES = 64 * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: its sums, or its outputs
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
+constexpr int PRODUCER_LOADS = 4;                // of a thread that quantises Q, at a time
+constexpr int QUERIES_BARRIER = 1 + WARPGROUPS;  // of the hardware; those before are the warpgroups'
+constexpr int SEGMENTS = (BLOCK_N + 63) / 64;    // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
-constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? HEAD_DIM == 64 : !LSE;
+constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
 constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = (PV_FLOAT16 ? 15.0f : 8.807354922057604f) - SLACK;
@@ -41,19 +44,26 @@ struct Barriers {
 
 // What comes with a tile of Q.
 struct alignas(16) Scales {
-  float query_scale[BLOCK_M], value_scale[HEAD_DIM], value_mean[HEAD_DIM];
+  float query_scale[BLOCK_M], value_scale[CHANNELS], value_mean[CHANNELS];
 };
 
+#if QUANTIZES_QUERY
+using Query = Tokens;
+#else
+using Query = TensorMap;
+#endif
+
 struct Arguments {
-  const float* query_scale;  // (batch, q_heads, q_rows)
+  const float* query_scale;  // (batch, q_heads, q_rows), unless QUANTIZES_QUERY
   const uint16* key_scale;   // bfloat16 (batch, kv_heads, kv_rows / 64, 4): thread i of a quad has the i-th
-  const float *value_scale, *value_mean;  // (batch, kv_heads, HEAD_DIM)
+  const float *value_scale, *value_mean;  // (batch, kv_heads, CHANNELS)
   const float* mean_score;                // (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets
   float* lse;                             // (batch, q_heads, q_len)
   const uint8* valid;                     // (batch or 1, kv_len): keys that exist; tiles that lack some need a mask
   const int* spans;                       // (batch or 1, 3): first one that exists, next one that does not, end of all
   int batch, q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, causal_offset, heads_at_once;
   int valid_stride, spans_stride;  // from batch element to batch element
+  int head_dim;                    // of Q
   float softmax_scale;
 };
 
@@ -105,22 +115,78 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   return true;
 }
 
-// One thread brings Q, another K, another V: none waits for a free stage of the others.
+// ---- Producers: threads that bring Q, K and V, of which none waits for a free stage of the others ----
+
+DEVICE void load_value_scales(const Arguments& a, const Item& item, Scales& scales, uint64& full) {
+  const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
+  load_bytes(a.value_scale + of_head, scales.value_scale, full, CHANNELS * 4);
+  load_bytes(a.value_mean + of_head, scales.value_mean, full, CHANNELS * 4);
+}
+
+// By the first thread.
 DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
+  if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
     const int stage = round % STAGES, row = item.pair(a) * a.q_rows + item.first_row;
-    const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4, channels_bytes = HEAD_DIM * 4;
-    const int64 of_head = static_cast<int64>(item.kv_pair(a)) * HEAD_DIM;
+    const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4;
     wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
-    arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes + 2 * channels_bytes);
+    arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes + 2 * CHANNELS * 4);
 #pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
-      load_box(query, q + stage * Q_BYTES + i * 64 * HEAD_DIM, b.q_full[stage], row + i * 64, 0);
+      load_box(query, q + stage * Q_BYTES + i * 64 * CHANNELS, b.q_full[stage], row + i * 64, 0);
     load_bytes(a.query_scale + row, scales[stage].query_scale, b.q_full[stage], scales_bytes);
-    load_bytes(a.value_scale + of_head, scales[stage].value_scale, b.q_full[stage], channels_bytes);
-    load_bytes(a.value_mean + of_head, scales[stage].value_mean, b.q_full[stage], channels_bytes);
+    load_value_scales(a, item, scales[stage], b.q_full[stage]);
+  }
+}
+
+// N · ROWS rows of an item from `first` on, into the order that the TMA would leave them in. `reader` is at the
+// thread's first one.
+template <int N>
+DEVICE void quantize_rows(const Reader& reader, int first, uint8* q, Scales& scales) {
+  const int lane = threadIdx.x % 32, row = first + lane / LANES;
+  uint32 x[N][4];
+#pragma unroll
+  for (int i = 0; i < N; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
+  quantize_tokens(
+      x, [&](int number, float scale) { scales.query_scale[row + number * ROWS] = scale; },
+      [&](int number, uint2 codes) {
+        const int line = row + number * ROWS, part = lane % LANES / 2 ^ line * CHANNELS / 128 % (CHANNELS / 16);
+        *reinterpret_cast<uint2*>(q + line * CHANNELS + part * 16 + lane % 2 * 8) = codes;
+      });
+}
+
+// By the first and the last warp; of the first item by all four, before they begin with keys and values. Q is not what
+// the stream's previous kernel writes.
+DEVICE void produce_queries(const Arguments& a, const Tokens& query, uint8* q, Scales* scales, Barriers& b) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  Item item;
+#pragma unroll 1
+  for (int round = 0; next_item(a, round, item); round++) {
+    const int stage = round % STAGES, warps = round == 0 ? 4 : 2;
+    const int start = (round == 0 ? warp : warp / 2) * PRODUCER_LOADS * ROWS, step = warps * PRODUCER_LOADS * ROWS;
+    wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
+    Reader reader(query, item.batch, item.head, item.first_row + start + lane / LANES, a.q_len, lane % LANES * 8,
+                  a.head_dim);
+#pragma unroll 1
+    for (int first = start; first < BLOCK_M; first += step, reader.skip(step))
+      quantize_rows<PRODUCER_LOADS>(reader, first, q + stage * Q_BYTES, scales[stage]);
+    fence_shared();
+    __syncwarp();
+    if (round == 0) {
+      wait_for_previous_kernel();
+      sync_threads(QUERIES_BARRIER, 128);
+      if (warp == 1 || warp == 2) return;
+    }
+    if (lane == 0) {
+      if (warp == 0) {
+        arrive_expecting(b.q_full[stage], 2 * CHANNELS * 4);
+        load_value_scales(a, item, scales[stage], b.q_full[stage]);
+      } else {
+        arrive(b.q_full[stage]);
+      }
+    }
   }
 }
 
@@ -151,13 +217,13 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
   produce_tiles(a, V_BYTES, b.v_full, b.v_empty, [&](const Item& item, int tile, int stage) {
     if (PV_FLOAT16) {
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 64; i++)
+      for (int i = 0; i < CHANNELS / 64; i++)
         load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a),
                  item.tile(tile) * BLOCK_N, i * 64);
     } else {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
-        load_box(value, v + stage * V_BYTES + i * HEAD_DIM * V_WIDTH, b.v_full[stage], item.kv_pair(a) * HEAD_DIM,
+        load_box(value, v + stage * V_BYTES + i * CHANNELS * V_WIDTH, b.v_full[stage], item.kv_pair(a) * CHANNELS,
                  item.tile(tile) * BLOCK_N + i * V_WIDTH);
     }
   });
@@ -328,9 +394,9 @@ struct Consumer {
 
   DEVICE void begin_scores(int stage) {
     const uint32 of_item = q + q_stage * (Q_BYTES / 16), of_stage = k + stage * (K_BYTES / 16);
-    add_product<HEAD_DIM, false>(scores, of_item, of_stage);
+    add_product<CHANNELS, false>(scores, of_item, of_stage);
 #pragma unroll
-    for (int i = 1; i < HEAD_DIM / 32; i++) add_product<HEAD_DIM, true>(scores, of_item + 2 * i, of_stage + 2 * i);
+    for (int i = 1; i < CHANNELS / 32; i++) add_product<CHANNELS, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
   template <bool ADD>
@@ -346,7 +412,7 @@ struct Consumer {
       if constexpr (PV_FLOAT16) {
         add_float16_product<128, true, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + i * PV_DEPTH * 128) / 16);
       } else {
-        const int at = i * 32 / V_WIDTH * (HEAD_DIM * V_WIDTH) + i * 32 % V_WIDTH;
+        const int at = i * 32 / V_WIDTH * (CHANNELS * V_WIDTH) + i * 32 % V_WIDTH;
         add_product<V_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
       }
     }
@@ -456,7 +522,7 @@ struct Consumer {
     reclaim_shared_sums();
     const Scales& of_item = scales[ending.scales_stage];
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i++) {
+    for (int i = 0; i < CHANNELS / 8; i++) {
       const int channel = i * 8 + quad * 2;
       const float2 gain = *reinterpret_cast<const float2*>(of_item.value_scale + channel);
       const float2 mean = *reinterpret_cast<const float2*>(of_item.value_mean + channel);
@@ -466,7 +532,7 @@ struct Consumer {
         const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
         const int line = first_line + 8 * r, part = i % 8 ^ line % 8;
         *reinterpret_cast<uint32*>(shared_sums + i / 8 * (64 * 128) + line * 128 + part * 16 + quad * 4) =
-            OUTPUT_FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+            FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
       }
     }
     fence_shared();
@@ -474,7 +540,7 @@ struct Consumer {
     if (thread == 0) {
       const Item& item = ending.item;
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 64; i++)
+      for (int i = 0; i < CHANNELS / 64; i++)
         store_box(output, shared_sums + i * (64 * 128), item.batch, item.head, item.first_row + warpgroup * 64, i * 64);
     }
   }
@@ -580,7 +646,7 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
-    int8_forward(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+    int8_forward(const __grid_constant__ Query query, const __grid_constant__ TensorMap key,
                  const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap output,
                  const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) uint8 shared[];
@@ -591,7 +657,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      init(barriers.q_full[i], 1), init(barriers.q_empty[i], 4 * WARPGROUPS);
+      init(barriers.q_full[i], 1 + QUANTIZES_QUERY), init(barriers.q_empty[i], 4 * WARPGROUPS);
       init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
@@ -599,16 +665,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
   if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
-  wait_for_previous_kernel();
+  if (!QUANTIZES_QUERY || warpgroup < WARPGROUPS) wait_for_previous_kernel();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (thread == 0) produce_queries(arguments, query, q, scales, barriers);
+    produce_queries(arguments, query, q, scales, barriers);
     if (thread == 32) produce_keys(arguments, key, k, barriers);
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{arguments, output, barriers, scales, sums + warpgroup * SUMS_BYTES};
-    consumer.q = descriptor(q + warpgroup * 64 * HEAD_DIM);
+    consumer.q = descriptor(q + warpgroup * 64 * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * 128) : descriptor(v);
     consumer.ones = descriptor(ones);

@@ -25,6 +25,9 @@ L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blo
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 LONG = 8192  # keys
+# Keys from which on, up to LONG, Q's quantisation hides behind them in `int8_forward` (end to end, 4×32×4096×64: 508
+# against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610).
+MEDIUM = 2048
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,12 @@ class Config:
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
         return (STAGES * (self.block_m + (1 + value) * self.block_n) + sums * self.block_m) * self.head_dim
 
-    def macros(self, is_causal: bool, return_lse: bool, dtype: torch.dtype) -> dict[str, int]:
+    def macros(
+        self, is_causal: bool, return_lse: bool, dtype: torch.dtype, quantizes_query: bool = False
+    ) -> dict[str, int]:
         """The compile-time constants of int8_forward.cu."""
         return {
-            "HEAD_DIM": self.head_dim,
+            "CHANNELS": self.head_dim,
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block_n,
             "PV_FLOAT16": int(self.pv == "fp16"),
@@ -77,7 +82,8 @@ class Config:
             "CAUSAL": int(is_causal),
             "PADDED": int(self.padded),
             "LSE": int(return_lse),
-            "OUTPUT_FLOAT16": int(dtype == torch.float16),
+            "FLOAT16": int(dtype == torch.float16),
+            "QUANTIZES_QUERY": int(quantizes_query),
         }
 
 
@@ -155,12 +161,17 @@ def _attend(
     tiles: MaskTiles | None,
     recipe: Recipe,
     valid: torch.Tensor | None,
+    is_causal: bool,
     **call: Any,
 ) -> None:
     padding = None if valid is None else KeyPadding.of(valid)
-    mask = None if padding is None else padding.valid
-    operands = _quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, mask, lse is not None)
-    forward(operands, output, lse, kv_sequences.tokens, padding=padding, **call)
+    plain = padding is None and lse is None and not is_causal
+    if plain and MEDIUM <= key.shape[2] < LONG and quantize.serves(query, key, value):
+        operands = quantize.quantize_operands(query, key, value, pv=recipe.pv, leaves_query=True)
+    else:
+        mask = None if padding is None else padding.valid
+        operands = _quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, mask, lse is not None)
+    forward(operands, output, lse, kv_sequences.tokens, is_causal=is_causal, padding=padding, **call)
 
 
 def forward(
@@ -177,7 +188,8 @@ def forward(
     """Attention of quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
     Args:
-        operands: of `sage1` or `sage2`, with 64 or 128 channels in Q, K and V.
+        operands: of `sage1` or `sage2`, with 64 or 128 channels in Q, K and V; Q may be as `quantize` leaves it, where
+            there is neither an LSE nor padding, and the stream's last kernel has not written it.
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides multiples
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
@@ -197,16 +209,22 @@ def forward(
         width = 128 if config.block_n % 128 == 0 else 32  # keys of V that lie side by side in shared memory
         value = jit.tensor_map(operands.value.view(-1, kv_rows), (channels, width), width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
-    device = output.device
+    device, query = output.device, operands.query
+    leaves_query = query.dtype != torch.int8
+    queries: jit.Argument
+    if leaves_query:
+        queries = quantize.tokens(query)
+    else:
+        queries = jit.tensor_map(query.view(-1, channels), (64, channels), channels)
     jit.launch(
         SOURCE,
         "int8_forward",
-        config.macros(is_causal, lse is not None, output.dtype),
+        config.macros(is_causal, lse is not None, output.dtype, leaves_query),
         (min(items, torch.cuda.get_device_properties(device).multi_processor_count),),
         (128 * (config.warpgroups + 1),),
         config.shared_bytes,
         (
-            jit.tensor_map(operands.query.view(-1, channels), (64, channels), channels),
+            queries,
             jit.tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
             value,
             jit.tensor_map(output, (1, 1, 64, 64), 128),
@@ -224,11 +242,12 @@ def forward(
                 kv_heads,
                 q_len,
                 kv_len,
-                operands.query.shape[2],
+                query.shape[2],
                 kv_rows,
                 causal_offset,
                 max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
                 *((0, 0) if padding is None else padding.strides),
+                query.shape[3],
                 float(scale),
             ),
         ),

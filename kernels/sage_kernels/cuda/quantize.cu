@@ -5,27 +5,15 @@
 //
 // Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16), PV_FLOAT16 (V in float16,
 // with its mean and one scale for all channels; else in e4m3), MEAN_SCORE.
-#include "hopper.cuh"
+#include "tokens.cuh"
 
-constexpr int BLOCK = 128;           // tokens whose sum is a tree, and to whose multiple operands are padded
-constexpr int LANES = CHANNELS / 8;  // that hold a token
-constexpr int ROWS = 32 / LANES;     // tokens that a warp loads at once
-constexpr int SHARERS = 8;           // blocks of the grid that share K, or V, of a pair: a cluster
+constexpr int BLOCK = 128;  // tokens whose sum is a tree, and to whose multiple operands are padded
+constexpr int SHARERS = 8;  // blocks of the grid that share K, or V, of a pair: a cluster
 constexpr int VALUE_CHANNELS = 64, PARTS = CHANNELS / VALUE_CHANNELS;  // of V in a block of `quantize`
-constexpr float ONE_127TH = 1.0 / 127.0, ONE_448TH = 1.0 / 448.0;
-constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, MIN_MEAN = 1.0f / 64.0f;
+constexpr float ONE_448TH = 1.0 / 448.0, MIN_MEAN = 1.0f / 64.0f;
 constexpr int HEADROOM_EXPONENT = 15;  // of V in float16
-// float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
-// bits.
-constexpr float ROUNDER = 12582912.0f;
 constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
                  LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
-
-// Q, K or V: channels are contiguous, strides count elements.
-struct Tokens {
-  const uint16* first;
-  int64 batch_stride, head_stride, token_stride;
-};
 
 // K and V have pairs of (batch, kv head). A pair's lines of CHANNELS: see `Line`.
 struct Statistics {
@@ -59,19 +47,6 @@ struct Operands {
   int q_len;
 };
 
-// ---- 16-bit numbers, of which a word has two ----
-
-DEVICE float float_of(uint32 x) {
-  float y;
-  if (FLOAT16)
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16>(x)));
-  else
-    y = __uint_as_float(x << 16);
-  return y;
-}
-DEVICE float first_of(uint32 x) { return float_of(x & 0xFFFF); }
-DEVICE float second_of(uint32 x) { return FLOAT16 ? float_of(x >> 16) : __uint_as_float(x & 0xFFFF0000); }
-
 // By halves; NaN where one is NaN.
 DEVICE uint32 larger(uint32 x, uint32 y) {
   uint32 z;
@@ -93,8 +68,6 @@ DEVICE uint32 smaller(uint32 x, uint32 y) {
 // Ones in the halves that are infinite or NaN.
 DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
 
-DEVICE float channel_of(const uint32 (&x)[4], int i) { return i % 2 ? second_of(x[i / 2]) : first_of(x[i / 2]); }
-
 // ---- Scales and codes ----
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
@@ -106,21 +79,8 @@ DEVICE float larger_magnitude(float x, float y) {
   return z;
 }
 
-DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }
-
-// Of tokens with that largest magnitude; NaN unless it is finite.
-DEVICE float int8_scale(float largest) {
-  return largest < INFINITE ? __fmul_rn(largest, ONE_127TH) : __int_as_float(0x7FC00000);
-}
-
 DEVICE float round_up_to_bfloat16(float x) {
   return x == x ? __uint_as_float((__float_as_uint(x) + 0xFFFF) & 0xFFFF0000) : x;
-}
-
-// Four numbers in INT8, the first in the lowest byte.
-DEVICE uint32 to_int8(float a, float b, float c, float d) {
-  auto rounded = [](float x) { return __float_as_uint(__fadd_rn(x, ROUNDER)); };
-  return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
 }
 
 // float16 numbers around 48 are ERROR_STEP apart: adding it rounds an error of e4m3 to a multiple, whose number is then
@@ -143,33 +103,6 @@ DEVICE int add_errors(float x, float y, int sum) {
 }
 
 // ---- Tokens ----
-
-// Eight channels of tokens from a first one on; zeros where there are none.
-struct Reader {
-  const uint16* from;
-  int64 stride;
-  int left;  // tokens
-
-  DEVICE Reader(const Tokens& x, uint32 batch, uint32 head, int token, int tokens, int channel, int channels)
-      : from(x.first + batch * x.batch_stride + head * x.head_stride + token * x.token_stride + channel),
-        stride(x.token_stride),
-        left(channel < channels ? tokens - token : 0) {}
-
-  DEVICE bool has(int number) const { return number < left; }
-
-  DEVICE void skip(int tokens) {
-    from += tokens * stride;
-    left -= tokens;
-  }
-
-  // Token `number`; LAST: nobody reads it again.
-  template <bool LAST>
-  DEVICE void load(int number, bool exists, uint32 (&x)[4]) const {
-    const uint4* at = reinterpret_cast<const uint4*>(from + number * stride);
-    const uint4 y = !exists ? make_uint4(0, 0, 0, 0) : LAST ? __ldcs(at) : *at;
-    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-  }
-};
 
 template <int N>
 DEVICE void load_floats(const float* from, float (&x)[N]) {
@@ -373,16 +306,6 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
 
 constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
 
-// The code of each of a thread's channels, times `inverse`; zeros unless `keep`.
-DEVICE void store_codes(const float (&x)[8], float inverse, bool keep, uint8* into) {
-  float y[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) y[i] = __fmul_rn(x[i], inverse);
-  uint2 codes = make_uint2(to_int8(y[0], y[1], y[2], y[3]), to_int8(y[4], y[5], y[6], y[7]));
-  if (!keep) codes = make_uint2(0, 0);
-  *reinterpret_cast<uint2*>(into) = codes;
-}
-
 // What follows is WHOLE if all tokens and channels that it writes exist.
 
 // 64 tokens of Q of one (batch, q head): 16 consecutive ones a warp.
@@ -415,37 +338,11 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
     for (int i = 0; i < LOADS; i++) pin(x[i]);  // they become float32 again below: that takes fewer registers
   }
 
-  // Magnitudes of 16 bits order as integers do; a word has those of two tokens.
-  uint32 largest[LOADS / 2];
-#pragma unroll
-  for (int i = 0; i < LOADS / 2; i++) {
-    auto of_token = [](const uint32(&y)[4]) {
-      constexpr uint32 MAGNITUDES = 0x7FFF7FFF;
-      return __vmaxu2(__vmaxu2(y[0] & MAGNITUDES, y[1] & MAGNITUDES), __vmaxu2(y[2] & MAGNITUDES, y[3] & MAGNITUDES));
-    };
-    const uint32 even = of_token(x[2 * i]), odd = of_token(x[2 * i + 1]);
-    largest[i] = __vmaxu2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
-#pragma unroll
-    for (int distance = 1; distance < LANES; distance *= 2)
-      largest[i] = __vmaxu2(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
-  }
-  // A lane makes one token's scale, and lends it to the token's others.
-  const int token = lane % LOADS;
-  uint32 own = largest[0];
-#pragma unroll
-  for (int i = 1; i < LOADS / 2; i++)
-    if (token / 2 == i) own = largest[i];
-  const float scale = int8_scale(float_of(own >> token % 2 * 16 & 0xFFFF));
-  const float inverse = reciprocal(scale);
-  if (lane % LANES < LOADS) o.query_scale[row + token * ROWS] = scale;
-#pragma unroll
-  for (int i = 0; i < LOADS; i++) {
-    float y[8];
-#pragma unroll
-    for (int c = 0; c < 8; c++) y[c] = channel_of(x[i], c);
-    const float of_token = __shfl_sync(~0u, inverse, lane / LANES * LANES + i);
-    store_codes(y, of_token, of_token == of_token, o.query + (row + i * ROWS) * CHANNELS + channel);
-  }
+  quantize_tokens(
+      x, [&](int number, float scale) { o.query_scale[row + number * ROWS] = scale; },
+      [&](int number, uint2 codes) {
+        *reinterpret_cast<uint2*>(o.query + (row + number * ROWS) * CHANNELS + channel) = codes;
+      });
 }
 
 // 64 tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same threads of the
@@ -491,7 +388,7 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
 #pragma unroll
     for (int c = 0; c < 8; c++) y[c] = __fsub_rn(channel_of(x[i], c), mean[c]);
     const bool keep = has(i * APART) && inverse == inverse;
-    store_codes(y, inverse, keep, o.key + (row + i * APART) * CHANNELS + channel);
+    *reinterpret_cast<uint2*>(o.key + (row + i * APART) * CHANNELS + channel) = codes_of(y, inverse, keep);
   }
 }
 

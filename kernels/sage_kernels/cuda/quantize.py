@@ -49,8 +49,19 @@ def macros(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> dict
     }
 
 
+def tokens(x: torch.Tensor) -> tuple[jit.Scalar, ...]:
+    """Q, K or V as the kernels read it in 16 bits: tokens.cuh's Tokens."""
+    return x, *(jit.Int64(stride) for stride in x.stride()[:3])
+
+
 def quantize_operands(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, pv: str, return_lse: bool = False
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    pv: str,
+    return_lse: bool = False,
+    leaves_query: bool = False,
 ) -> Int8Operands:
     """Transform and quantise Q, K, V as `reference.quantize_operands` does by `sage2`, `sage1` or `sage_bwd`.
 
@@ -60,6 +71,8 @@ def quantize_operands(
         value: (batch, kv_heads, kv_len, v_head_dim).
         pv: "fp8" or "fp16", the recipe's.
         return_lse: the operands have a mean_score.
+        leaves_query: Q is among them as it is, with an empty scale, and `int8_forward` quantises it; not with
+            return_lse.
 
     Returns:
         As `triton.int8_forward.quantize_operands`. The kernel that writes them lets the stream's next one start early.
@@ -79,8 +92,8 @@ def quantize_operands(
     lines = new(batch, kv_heads, LINES + 2 * blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     operands = Int8Operands(
-        new(*q_shape, channels, dtype=torch.int8),
-        new(*q_shape),
+        query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
+        new(0) if leaves_query else new(*q_shape),
         new(*kv_shape, channels, dtype=torch.int8),
         new(batch, kv_heads, blocks * 2, 4, dtype=torch.bfloat16),
         new(batch, kv_heads, *value_shape, dtype=DTYPES[pv]),
@@ -88,13 +101,13 @@ def quantize_operands(
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
     )
-    tokens: list[jit.Argument] = [(x, *(jit.Int64(stride) for stride in x.stride()[:3])) for x in (query, key, value)]
+    inputs = [tokens(x) for x in (query, key, value)]
     statistics = (
         *(lines, operands.value_mean, operands.value_scale),
         *(kv_heads, blocks, head_dim, v_head_dim, kv_len),
     )
     constants = macros(channels, query.dtype, pv, return_lse)
-    of_query = q_blocks * 2 * batch * q_heads
+    of_query = 0 if leaves_query else q_blocks * 2 * batch * q_heads
     of_key_and_value = pairs * blocks * (2 + (2 if pv == "fp16" else channels // 64))
     early = 0 if return_lse else min(EARLY, of_query)
     jit.launch(
@@ -104,7 +117,7 @@ def quantize_operands(
         (2 * pairs * SHARERS,),
         (channels,),
         0,
-        (*tokens[1:], statistics),
+        (*inputs[1:], statistics),
         query.device,
     )
     jit.launch(
@@ -115,7 +128,7 @@ def quantize_operands(
         (128,),
         0,
         (
-            *tokens,
+            *inputs,
             statistics,
             (
                 *(operands.query, operands.query_scale, operands.key, operands.key_scale, operands.value),

@@ -146,10 +146,13 @@ def list_tiles(
                 plain = plain & not_hidden
             bits = tl.where(allowed, ALLOWED, 0) | tl.where(unpadded, UNPADDED, 0) | tl.where(seen, SEEN, 0)
             bits = tl.reduce(bits | tl.where(plain | ~inside_row[:, None], 0, MASKED), 0, either)
+            of_part = tl.reduce(bits, 0, either)
+            # Threads that hold the same key may read different `known`, which other programs change: what follows from
+            # it stays in its thread, beside what all threads have.
             known = tl.load(keys + column, mask=column < kv_len, other=ALLOWED | UNPADDED)
-            of_key = bits & (ALLOWED | UNPADDED)
-            tl.atomic_or(keys + column, of_key, mask=(of_key & ~known) != 0)
-            of_tile |= tl.reduce(bits, 0, either)
+            news = (of_part & (ALLOWED | UNPADDED) & ~known) != 0
+            tl.atomic_or(keys + column, bits & (ALLOWED | UNPADDED), mask=news)
+            of_tile |= of_part
         if (of_tile & SEEN) != 0:
             tl.store(tiles + 1 + count, 2 * tile + ((of_tile & MASKED) != 0).to(tl.int32))
             count += 1

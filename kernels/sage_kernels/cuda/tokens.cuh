@@ -1,0 +1,122 @@
+// Tokens of Q, K and V in 16 bits, and the INT8 codes of those of Q. A thread has 8 channels of a token, 16 bytes.
+//
+// Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16).
+#pragma once
+#include "hopper.cuh"
+
+constexpr int LANES = CHANNELS / 8;  // that hold a token
+constexpr int ROWS = 32 / LANES;     // tokens that a warp loads at once
+constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, ONE_127TH = 1.0 / 127.0;
+// float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
+// bits.
+constexpr float ROUNDER = 12582912.0f;
+
+// Q, K or V: channels are contiguous, strides count elements.
+struct Tokens {
+  const uint16* first;
+  int64 batch_stride, head_stride, token_stride;
+};
+
+// ---- 16-bit numbers, of which a word has two ----
+
+DEVICE float float_of(uint32 x) {
+  float y;
+  if (FLOAT16)
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16>(x)));
+  else
+    y = __uint_as_float(x << 16);
+  return y;
+}
+DEVICE float first_of(uint32 x) { return float_of(x & 0xFFFF); }
+DEVICE float second_of(uint32 x) { return FLOAT16 ? float_of(x >> 16) : __uint_as_float(x & 0xFFFF0000); }
+
+DEVICE float channel_of(const uint32 (&x)[4], int i) { return i % 2 ? second_of(x[i / 2]) : first_of(x[i / 2]); }
+
+// ---- Reading ----
+
+// Eight channels of tokens from a first one on; zeros where there are none.
+struct Reader {
+  const uint16* from;
+  int64 stride;
+  int left;  // tokens
+
+  DEVICE Reader(const Tokens& x, uint32 batch, uint32 head, int token, int tokens, int channel, int channels)
+      : from(x.first + batch * x.batch_stride + head * x.head_stride + token * x.token_stride + channel),
+        stride(x.token_stride),
+        left(channel < channels ? tokens - token : 0) {}
+
+  DEVICE bool has(int number) const { return number < left; }
+
+  DEVICE void skip(int tokens) {
+    from += tokens * stride;
+    left -= tokens;
+  }
+
+  // Token `number`; LAST: nobody reads it again.
+  template <bool LAST>
+  DEVICE void load(int number, bool exists, uint32 (&x)[4]) const {
+    const uint4* at = reinterpret_cast<const uint4*>(from + number * stride);
+    const uint4 y = !exists ? make_uint4(0, 0, 0, 0) : LAST ? __ldcs(at) : *at;
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  }
+};
+
+// ---- INT8 ----
+
+DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }
+
+// Of tokens with that largest magnitude; NaN unless it is finite.
+DEVICE float int8_scale(float largest) {
+  return largest < INFINITE ? __fmul_rn(largest, ONE_127TH) : __int_as_float(0x7FC00000);
+}
+
+// Four numbers in INT8, the first in the lowest byte.
+DEVICE uint32 to_int8(float a, float b, float c, float d) {
+  auto rounded = [](float x) { return __float_as_uint(__fadd_rn(x, ROUNDER)); };
+  return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
+}
+
+// The code of each of 8 channels, times `inverse`; zeros unless `keep`.
+DEVICE uint2 codes_of(const float (&x)[8], float inverse, bool keep) {
+  float y[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) y[i] = __fmul_rn(x[i], inverse);
+  return keep ? make_uint2(to_int8(y[0], y[1], y[2], y[3]), to_int8(y[4], y[5], y[6], y[7])) : make_uint2(0, 0);
+}
+
+// Of the tokens of a warp's N loads: one thread gets the scale of each, by the load's number, all get their codes.
+template <int N, typename PutScale, typename PutCodes>
+DEVICE void quantize_tokens(const uint32 (&x)[N][4], PutScale put_scale, PutCodes put_codes) {
+  const int lane = threadIdx.x % 32;
+  // Magnitudes of 16 bits order as integers do; a word has those of two tokens.
+  uint32 largest[N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    auto of_token = [](const uint32(&y)[4]) {
+      constexpr uint32 MAGNITUDES = 0x7FFF7FFF;
+      return __vmaxu2(__vmaxu2(y[0] & MAGNITUDES, y[1] & MAGNITUDES), __vmaxu2(y[2] & MAGNITUDES, y[3] & MAGNITUDES));
+    };
+    const uint32 even = of_token(x[2 * i]), odd = of_token(x[2 * i + 1]);
+    largest[i] = __vmaxu2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2)
+      largest[i] = __vmaxu2(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
+  }
+  // A lane makes one token's scale, and lends it to the token's others.
+  const int number = lane % N;
+  uint32 own = largest[0];
+#pragma unroll
+  for (int i = 1; i < N / 2; i++)
+    if (number / 2 == i) own = largest[i];
+  const float scale = int8_scale(float_of(own >> number % 2 * 16 & 0xFFFF));
+  const float inverse = reciprocal(scale);
+  if (lane % LANES < N) put_scale(number, scale);
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    float y[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) y[c] = channel_of(x[i], c);
+    const float of_token = __shfl_sync(~0u, inverse, lane / LANES * LANES + i);
+    put_codes(i, codes_of(y, of_token, of_token == of_token));
+  }
+}
