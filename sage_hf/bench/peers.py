@@ -324,7 +324,7 @@ PROVIDERS: tuple[Provider, ...] = (
 
 
 def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """Our quantisers: name -> (quantises all operands of a call, or leaves Q to the attention kernel; bytes that moves).
+    """Our quantisers: name -> (quantises all operands of a call, or leaves Q to the kernel; bytes that moves).
 
     Q is read once, K and V are read twice, for their means first, and each operand is written once.
     """

@@ -31,6 +31,15 @@ def attend_packed(recipe: str) -> None:
     ops.packed_attention(*inputs, lengths, lengths, 203, 203, **options)
 
 
+def attend_to_many(recipe: str) -> None:
+    """More rows than a GPU's blocks hold at once, and so many keys that a kernel may quantise Q itself."""
+    for head_dim in (64, 128):
+        inputs = draw(2, 4, 3300, head_dim), draw(2, 2, 2049, head_dim), draw(2, 2, 2049, head_dim)
+        attend(*inputs, recipe, return_lse=False)
+        torch.cuda.synchronize()
+        print(f"{recipe}: 3300 queries, 2049 keys, head_dim {head_dim}")
+
+
 def train(recipe: str) -> None:
     """Every variant of forward and backward: plain, causal, with padding, packed."""
     draw = Draw(torch.device("cuda"))
@@ -65,6 +74,7 @@ def main() -> None:
             attend(*every_other_channel, recipe)
             torch.cuda.synchronize()
             print(f"{recipe}: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
+        attend_to_many(recipe)
 
 
 if __name__ == "__main__":
