@@ -219,13 +219,13 @@ def test_it_quantises_queries_as_the_quantiser_does(recipe, dtype, monkeypatch):
             key, value = draw(kv_heads, kv_len, head_dim), draw(kv_heads, kv_len, v_head_dim)
             changed = query * torch.logspace(-3, 2, head_dim, device="cuda", dtype=dtype)
             changed[:, 0, q_len // 2, 3], changed[:, -1, 0] = torch.nan, 0.0
+            queries = query.clone(), changed
             monkeypatch.setattr(hopper, "MEDIUM", hopper.LONG)
-            expected = [attend(x, key, value, recipe) for x in (query, changed)]
+            expected = [attend(x, key, value, recipe) for x in queries]
             monkeypatch.setattr(hopper, "MEDIUM", 0)
-            for _ in range(3):
-                for x, output in zip((query.clone(), changed), expected, strict=True):
-                    query.copy_(x)
-                    assert torch.equal(attend(query, key, value, recipe).nan_to_num(9.0), output.nan_to_num(9.0))
+            for x, output in zip(3 * queries, 3 * expected, strict=True):
+                query.copy_(x)
+                assert torch.equal(attend(query, key, value, recipe).nan_to_num(9.0), output.nan_to_num(9.0))
 
 
 def attend(query, key, value, recipe):
