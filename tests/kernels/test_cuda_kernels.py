@@ -35,12 +35,7 @@ def can_compile(monkeypatch):
     [
         *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,)),
         *((size, False, False, False, torch.float16, False) for size in SIZES),
-        *(
-            (size, False, False, False, dtype, True)
-            for size in SIZES
-            if size[2] < int8_forward.LONG
-            for dtype in DTYPES
-        ),
+        *((size, False, False, False, dtype, True) for size in SIZES[:2] for dtype in DTYPES),
     ],
 )
 def test_int8_forward_overlaps_its_matrix_products(
@@ -51,7 +46,7 @@ def test_int8_forward_overlaps_its_matrix_products(
     config = int8_forward.Config.of(*size, is_causal, padded)
     cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype, quantizes_query))
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
-    assert "warning" not in cubin.log.lower(), cubin.log
+    assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
     assert f"Used {168 if config.warpgroups == 2 else 128} registers" in cubin.log
     image = tmp_path / "kernel.cubin"
     image.write_bytes(cubin.image)
@@ -59,6 +54,7 @@ def test_int8_forward_overlaps_its_matrix_products(
     # Two steps; three warpgroups have few registers, which NVRTC 13.0 and 13.5 use in different ways. For the LSE of
     # padded batches they lack about ten.
     loop = loop_without_mask(code, 2 * head_dim // 32)
+    assert sum("WARPGROUP.DEPBAR" in line for line in loop) == 4
     spills = sum("LDL" in line or "STL" in line for line in loop)
     if config.warpgroups == 3 and padded and return_lse:
         assert spills <= 12

@@ -25,8 +25,9 @@ L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blo
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 LONG = 8192  # keys
-# Keys from which on, up to LONG, Q's quantisation hides behind them in `int8_forward` (end to end, 4×32×4096×64: 508
-# against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610).
+# Keys from which on, up to LONG, Q's quantisation hides behind them in the kernel of `sage2` (end to end, 4×32×4096×64:
+# 508 against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610). With P·V in float16 and 64 channels
+# the compiler has too few registers for it, and waits for each matrix product.
 MEDIUM = 2048
 
 
@@ -165,7 +166,7 @@ def _attend(
     **call: Any,
 ) -> None:
     padding = None if valid is None else KeyPadding.of(valid)
-    plain = padding is None and lse is None and not is_causal
+    plain = recipe.pv == "fp8" and padding is None and lse is None and not is_causal
     if plain and MEDIUM <= key.shape[2] < LONG and quantize.serves(query, key, value):
         operands = quantize.quantize_operands(query, key, value, pv=recipe.pv, leaves_query=True)
     else:
