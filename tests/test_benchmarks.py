@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.bench import command, measure, measure_training, plots, tables
+from sage_hf.bench import command, measure, measure_training, peers, plots, tables
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_hf.bench.measure import SampledErrors, draw
 from sage_hf.bench.measure_training import SampledGradientErrors, Step
@@ -21,7 +21,7 @@ from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, _fa3, _sdpa
 from sage_kernels import exact, reference_backward
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.registry import Kernel, KernelUnavailableError, exact_plan
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "kernels/benchmarks/results").glob("*-forward.json"))
@@ -176,6 +176,21 @@ def test_a_gpu_measures_every_number():
     ours = rows["sage_hf:sage2", "end_to_end"]
     assert 0 < ours["peak_extra_bytes"] < SMALL.input_bytes and ours["compile_s"] >= 0
     assert json.loads(tables.to_json(result)) == result and tables.text(result)
+
+
+def test_the_portable_kernel_is_measured_where_another_is_preferred(monkeypatch):
+    def run(query, key, value, *, recipe, **call):
+        return value * (recipe.name == "sage1"), None
+
+    kernel = Kernel("int8_forward", frozenset(["sage1"]), True, lambda request: "", run)
+    monkeypatch.setattr(peers, "get_kernel", {"int8_forward": kernel}.__getitem__)
+    monkeypatch.setattr(peers, "select", lambda request, fallback: exact_plan(request))
+    inputs = draw(SMALL, "normal", CPU)
+    prepared = peers._ours_in_triton("sage1")(*inputs, False)
+    assert prepared.kernel == "int8_forward" and torch.equal(prepared.call(), inputs[2])
+    monkeypatch.setattr(peers, "select", lambda request, fallback: replace(exact_plan(request), kernel="int8_forward"))
+    with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
+        peers._ours_in_triton("sage1")(*inputs, False)
 
 
 def test_e4m3_scales_are_those_of_each_slice():
