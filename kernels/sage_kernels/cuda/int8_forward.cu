@@ -141,14 +141,13 @@ DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q
   }
 }
 
-// N · ROWS rows of an item from `first` on, into the order that the TMA would leave them in. `reader` is at the
-// thread's first one.
-template <int N>
+// PRODUCER_LOADS · ROWS rows of an item from `first` on, into the order that the TMA would leave them in. `reader` is
+// at the thread's first one.
 DEVICE void quantize_rows(const Reader& reader, int first, uint8* q, Scales& scales) {
   const int lane = threadIdx.x % 32, row = first + lane / LANES;
-  uint32 x[N][4];
+  uint32 x[PRODUCER_LOADS][4];
 #pragma unroll
-  for (int i = 0; i < N; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
+  for (int i = 0; i < PRODUCER_LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
   quantize_tokens(
       x, [&](int number, float scale) { scales.query_scale[row + number * ROWS] = scale; },
       [&](int number, uint2 codes) {
@@ -171,7 +170,7 @@ DEVICE void produce_queries(const Arguments& a, const Tokens& query, uint8* q, S
                   a.head_dim);
 #pragma unroll 1
     for (int first = start; first < BLOCK_M; first += step, reader.skip(step))
-      quantize_rows<PRODUCER_LOADS>(reader, first, q + stage * Q_BYTES, scales[stage]);
+      quantize_rows(reader, first, q + stage * Q_BYTES, scales[stage]);
     fence_shared();
     __syncwarp();
     if (round == 0) {
