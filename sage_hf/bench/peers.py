@@ -342,7 +342,8 @@ def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Cal
         if select(Request.of(query, key, value, is_causal=False, recipe=recipe)).kernel == "int8_forward_hopper":
             quantize = partial(hopper.quantize_operands, query, key, value, pv=get_recipe(recipe).pv)
             calls[f"operands of {recipe}, Hopper"] = quantize
-            calls[f"K and V of {recipe}, Hopper"] = partial(quantize, leaves_query=True)
+            if recipe == "sage2":  # whose attention kernel may quantise Q
+                calls[f"K and V of {recipe}, Hopper"] = partial(quantize, leaves_query=True)
     for name, call in calls.items():
         operands = [x for x in vars(call()).values() if isinstance(x, Tensor)]
         left = any(x is query for x in operands)
