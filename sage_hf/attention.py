@@ -11,14 +11,7 @@ import torch
 from sage_hf import record
 from sage_kernels import exact, ops, training
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import (
-    FALLBACKS,
-    SUPPORTED_DTYPES,
-    Fallback,
-    KernelUnavailableError,
-    Request,
-    exact_plan,
-)
+from sage_kernels.registry import FALLBACKS, SUPPORTED_DTYPES, Fallback, KernelUnavailableError, Request, exact_plan
 
 DTYPES = (*SUPPORTED_DTYPES, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256

@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.utils import logging
 from torch import nn
 
-from sage_kernels import ops
+from sage_kernels import dispatch
 from sage_kernels.registry import Outcome, Plan, Request, exact_plan
 
 logger = logging.get_logger(__name__)
@@ -171,4 +171,4 @@ def _log_once(asked: str, ran: str, reason: str) -> None:
         logger.warning(f"{asked}: {ran} attention runs instead, because {reason}")
 
 
-ops.plan_listeners.append(file_plan)
+dispatch.plan_listeners.append(file_plan)

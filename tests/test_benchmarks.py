@@ -19,8 +19,9 @@ from sage_hf.bench.measure_training import SampledGradientErrors, Step
 from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, _sageattention, _to_e4m3
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, _fa3, _sdpa
-from sage_kernels import exact, reference_backward
+from sage_kernels import exact
 from sage_kernels.recipe import get_recipe
+from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import Kernel, KernelUnavailableError, exact_plan
 
 ROOT = Path(__file__).parents[1]

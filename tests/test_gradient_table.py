@@ -8,8 +8,9 @@ import pytest
 import torch
 from tensors import Sample
 
-from sage_kernels import exact, reference_backward
+from sage_kernels import exact
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import backward as reference_backward
 
 RESULT = Path(__file__).parents[1] / "kernels/benchmarks/results/cpu-gradient_table.json"
 

@@ -17,8 +17,9 @@ import torch
 from record import cpu_facts
 from tensors import Triple, dit_like, gaussian, text_activations, video_activations
 
-from sage_kernels import exact, reference
+from sage_kernels import exact
 from sage_kernels.recipe import RECIPES, Recipe
+from sage_kernels.reference import forward as reference
 
 PAPER, SAGE3, SAGE2 = RECIPES["sage3_paper"], RECIPES["sage3"], RECIPES["sage2"]
 SEARCHED = replace(PAPER, smooth_v=True, tensor_scale=True, scale_steps=SAGE3.scale_steps)

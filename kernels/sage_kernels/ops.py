@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch.autograd import forward_ad
 
-from . import exact, reference, reference_backward
-from .cuda import registration as cuda_kernels
-from .recipe import RECIPES, Recipe, get_recipe
-from .registry import SUPPORTED_DTYPES, Fallback, Kernel, Plan, Request, get_kernel, register, select
-from .triton import registration as triton_kernels
-
-plan_listeners: list[Callable[[Plan], None]] = []
-"""Called with the plan of every call of `attention`, at run time also when the call is inside a compiled graph."""
+from . import backends, dispatch, exact  # noqa: F401 - `backends` registers the kernels
+from .call import Call, Mask, softmax_scale
+from .layout import Lengths
+from .recipe import get_recipe
+from .registry import Fallback
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
@@ -165,55 +158,6 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
         )
 
 
-def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Refuse what kernels would read out of bounds: they take sizes from one tensor for all."""
-    sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not (query.dim() == key.dim() == value.dim() == 4):
-        raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"batch, kv_heads, kv_len and head_dim must agree; got {sizes}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1] or 0 in (query.shape[3], value.shape[3]):
-        raise ValueError(f"q_heads must be a multiple of kv_heads, and no head_dim 0; got {sizes}")
-    for name, other in (("key", key), ("value", value), ("mask", mask)):
-        if other is not None and other.device != query.device:
-            raise ValueError(f"{name} is on {other.device}, query on {query.device}")
-        if other is not None and name != "mask" and other.dtype != query.dtype:
-            raise ValueError(f"{name} is {other.dtype}, query {query.dtype}")
-    if mask is not None:
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise ValueError(f"mask must be bool or floating; got {mask.dtype}")
-        shape = (*query.shape[:3], key.shape[2])
-        if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
-            raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
-
-
-def check_lengths(
-    query: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-) -> None:
-    """Refuse packed sequences whose lengths a kernel would read out of bounds.
-
-    What the lengths are is the GPU's to know, and not checked.
-    """
-    if cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
-        return
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError("packed sequences need both cu_seqlens_q and cu_seqlens_k")
-    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] == 0:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must both be (sequences + 1,); "
-            f"got {tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
-        )
-    sequences = cu_seqlens_q.shape[0] - 1
-    if seqused_k is not None and seqused_k.shape != (sequences,):
-        raise ValueError(f"seqused_k must be ({sequences},), one for each sequence; got {tuple(seqused_k.shape)}")
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
-        if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.device != query.device):
-            raise ValueError(f"{name} must hold integers on {query.device}; got {x.dtype} on {x.device}")
-
-
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -226,24 +170,19 @@ def _attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_tensors(query, key, value, mask)
-    plan = select(Request.of(query, key, value, mask, is_causal, recipe, return_lse), fallback)
-    for listener in plan_listeners:
-        listener(plan)
-    run = _run_sdpa if plan.kernel == "sdpa" else get_kernel(plan.kernel).run
-    # Autocast would round the float32 products of scales and means.
-    with torch.autocast(query.device.type, enabled=False):
-        output, lse = run(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=is_causal,
-            causal_offset=causal_offset,
-            scale=scale,
-            recipe=get_recipe(plan.recipe),
-            return_lse=return_lse,
-        )
+    dispatch.check_tensors(query, key, value, mask)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(recipe),
+        Mask.of(mask, key.shape[2]),
+        is_causal,
+        causal_offset,
+        softmax_scale(scale, query.shape[3]),
+        return_lse=return_lse,
+    )
+    output, lse = dispatch.attend(call, fallback)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
@@ -266,59 +205,22 @@ def _packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Sequences are the batch: (1, heads, tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    check_tensors(query, key, value, None)
-    check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    request = Request.of(query, key, value, None, is_causal, recipe, return_lse)
-    sequences = cu_seqlens_q.shape[0] - 1
-    request = replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k, packed=True)
-    plan = select(request, fallback)
-    for listener in plan_listeners:
-        listener(plan)
-    kernel = None if plan.kernel == "sdpa" else get_kernel(plan.kernel)
-    options = {
-        "is_causal": is_causal,
-        "causal_offset": causal_offset,
-        "scale": scale,
-        "recipe": get_recipe(plan.recipe),
-        "return_lse": return_lse,
-    }
-    with torch.autocast(query.device.type, enabled=False):
-        if kernel is not None and kernel.run_packed is not None:
-            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-            output, lse = kernel.run_packed(query, key, value, *lengths, **options)
-        else:
-            run = _run_sdpa if kernel is None else kernel.run
-            output, lse = _one_by_one(run, query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, **options)
+    dispatch.check_tensors(query, key, value, None)
+    dispatch.check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(recipe),
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=softmax_scale(scale, query.shape[3]),
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
+        return_lse=return_lse,
+    )
+    output, lse = dispatch.attend(call, fallback)
     output = output[0].transpose(0, 1).contiguous()
     return output, lse[0] if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
-
-
-def _one_by_one(
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    seqused_k: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a kernel that knows no packed sequences once for each of them; reads the lengths back to the host."""
-    output = query.new_zeros(*query.shape[:3], value.shape[3])
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-    q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    stored = cu_seqlens_k.diff()
-    k_lengths = (stored if seqused_k is None else torch.minimum(stored, seqused_k)).tolist()
-    for start, stop, k_start, k_length in zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False):
-        queries, keys = slice(start, stop), slice(k_start, k_start + k_length)
-        if stop == start or k_length == 0:
-            continue
-        output[:, :, queries], some = run(
-            query[:, :, queries], key[:, :, keys], value[:, :, keys], mask=None, **options
-        )
-        if some is not None:
-            lse[:, :, queries] = some
-    return output, lse
 
 
 def _log_sum_exp(
@@ -397,68 +299,3 @@ for _name, _run, _fake in (
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
     torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
-
-
-def _run_sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: Recipe,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if is_causal and (causal_offset != 0 or mask is not None):
-        # PyTorch's kernels know one alignment, and no mask beside it.
-        mask = exact.with_causality(mask, query, key, causal_offset)
-        is_causal = False
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-        mask = mask.to(query.dtype)
-    output = exact.sdpa(
-        query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    if mask is not None:
-        output = torch.where(exact.attended_rows(mask), output, 0.0)
-    lse = exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale) if return_lse else None
-    return output, lse
-
-
-def _run_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: Recipe,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return reference.attention(
-        query, key, value, recipe, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale
-    )
-
-
-def _unsupported_by_reference(request: Request) -> str:
-    if request.dtype not in SUPPORTED_DTYPES:
-        return f"dtype must be one of {', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
-    return ""
-
-
-cuda_kernels.register_all()
-triton_kernels.register_all()
-register(
-    Kernel(
-        "reference",
-        recipes=frozenset(name for name, recipe in RECIPES.items() if recipe.qk != "exact"),
-        native=False,
-        unsupported=_unsupported_by_reference,
-        run=_run_reference,
-        run_training=reference_backward.forward,
-        run_backward=reference_backward.backward,
-    )
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Literal
 
 
@@ -40,7 +40,7 @@ class Recipe:
         name: what users call it.
         qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale for each token of Q
             and, in bfloat16, for 16 tokens of K: those of 64 that one thread of the matrix instruction holds
-            (`reference.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is too).
+            (`layout.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is too).
         pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel,
             rounded so that sums over tokens keep their value (`formats.fp8.round_keeping_sums`); "int8": P with a scale
             per row of a tile, V with one per channel; "fp16".
@@ -64,6 +64,14 @@ class Recipe:
     scale_steps: tuple[int, int] = (0, 0)
     denominator: Literal["p", "quantized_p"] = "p"
     backward: Backward | None = None
+
+    def is_plain_but_for(self, *names: str) -> bool:
+        """Return whether every field that has a default, but those named, has it.
+
+        A kernel that honours those fields, and no others, serves such a recipe if it computes its formats.
+        """
+        defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        return all(getattr(self, name) == default for name, default in defaults.items() if name not in names)
 
 
 RECIPES: dict[str, Recipe] = {

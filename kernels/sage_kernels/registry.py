@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from .exact import key_mask
-from .recipe import get_recipe
-from .saved import Saved
+from .call import BackwardCall, Call, Mask, MaskKind
+from .operands import KeyPadding, Saved
+from .recipe import Recipe, get_recipe
 
 Fallback = Literal["native", "emulate", "error"]
 FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
@@ -36,24 +36,12 @@ class KernelUnavailableError(RuntimeError):
     """No native kernel serves the request and the caller asked for `fallback="error"`."""
 
 
-MaskKind = Literal["none", "keys", "bool", "additive"]
-
-
-def mask_kind(mask: torch.Tensor | None, kv_len: int) -> MaskKind:
-    """What a kernel must know of a 4-D mask; "keys": it is bool, and only says which keys exist."""
-    if mask is None:
-        return "none"
-    if mask.dtype != torch.bool:
-        return "additive"
-    return "bool" if key_mask(mask, kv_len) is None else "keys"
-
-
 @dataclass(frozen=True)
 class Request:
     """One call's facts.
 
-    `grad`: gradients are wanted, so `run_training` and `run_backward` of a kernel. `packed`: sequences lie one after
-    the other, so `run_packed`; batch is their number, q_len and kv_len are the longest ones'.
+    `grad`: gradients are wanted. `packed`: sequences lie one after the other; batch is their number, q_len and kv_len
+    are the longest ones'. `aligned`: 128-bit loads can read Q, K and V where they are (`layout.is_aligned`).
     """
 
     recipe: str
@@ -72,6 +60,7 @@ class Request:
     return_lse: bool
     grad: bool = False
     packed: bool = False
+    aligned: bool = False
 
     @classmethod
     def of(
@@ -85,7 +74,7 @@ class Request:
         return_lse: bool = False,
         grad: bool = False,
     ) -> Request:
-        """The facts of a call with these tensors; shapes as in `ops.attention`."""
+        """Gather the facts of a call with these tensors; shapes as in `ops.attention`."""
         batch, q_heads, q_len, head_dim = query.shape
         device = query.device
         return cls(
@@ -100,42 +89,87 @@ class Request:
             kv_len=key.shape[2],
             head_dim=head_dim,
             v_head_dim=value.shape[3],
-            mask=mask_kind(mask, key.shape[2]),
+            mask=Mask.of(mask, key.shape[2]).kind,
             is_causal=is_causal,
             return_lse=return_lse,
             grad=grad,
         )
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """An implementation of some recipes.
+class Kernel(Protocol):
+    """A phase of attention, in the formats and with the transforms that it computes, on the machines that it serves.
 
-    Attributes:
-        name: as `explain` shows it.
-        recipes: names of the recipes it computes.
-        native: it runs on the hardware its recipes were made for; otherwise it reproduces their numerics.
-        unsupported: reason why it cannot serve a request, "" when it can. A reason names limits, not the request's
-            sizes, so that equal reasons compare equal.
-        run: (query, key, value, *, mask, is_causal, causal_offset, scale, recipe, return_lse) -> (output, lse), as
-            `ops.attention` documents; recipe is the Recipe, and lse may be anything when return_lse is false.
-        run_packed: the same for sequences packed one after the other: (query, key, value, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, seqused_k, *, is_causal, causal_offset, scale, recipe, return_lse), tensors
-            (1, heads, total tokens, channels); None: `run` serves one sequence at a time.
-        run_training: the forward pass of a recipe with gradients, (query, key, value, *, lengths, valid, is_causal,
-            causal_offset, scale, recipe) -> (output, Saved), as `saved` documents; None: no gradients.
-        run_backward: its gradients, (output_gradient, value, output, Saved, *, head_dim, lengths, valid, is_causal,
-            causal_offset, scale, recipe) -> (query_gradient, key_gradient, value_gradient).
+    `native`: it runs on the hardware its recipes were made for; otherwise it reproduces their numerics.
     """
 
-    name: str
-    recipes: frozenset[str]
-    native: bool
-    unsupported: Callable[[Request], str]
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    run_packed: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
-    run_training: Callable[..., tuple[torch.Tensor, Saved]] | None = None
-    run_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+    @property
+    def name(self) -> str:
+        """Return the name that `explain` shows."""
+
+    @property
+    def native(self) -> bool:
+        """Return whether it runs on the hardware its recipes were made for."""
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Return whether it computes every format and transform that the recipe asks for."""
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it cannot serve a request of a recipe that it serves, "" when it can.
+
+        A reason names limits, not the request's sizes, so that equal reasons compare equal.
+        """
+
+
+class Quantizer(Kernel, Protocol):
+    """Makes operands of Q, K and V."""
+
+    @property
+    def makes(self) -> type:
+        """Return the class of the operands, of `operands`."""
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Any:
+        """Transform and quantise Q, K and V as `reference.quantize_operands` does.
+
+        Args:
+            call: one that is not empty.
+            valid: int32 or uint8 (batch or 1, kv_len), 0 where a key counts in no mean and no scale; None: all count.
+        """
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Find the spans of keys that exist, from bool (batch or 1, kv_len), False where a key does not."""
+
+
+class Forward(Kernel, Protocol):
+    """Computes attention."""
+
+    @property
+    def takes(self) -> type | None:
+        """Return the class of operands that it reads; None: it quantises by itself."""
+
+    @property
+    def packs(self) -> bool:
+        """Return whether it takes packed sequences; otherwise it gets one after the other."""
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (output, lse) as `ops.attention` documents; lse may be None where it is not wanted."""
+
+
+@runtime_checkable
+class TrainingForward(Forward, Protocol):
+    """Computes attention and keeps what its gradients need."""
+
+    def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
+        """Return the output and what `Backward.backward` needs of the forward pass."""
+
+
+class Backward(Kernel, Protocol):
+    """Computes gradients."""
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dQ, dK and dV as `BackwardCall.new_gradients` lays them out.
+
+        A row that attends to nothing has gradient 0 and gives none; so has a key that does not exist.
+        """
 
 
 @dataclass(frozen=True)
@@ -147,18 +181,23 @@ class Outcome:
     kernel: str
     numerics: str
     reason: str
+    quantizer: str = ""
+    backward: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel chosen for a request, and why the others were not.
+    """The kernels chosen for a request, and why the others were not.
 
     Attributes:
         request: what was asked.
-        kernel: the kernel's name; "sdpa" is PyTorch's exact attention.
+        kernel: the name of the forward kernel; "sdpa" is PyTorch's exact attention.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".
         passed_over: (recipe or "recipe by kernel", reason) of each that did not serve, in the order tried.
+        quantizer: the name of what makes the kernel's operands, "" where the kernel does.
+        backward: the name of what computes gradients, "" where none are wanted.
+        other_phases: (kernel, reason) of each quantiser and backward kernel that was passed over.
     """
 
     request: Request
@@ -166,15 +205,18 @@ class Plan:
     recipe: str
     numerics: Literal["native", "emulated", "exact"]
     passed_over: tuple[tuple[str, str], ...] = ()
+    quantizer: str = ""
+    backward: str = ""
+    other_phases: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_fallback(self) -> bool:
-        """Whether another recipe runs than the one asked for."""
+        """Return whether another recipe runs than the one asked for."""
         return self.recipe != self.request.recipe
 
     @property
     def reason(self) -> str:
-        """Why the recipe asked for does not run, in one line; "" when it does."""
+        """Return why the recipe asked for does not run, in one line; "" when it does."""
         if not self.is_fallback:
             return ""
         names: dict[str, list[str]] = {}
@@ -184,32 +226,57 @@ class Plan:
 
     @property
     def outcome(self) -> Outcome:
-        """What ran in place of what, without the call's sizes."""
-        return Outcome(self.request.recipe, self.recipe, self.kernel, self.numerics, self.reason)
+        """Return what ran in place of what, without the call's sizes."""
+        phases = (self.quantizer, self.backward)
+        return Outcome(self.request.recipe, self.recipe, self.kernel, self.numerics, self.reason, *phases)
 
 
-_kernels: dict[str, Kernel] = {}
+_quantizers: dict[str, Quantizer] = {}
+_forwards: dict[str, Forward] = {}
+_backwards: dict[str, Backward] = {}
+
+AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
 
-def register(kernel: Kernel) -> None:
-    """Make a kernel available; those registered first are preferred.
+def register_quantizer(kernel: Quantizer) -> None:
+    """Make a quantiser available; those registered first are preferred. ValueError: one of that name exists."""
+    _add(_quantizers, kernel)
 
-    Raises:
-        ValueError: a kernel of that name exists.
-    """
-    if kernel.name in _kernels:
+
+def register_forward(kernel: Forward) -> None:
+    """Make a forward kernel available; those registered first are preferred. ValueError: one of that name exists."""
+    _add(_forwards, kernel)
+
+
+def register_backward(kernel: Backward) -> None:
+    """Make a backward kernel available; those registered first are preferred. ValueError: one of that name exists."""
+    _add(_backwards, kernel)
+
+
+def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
+    if kernel.name in kernels:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
-    _kernels[kernel.name] = kernel
+    kernels[kernel.name] = kernel
     select.cache_clear()
 
 
-def get_kernel(name: str) -> Kernel:
-    """The registered kernel of that name (KeyError when there is none)."""
-    return _kernels[name]
+def get_quantizer(name: str) -> Quantizer | None:
+    """Return the registered quantiser of that name, None for "" (KeyError when there is none)."""
+    return _quantizers[name] if name else None
+
+
+def get_forward(name: str) -> Forward:
+    """Return the registered forward kernel of that name (KeyError when there is none)."""
+    return _forwards[name]
+
+
+def get_backward(name: str) -> Backward:
+    """Return the registered backward kernel of that name (KeyError when there is none)."""
+    return _backwards[name]
 
 
 def exact_plan(request: Request, *passed_over: tuple[str, str]) -> Plan:
-    """The plan that runs PyTorch's exact attention."""
+    """Plan PyTorch's exact attention."""
     return Plan(request, "sdpa", "exact", "exact", passed_over)
 
 
@@ -244,16 +311,16 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         passed_over.append(("", f"{request.recipe} is forward only and gradients are wanted"))
     for recipe in recipes:
         candidate = replace(request, recipe=recipe)
-        for kernel in sorted(_kernels.values(), key=lambda kernel: not kernel.native):
-            if recipe not in kernel.recipes:
+        for kernel in sorted(_forwards.values(), key=lambda kernel: not kernel.native):
+            if not kernel.serves(get_recipe(recipe)):
                 continue
-            reason = kernel.unsupported(candidate)
-            if request.grad and kernel.run_backward is None:
-                reason = "forward only"
-            if not reason and (kernel.native or emulation):
-                return Plan(request, kernel.name, recipe, "native" if kernel.native else "emulated", tuple(passed_over))
-            if kernel.native or reason:
-                passed_over.append((f"{recipe} by {kernel.name}", reason))
+            phases = _phases(kernel, candidate)
+            if not phases.reason and (kernel.native or emulation):
+                numerics: Literal["native", "emulated"] = "native" if kernel.native else "emulated"
+                others = (phases.quantizer, phases.backward, phases.passed_over)
+                return Plan(request, kernel.name, recipe, numerics, tuple(passed_over), *others)
+            if kernel.native or phases.reason:
+                passed_over.append((f"{recipe} by {kernel.name}", phases.reason))
             else:
                 passed_over.append((recipe, 'not native here; fallback="emulate" gives its numerics'))
     plan = exact_plan(request, *passed_over)
@@ -263,3 +330,52 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
             'use fallback="native" for the best this device has, or fallback="emulate" for the recipe\'s numerics'
         )
     return plan
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """What runs beside a forward kernel, or the reason why it cannot run."""
+
+    quantizer: str = ""
+    backward: str = ""
+    passed_over: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+
+
+def _phases(kernel: Forward, request: Request) -> _Phases:
+    if reason := kernel.unsupported(request):
+        return _Phases(reason=reason)
+    quantizer = backward = ""
+    passed_over: list[tuple[str, str]] = []
+    if kernel.takes is not None:
+        fitting = [one for one in _quantizers.values() if issubclass(one.makes, kernel.takes)]
+        quantizer, others = _first(fitting, request)
+        if not quantizer:
+            return _Phases(reason=_joined("nothing makes its operands", others))
+        passed_over += others
+    if request.grad:
+        if not isinstance(kernel, TrainingForward):
+            return _Phases(reason="forward only")
+        alike = [one for one in _backwards.values() if one.native == kernel.native]
+        backward, others = _first(alike, request)
+        if not backward:
+            return _Phases(reason=_joined("no kernel computes its gradients", others))
+        passed_over += others
+    return _Phases(quantizer, backward, tuple(passed_over))
+
+
+def _first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
+    """Return the name of the first kernel that serves the request, "" if none does, and those passed over before it."""
+    passed_over: list[tuple[str, str]] = []
+    recipe = get_recipe(request.recipe)
+    for kernel in kernels:
+        reason = kernel.unsupported(request) if kernel.serves(recipe) else "other formats or transforms"
+        if not reason:
+            return kernel.name, passed_over
+        passed_over.append((kernel.name, reason))
+    return "", passed_over
+
+
+def _joined(summary: str, passed_over: list[tuple[str, str]]) -> str:
+    reasons = list(dict.fromkeys(reason for _, reason in passed_over))
+    return f"{summary}: {'; '.join(reasons)}" if reasons else summary

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from . import ops, transforms
+from . import dispatch, ops, transforms
+from .call import BackwardCall, Call, Mask, softmax_scale
+from .layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
+from .operands import Saved
 from .recipe import get_recipe
-from .registry import Fallback, Kernel, KernelUnavailableError, Plan, Request, get_kernel, select
-from .saved import KEY_BLOCK, Lengths, Saved, padded_channels, padded_rows
+from .registry import Fallback, KernelUnavailableError, Request, select
 
 # Tensors of `Lengths` are None, and its numbers 0, for sequences that are not packed.
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
@@ -23,7 +25,7 @@ for _schema in (
     f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? valid, {_LENGTHS}, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"training_attention_backward(Tensor output_gradient, Tensor value, Tensor output, {_SAVED}, Tensor? valid, "
-    f"{_LENGTHS}, int head_dim, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{_LENGTHS}, int head_dim, str kernel, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     "training_lse(Tensor query, Tensor key, Tensor lse, Tensor? valid, float? scale, str recipe) -> Tensor",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
@@ -174,33 +176,6 @@ def _reason(request: Request, fallback: Fallback) -> str:
         return str(error)
 
 
-def _plan(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor | None,
-    lengths: Lengths | None,
-    is_causal: bool,
-    recipe: str,
-    fallback: Fallback,
-    head_dim: int,
-) -> tuple[Plan, Kernel]:
-    """The plan of a call and its kernel; head_dim wins over that of query."""
-    request = replace(_request(query, key, value, valid, is_causal, recipe), head_dim=head_dim)
-    if lengths is not None:
-        sequences = lengths.cu_seqlens_q.shape[0] - 1
-        request = replace(
-            request, packed=True, batch=sequences, q_len=lengths.max_seqlen_q, kv_len=lengths.max_seqlen_k
-        )
-    plan = select(request, fallback)
-    if plan.kernel == "sdpa":
-        raise KernelUnavailableError(
-            f"no kernel computes gradients of recipe {recipe!r} here ({plan.reason}): use exact attention, or "
-            'fallback="emulate" for the recipe\'s numerics'
-        )
-    return plan, get_kernel(plan.kernel)
-
-
 def _lengths(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
@@ -216,19 +191,6 @@ def _lengths(
 def _heads_merge_freely(x: torch.Tensor) -> torch.Tensor:
     """(batch, heads, tokens, channels), laid out as (batch, tokens, heads, channels)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _check_valid(valid: torch.Tensor | None, key: torch.Tensor, lengths: Lengths | None) -> None:
-    if valid is None:
-        return
-    if lengths is not None:
-        raise ValueError("packed sequences have no valid: use seqused_k")
-    if valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] not in (1, key.shape[0]):
-        raise ValueError(f"valid must be bool (batch or 1, kv_len); got {valid.dtype} {tuple(valid.shape)}")
-    if valid.shape[1] != key.shape[2] or valid.device != key.device:
-        raise ValueError(
-            f"valid is {tuple(valid.shape)} on {valid.device}, key {tuple(key.shape)} on {key.device}: one for each key"
-        )
 
 
 def _training_attention(
@@ -247,29 +209,24 @@ def _training_attention(
     recipe: str,
     fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
-    ops.check_tensors(query, key, value, None)
-    ops.check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    dispatch.check_tensors(query, key, value, None)
+    dispatch.check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    dispatch.check_valid(valid, key)
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if lengths is not None and query.shape[0] != 1:
         raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")
-    _check_valid(valid, key, lengths)
-    plan, kernel = _plan(query, key, value, valid, lengths, is_causal, recipe, fallback, query.shape[3])
-    for listener in ops.plan_listeners:
-        listener(plan)
-    assert kernel.run_training is not None
-    # Autocast would round the float32 products of scales and means.
-    with torch.autocast(query.device.type, enabled=False):
-        output, saved = kernel.run_training(
-            query,
-            key,
-            value,
-            lengths=lengths,
-            valid=None if valid is None else valid.contiguous(),
-            is_causal=is_causal,
-            causal_offset=causal_offset,
-            scale=scale,
-            recipe=get_recipe(plan.recipe),
-        )
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(recipe),
+        Mask.of_keys(valid),
+        is_causal,
+        causal_offset,
+        softmax_scale(scale, query.shape[3]),
+        lengths,
+    )
+    output, saved = dispatch.attend_and_save(call, fallback)
     return _heads_merge_freely(output), *(part.contiguous() for part in saved)
 
 
@@ -314,6 +271,7 @@ def _training_attention_backward(
     max_seqlen_k: int,
     seqused_k: torch.Tensor | None,
     head_dim: int,
+    kernel: str,
     is_causal: bool,
     causal_offset: int,
     scale: float | None,
@@ -321,23 +279,24 @@ def _training_attention_backward(
     fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    # The facts that chose the forward's kernel: the output has query's sizes but one, V key's.
-    plan, kernel = _plan(output, value, value, valid, lengths, is_causal, recipe, fallback, head_dim)
-    assert kernel.run_backward is not None
-    with torch.autocast(value.device.type, enabled=False):
-        gradients = kernel.run_backward(
-            output_gradient,
-            value,
-            output,
-            Saved(saved_query, query_scale, saved_key, key_scale, lse),
-            head_dim=head_dim,
-            lengths=lengths,
-            valid=None if valid is None else valid.contiguous(),
-            is_causal=is_causal,
-            causal_offset=causal_offset,
-            scale=scale,
-            recipe=get_recipe(plan.recipe),
-        )
+    call = BackwardCall(
+        output_gradient,
+        value,
+        output,
+        Saved(saved_query, query_scale, saved_key, key_scale, lse),
+        head_dim,
+        get_recipe(recipe),
+        Mask.of_keys(valid),
+        is_causal,
+        causal_offset,
+        softmax_scale(scale, head_dim),
+        lengths,
+    )
+    if not kernel:  # a traced graph, whose sizes are known now: the output has query's but one, V key's
+        forward = Call(output, value, value, call.recipe, call.mask, is_causal, lengths=lengths)
+        request = replace(dispatch.request_of(forward, grad=True), head_dim=head_dim)
+        kernel = dispatch.plan_training(request, fallback).backward
+    gradients = dispatch.backward(call, kernel)
     return tuple(_heads_merge_freely(gradient) for gradient in gradients)
 
 
@@ -366,11 +325,17 @@ def _fake_training_attention_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, _, value, valid, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, *options = inputs
+    query, key, value, valid, *packing, is_causal, causal_offset, scale, recipe, fallback = inputs
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = packing
     ctx.save_for_backward(value, *output, valid, cu_seqlens_q, cu_seqlens_k, seqused_k)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.longest, ctx.head_dim, ctx.options = (max_seqlen_q, max_seqlen_k), query.shape[3], options
+    kernel = ""
+    if type(query) in (torch.Tensor, torch.nn.Parameter):  # no tracer's tensor, whose sizes may change
+        call = Call(query, key, value, get_recipe(recipe), Mask.of_keys(valid), is_causal, lengths=_lengths(*packing))
+        kernel = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback).backward
+    ctx.longest = (max_seqlen_q, max_seqlen_k)
+    ctx.options = (query.shape[3], kernel, is_causal, causal_offset, scale, recipe, fallback)
 
 
 def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
@@ -380,7 +345,7 @@ def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> 
     value, output, *saved, valid, cu_seqlens_q, cu_seqlens_k, seqused_k = ctx.saved_tensors
     lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.longest, seqused_k)
     gradients = torch.ops.sage_kernels.training_attention_backward(
-        output_gradient, value, output, *saved, valid, *lengths, ctx.head_dim, *ctx.options
+        output_gradient, value, output, *saved, valid, *lengths, *ctx.options
     )
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
     return *(gradient if needed else None for gradient, needed in wanted), *rest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels import ops
+from sage_kernels.call import Call
+from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request, get_kernel, select
-
-if TYPE_CHECKING:
-    from sage_kernels.triton.int8_forward import Int8Operands
-    from sage_kernels.triton.sequences import Sequences
+from sage_kernels.registry import Plan, Quantizer, get_forward, get_quantizer, select
 
 E4M3_MAX = 448.0
 
@@ -63,9 +61,23 @@ class Provider:
     prepare: Prepare
 
 
+def _call(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, recipe: str) -> Call:
+    return Call(query, key, value, get_recipe(recipe), is_causal=is_causal, scale=query.shape[-1] ** -0.5)
+
+
+def _plan(call: Call) -> Plan:
+    return select(request_of(call), "error")
+
+
+def _quantizer(name: str) -> Quantizer:
+    quantizer = get_quantizer(name)
+    assert quantizer is not None
+    return quantizer
+
+
 def _ours(recipe: str) -> Prepare:
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
-        plan = select(Request.of(query, key, value, is_causal=is_causal, recipe=recipe), "error")
+        plan = _plan(_call(query, key, value, is_causal, recipe))
         return Prepared(
             lambda: ops.attention(query, key, value, is_causal=is_causal, recipe=recipe, fallback="error")[0],
             plan.kernel,
@@ -75,18 +87,14 @@ def _ours(recipe: str) -> Prepare:
 
 
 def _ours_in_triton(recipe: str) -> Prepare:
-    """Where another kernel is preferred to the portable one: what GPUs without it get, and this one without NVRTC."""
+    """Prepare what GPUs without a kernel of their own get, and this one without NVRTC, where another is preferred."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
-        preferred = select(Request.of(query, key, value, is_causal=is_causal, recipe=recipe), "error").kernel
-        portable = get_kernel("int8_forward")
-        if preferred == portable.name:
+        call = _call(query, key, value, is_causal, recipe)
+        portable, quantizer = get_forward("int8_forward"), _quantizer("int8_quantize")
+        if _plan(call).kernel == portable.name:
             raise RuntimeError(f"{recipe} runs in Triton here as it is")
-        call: dict[str, Any] = {"mask": None, "is_causal": is_causal, "scale": None, "return_lse": False}
-        return Prepared(
-            lambda: portable.run(query, key, value, recipe=get_recipe(recipe), **call)[0],
-            portable.name,
-        )
+        return Prepared(lambda: portable.attend(call, quantizer)[0], portable.name)
 
     return prepare
 
@@ -96,15 +104,15 @@ def _our_int8_kernel(recipe: str) -> Prepare:
         from sage_kernels.cuda import int8_forward as hopper
         from sage_kernels.triton import int8_forward as portable
 
-        plan = select(Request.of(query, key, value, is_causal=is_causal, recipe=recipe), "error")
-        operands, sequences = _int8_operands(query, key, value, recipe)
+        call = _call(query, key, value, is_causal, recipe)
+        plan = _plan(call)
+        operands = _quantizer("int8_quantize").quantize(call)
         output = torch.empty_like(query)
-        call: dict[str, Any] = {"scale": query.shape[-1] ** -0.5, "is_causal": is_causal, "causal_offset": 0}
         if plan.kernel == "int8_forward_hopper":
-            attend = partial(hopper.forward, operands, output, None, key.shape[2], **call)
+            attend = partial(hopper.forward, operands, output, None, call)
         else:
-            call |= {"tiles": None, "capability": torch.cuda.get_device_capability(query.device)}
-            attend = partial(portable.forward, operands, output, None, *sequences, **call)
+            capability = torch.cuda.get_device_capability(query.device)
+            attend = partial(portable.forward, operands, output, None, call, capability)
 
         def run() -> Tensor:
             attend()
@@ -113,16 +121,6 @@ def _our_int8_kernel(recipe: str) -> Prepare:
         return Prepared(run, plan.kernel)
 
     return prepare
-
-
-def _int8_operands(
-    query: Tensor, key: Tensor, value: Tensor, recipe: str
-) -> tuple[Int8Operands, tuple[Sequences, Sequences]]:
-    from sage_kernels.triton.int8_forward import quantize_operands
-    from sage_kernels.triton.sequences import Sequences
-
-    sequences = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    return quantize_operands(query, key, value, get_recipe(recipe), *sequences), sequences
 
 
 def prepare_sdpa(backend: SDPBackend) -> Prepare:
@@ -329,24 +327,20 @@ def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Cal
     Q is read once, K and V are read twice, for their means first, and each operand is written once.
     """
     from sage_kernels.cuda import quantize as hopper
-    from sage_kernels.triton import int8_forward, quantize_nvfp4
-    from sage_kernels.triton.sequences import Sequences
 
     found: dict[str, tuple[Callable[[], object], int]] = {}
-    sequences = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    calls: dict[str, Callable[[], Any]] = {
-        f"operands of {recipe}": partial(module.quantize_operands, query, key, value, get_recipe(recipe), *sequences)
-        for recipe, module in (("sage1", int8_forward), ("sage2", int8_forward), ("sage3", quantize_nvfp4))
-    }
-    for recipe in ("sage1", "sage2"):
-        if select(Request.of(query, key, value, is_causal=False, recipe=recipe)).kernel == "int8_forward_hopper":
-            quantize = partial(hopper.quantize_operands, query, key, value, pv=get_recipe(recipe).pv)
-            calls[f"operands of {recipe}, Hopper"] = quantize
+    calls: dict[str, Callable[[], Any]] = {}
+    for recipe, quantizer in (("sage1", "int8_quantize"), ("sage2", "int8_quantize"), ("sage3", "nvfp4_quantize")):
+        call = _call(query, key, value, False, recipe)
+        calls[f"operands of {recipe}"] = partial(_quantizer(quantizer).quantize, call)
+        preferred = select(request_of(call)).quantizer
+        if recipe != "sage3" and preferred == "int8_quantize_hopper":
+            calls[f"operands of {recipe}, Hopper"] = partial(_quantizer(preferred).quantize, call)
             if recipe == "sage2":  # whose attention kernel may quantise Q
-                calls[f"K and V of {recipe}, Hopper"] = partial(quantize, leaves_query=True)
-    for name, call in calls.items():
-        operands = [x for x in vars(call()).values() if isinstance(x, Tensor)]
+                calls[f"K and V of {recipe}, Hopper"] = partial(hopper.quantize_operands, call, leaves_query=True)
+    for name, quantize in calls.items():
+        operands = [x for x in vars(quantize()).values() if isinstance(x, Tensor)]
         left = any(x is query for x in operands)
         moved = [key, key, value, value, *(x for x in operands if x is not query), *([] if left else [query])]
-        found[name] = call, sum(x.numel() * x.element_size() for x in moved)
+        found[name] = quantize, sum(x.numel() * x.element_size() for x in moved)
     return found

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact, reference
+from sage_kernels import exact
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
 
 LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
 NO_KERNELS = ("reference", "sdpa")

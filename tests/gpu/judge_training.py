@@ -15,10 +15,12 @@ from judge import NO_KERNELS, Error
 
 from sage_hf import record
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
-from sage_kernels import reference_backward, training
+from sage_kernels import training
+from sage_kernels.layout import Lengths, padded_channels, padded_rows
+from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import Request, get_kernel, select
-from sage_kernels.saved import Lengths, Saved, padded_channels, padded_rows
 from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config
 
 TRAINING = [name for name, recipe in RECIPES.items() if recipe.backward is not None]

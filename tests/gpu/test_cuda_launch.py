@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sage_kernels.cuda import compiler, jit
+from sage_kernels.cuda import compiler
+from sage_kernels.cuda import launch as jit
 
 pytestmark = pytest.mark.skipif(bool(jit.why_not()), reason=jit.why_not())
 

@@ -8,9 +8,9 @@ import torch
 from layouts import lay_out
 
 from sage_kernels.cuda import compiler, quantize
+from sage_kernels.layout import Sequences
 from sage_kernels.recipe import RECIPES
 from sage_kernels.triton import int8_forward
-from sage_kernels.triton.sequences import Sequences
 
 pytestmark = [
     pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),

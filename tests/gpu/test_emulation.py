@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact, reference
+from sage_kernels import exact
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
 
 LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
 FORWARD_ONLY = [name for name in LOW_BIT if RECIPES[name].backward is None]

@@ -7,8 +7,9 @@ import torch
 from judge import LOW_BIT, attend, attend_and_name, judge, lse_tolerance
 
 from sage_hf import sage_attention
-from sage_kernels import exact, ops, reference
+from sage_kernels import exact, ops
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
 
 pytestmark = pytest.mark.parametrize("recipe", LOW_BIT)
 

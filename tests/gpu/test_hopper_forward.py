@@ -10,13 +10,13 @@ from random_calls import HEADS as HEAD_COUNTS
 from random_calls import LENGTHS
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact
+from sage_kernels import calls, exact
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda import int8_forward as hopper
+from sage_kernels.layout import Sequences
+from sage_kernels.operands import KeyPadding
 from sage_kernels.recipe import RECIPES
-from sage_kernels.triton import calls, int8_forward
-from sage_kernels.triton.key_padding import KeyPadding
-from sage_kernels.triton.sequences import Sequences
+from sage_kernels.triton import int8_forward
 
 # (batch, q_heads, kv_heads, q_len, kv_len)
 SIZES = (

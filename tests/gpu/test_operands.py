@@ -7,11 +7,12 @@ import torch
 from judge import LOW_BIT
 from layouts import LAYOUTS, lay_out
 
-from sage_kernels import reference
 from sage_kernels.formats import nvfp4
+from sage_kernels.layout import Sequences
 from sage_kernels.recipe import RECIPES
-from sage_kernels.triton import int8_forward, quantize_nvfp4
-from sage_kernels.triton.sequences import Sequences
+from sage_kernels.reference import forward as reference
+from sage_kernels.triton import int8_forward
+from sage_kernels.triton.quantize import nvfp4 as quantize_nvfp4
 
 CASES, CASES_NVFP4 = 40, 8  # an NVFP4 quantiser compiles for seconds
 # Of each 16 tokens of V in 8 bit, and of each 32 tokens of K in NVFP4, the place in memory of token 0, 1, 2 …

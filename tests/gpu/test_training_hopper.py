@@ -10,12 +10,12 @@ from judge_training import Call, Draw, assert_equal, judge_training
 from layouts import LAYOUTS, lay_out
 from test_training_random_requests import GROUPS, KINDS, run
 
-from sage_kernels import reference_backward
+from sage_kernels.language.launch import recording
+from sage_kernels.layout import natural_order, padded_channels
+from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
-from sage_kernels.reference import natural_order
-from sage_kernels.saved import Saved, padded_channels
+from sage_kernels.reference import backward as reference_backward
 from sage_kernels.triton import int8_backward, int8_training
-from sage_kernels.triton.launch import recording
 
 HOPPER = (9, 0)
 RECIPE = RECIPES["sage_bwd"]

@@ -8,7 +8,7 @@ from judge import lse_tolerance
 from judge_training import TRAINING, Call, Draw, of_kernel, of_reference, rows_of_sequences, sequences
 from layouts import LAYOUTS, lay_out
 
-from sage_kernels.saved import KEY_BLOCK, padded_channels, padded_rows
+from sage_kernels.layout import KEY_BLOCK, padded_channels, padded_rows
 
 CASES = 24
 LENGTHS = (1, 15, 63, 64, 127, 128, 129, 300)

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 import sage_hf
 from sage_hf import record, sage_attention
-from sage_kernels import exact, reference
+from sage_kernels import exact
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
 from sage_kernels.registry import KernelUnavailableError
 
 

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from sage_kernels import exact, reference_backward
+from sage_kernels import exact
+from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
-from sage_kernels.saved import Lengths
+from sage_kernels.reference import backward as reference_backward
 from sage_kernels.triton import int8_backward, int8_training
 
 ADA, HOPPER = (8, 9), (9, 0)

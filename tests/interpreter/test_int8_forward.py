@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from sage_kernels import exact, ops, reference
+from sage_kernels import exact, ops
+from sage_kernels.layout import Sequences
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
 from sage_kernels.triton import int8_forward
-from sage_kernels.triton.sequences import Sequences
 
 ADA = (8, 9)
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact, reference
+from sage_kernels import exact
+from sage_kernels.language.launch import recording
+from sage_kernels.layout import Sequences
 from sage_kernels.recipe import get_recipe
+from sage_kernels.reference import forward as reference
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
-from sage_kernels.triton.launch import recording
-from sage_kernels.triton.quantize_nvfp4 import quantize_operands
-from sage_kernels.triton.sequences import Sequences
+from sage_kernels.triton.quantize.nvfp4 import quantize_operands
 
 HOPPER = (9, 0)
 # Without the search for scales, which the forward kernel knows nothing of, and which the interpreter is slow at.

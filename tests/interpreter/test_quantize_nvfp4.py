@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import reference, transforms
+from sage_kernels import transforms
 from sage_kernels.formats import nvfp4
+from sage_kernels.layout import Sequences
+from sage_kernels.operands import NVFP4Operands
 from sage_kernels.recipe import get_recipe
-from sage_kernels.triton.quantize_nvfp4 import NVFP4Operands, quantize_operands
-from sage_kernels.triton.sequences import Sequences
+from sage_kernels.reference import forward as reference
+from sage_kernels.triton.quantize.nvfp4 import quantize_operands
 
 SAGE3 = get_recipe("sage3")
 

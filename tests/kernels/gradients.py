@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sage_kernels import exact
-from sage_kernels import reference_backward as subject
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import backward as subject
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 SHIPPED = [recipe for recipe in RECIPES.values() if recipe.backward is not None]

@@ -3,8 +3,8 @@
 import pytest
 import triton
 
+from sage_kernels.gluon.registration import HOPPER_TRITON, why_not_hopper
 from sage_kernels.triton import int8_backward
-from sage_kernels.triton.int8_backward import HOPPER_TRITON, why_not_hopper
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter runs the plain kernels alone")
 

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from gradients import BWD, CONSISTENT, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names
 
-from sage_kernels import exact, reference, transforms
-from sage_kernels import reference_backward as subject
+from sage_kernels import exact, transforms
 from sage_kernels.formats import fp8, int8
+from sage_kernels.layout import Lengths, padded_channels, padded_rows
+from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES, Backward
-from sage_kernels.saved import Lengths, Saved, padded_channels, padded_rows
+from sage_kernels.reference import backward as subject
+from sage_kernels.reference import forward as reference
 
 # The formulas: nothing is rounded.
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_kernels.cuda import compiler, jit
-from sage_kernels.triton.aot import machine_code
+from sage_kernels.cuda import compiler
+from sage_kernels.cuda import launch as jit
+from sage_kernels.testing.aot import machine_code
 
 pytestmark = pytest.mark.skipif(bool(compiler._missing()), reason=compiler._missing())
 

@@ -14,12 +14,13 @@ import torch
 import triton
 
 import sage_kernels.ops  # noqa: F401 - registers the kernels
+from sage_kernels.language.launch import Launch, recording
+from sage_kernels.layout import padded_channels
+from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Request, get_kernel
-from sage_kernels.saved import Saved, padded_channels
+from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
 from sage_kernels.triton import int8_backward, int8_forward, int8_training, nvfp4_forward
-from sage_kernels.triton.aot import Instructions, MachineCode, compile_launch, machine_code
-from sage_kernels.triton.launch import Launch, recording
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from sage_kernels import exact, ops, reference
+from sage_kernels import exact, ops
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
 
 
 def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from sage_kernels import exact, reference, transforms
+from sage_kernels import exact, transforms
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.recipe import RECIPES, Backward, Recipe, get_recipe
+from sage_kernels.reference import forward as reference
 
 
 def draw(tokens=256, head_dim=64):

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_kernels import exact, reference, transforms
+from sage_kernels import exact, transforms
 from sage_kernels.recipe import RECIPES, Recipe
+from sage_kernels.reference import forward as reference
 
 LOW_BIT = [recipe for recipe in RECIPES.values() if recipe.qk != "exact"]
 # Formats and transforms in all combinations that could interfere, with P in 16 bit so that the bound is tight.

@@ -10,8 +10,8 @@ import torch
 from gradients import BWD, BWD_INT8, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names, relative_l1
 
 from sage_kernels import exact
-from sage_kernels import reference_backward as subject
-from sage_kernels.saved import Lengths
+from sage_kernels.layout import Lengths
+from sage_kernels.reference import backward as subject
 
 
 @names

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sage_kernels import exact, ops, reference_backward, registry, training
+from sage_kernels import exact, ops, registry, training
+from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import Kernel, KernelUnavailableError
-from sage_kernels.saved import Lengths
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 NOTHING_PACKED = (None, None, 0, 0, None)

@@ -28,7 +28,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent
+SOURCES = Path(__file__).parent / "src"
+HEADERS = Path(__file__).parent / "include"
 FLAGS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 OLDEST_DRIVER = 12040  # the first that tells the sizes of a kernel's parameters; as cuDriverGetVersion counts
 
@@ -75,7 +76,7 @@ def compile(source: str, macros: Mapping[str, int | str], arch: str = "sm_90a") 
     Of all threads and processes that want the same, one compiles and the others wait.
 
     Args:
-        source: the file's name. It may `#include "x.cuh"` of the folder; there are no other headers.
+        source: the file's name. It may `#include "x.cuh"` of `include/`; there are no other headers.
         macros: values by name, as `#define` gives them.
         arch: the GPU's architecture, as ptxas names it.
 
@@ -134,12 +135,12 @@ class _Program:
 
     @classmethod
     def read(cls, source: str, macros: Mapping[str, int | str], arch: str) -> _Program:
-        texts = {source: (FOLDER / source).read_text(encoding="utf-8")}
+        texts = {source: (SOURCES / source).read_text(encoding="utf-8")}
         unread = [source]
         while unread:
             for name in _INCLUDE.findall(texts[unread.pop()]):
-                if name not in texts and (FOLDER / name).is_file():
-                    texts[name] = (FOLDER / name).read_text(encoding="utf-8")
+                if name not in texts and (HEADERS / name).is_file():
+                    texts[name] = (HEADERS / name).read_text(encoding="utf-8")
                     unread.append(name)
         text = texts.pop(source)
         # A bool is a number to the preprocessor, which takes the word True for 0.

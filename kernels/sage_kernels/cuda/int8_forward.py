@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from ..exact import key_mask
-from ..recipe import Recipe
-from ..saved import Saved
-from ..triton import calls, int8_forward, int8_training
-from ..triton.int8_forward import PV_OF_DTYPE, Int8Operands
-from ..triton.key_padding import KeyPadding
-from ..triton.mask_tiles import MaskTiles
-from ..triton.sequences import Sequences, ceil_div
-from . import jit, quantize
+from ..call import Call
+from ..layout import ceil_div
+from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..registry import Quantizer
+from ..saving import saving
+from . import quantize
+from .launch import Argument, launch, tensor_map
 
 SOURCE = "int8_forward.cu"
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
@@ -24,11 +21,11 @@ L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blo
 
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
-LONG = 8192  # keys
-# Keys from which on, up to LONG, Q's quantisation hides behind them in the kernel of `sage2` (end to end, 4×32×4096×64:
-# 508 against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610). With P·V in float16 and 64 channels
-# the compiler has too few registers for it, and waits for each matrix product.
-MEDIUM = 2048
+LONG_KV_LEN = 8192  # keys
+# Keys from which on, up to LONG_KV_LEN, Q's quantisation hides behind them in the kernel of `sage2` (end to end,
+# 4×32×4096×64: 508 against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610). With P·V in float16 and
+# 64 channels the compiler has too few registers for it, and waits for each matrix product.
+MEDIUM_KV_LEN = 2048
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,10 @@ class Config:
     """Of heads with `head_dim` channels, 64 or 128, blocks of two or three warpgroups that attend to 64 rows each, and
     P·V in e4m3 ("fp8") or float16 ("fp16"). `padded`: keys may not exist.
 
-    With 128 channels two are faster up to `LONG` keys (4×32×4096: 899 against 863 TFLOP/s), then three (2×32×16384: 954
-    against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels three are (631
-    against 557; in float16 2×32×8192: 550, 509). 96 keys a tile is as many as a thread's 160 registers hold when there
-    are three, beside 128 channels or float16 weights.
+    With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
+    (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
+    three are (631 against 557; in float16 2×32×8192: 550, 509). 96 keys a tile is as many as a thread's 160 registers
+    hold when there are three, beside 128 channels or float16 weights.
     """
 
     head_dim: int
@@ -51,7 +48,7 @@ class Config:
     def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool) -> Config:
         """The fastest one."""
         if head_dim == 128:
-            return cls(head_dim, 2 if padded or pv == "fp16" or is_causal or kv_len < LONG else 3, pv, padded)
+            return cls(head_dim, 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3, pv, padded)
         return cls(head_dim, 2 if padded and pv == "fp16" else 3, pv, padded)
 
     @property
@@ -88,136 +85,71 @@ class Config:
         }
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    recipe: Recipe,
-    **call: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ops.attention` of `sage1` or `sage2`; arguments as of `triton.int8_forward.attention`.
+def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (output, lse or None) of a call that `registration.HopperForward` serves.
 
-    Without the LSE, rows of `sage2` are divided by the sums of their weights in e4m3, else by sums in float32.
-
-    Args:
-        mask: None, or one that only says which keys exist.
+    Without the LSE, rows of P in e4m3 are divided by the sums of their rounded weights, else by sums in float32.
     """
-    attend = partial(_attend, recipe=recipe, valid=key_mask(mask, key.shape[2]))
-    return calls.attention(attend, (0, 0), query, key, value, mask=None, **call)
+    output, lse = call.new_outputs()
+    if not call.is_empty:
+        _quantize_and_attend(call.for_kernel(), quantizer, output, lse)
+    return output, lse
 
 
-def training_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
-) -> tuple[torch.Tensor, Saved]:
-    """`int8_training.training_attention` of a recipe with P·V in float16, without lengths."""
-    return int8_training.training_attention(
-        query, key, value, **call, quantize=_quantize_operands, attend=_attend_operands
-    )
+def attend_and_save(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, Saved]:
+    """Return the output, 0 in rows without a key, and what its gradients need."""
+    return saving(call, partial(_quantize_and_attend, quantizer=quantizer))
 
 
-def _quantize_operands(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    valid: torch.Tensor | None = None,
-    return_lse: bool = False,
+def _quantize_and_attend(
+    call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
-    """As `triton.int8_forward.quantize_operands`, which takes what `quantize` does not serve."""
-    if valid is None and quantize.serves(query, key, value):
-        return quantize.quantize_operands(query, key, value, pv=recipe.pv, return_lse=return_lse)
-    return int8_forward.quantize_operands(
-        query, key, value, recipe, q_sequences, kv_sequences, valid, return_lse=return_lse
-    )
-
-
-def _attend_operands(
-    operands: Int8Operands,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    *,
-    tiles: MaskTiles | None,
-    padding: KeyPadding | None,
-    capability: tuple[int, int],
-    **call: Any,
-) -> None:
-    forward(operands, output, lse, kv_sequences.tokens, padding=padding, **call)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    *,
-    tiles: MaskTiles | None,
-    recipe: Recipe,
-    valid: torch.Tensor | None,
-    is_causal: bool,
-    **call: Any,
-) -> None:
-    padding = None if valid is None else KeyPadding.of(valid)
-    plain = recipe.pv == "fp8" and padding is None and lse is None and not is_causal
-    if plain and MEDIUM <= key.shape[2] < LONG and quantize.serves(query, key, value):
-        operands = quantize.quantize_operands(query, key, value, pv=recipe.pv, leaves_query=True)
+    padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
+    plain = call.recipe.pv == "fp8" and padding is None and lse is None and not call.is_causal
+    if plain and quantizer.name == "int8_quantize_hopper" and MEDIUM_KV_LEN <= call.kv_len < LONG_KV_LEN:
+        operands = quantize.quantize_operands(call, leaves_query=True)
     else:
-        mask = None if padding is None else padding.valid
-        operands = _quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, mask, lse is not None)
-    forward(operands, output, lse, kv_sequences.tokens, is_causal=is_causal, padding=padding, **call)
+        operands = quantizer.quantize(call, None if padding is None else padding.valid)
+    forward(operands, output, lse, call, padding)
+    return operands
 
 
 def forward(
     operands: Int8Operands,
     output: torch.Tensor,
     lse: torch.Tensor | None,
-    kv_len: int,
-    *,
-    scale: float,
-    is_causal: bool,
-    causal_offset: int,
+    call: Call,
     padding: KeyPadding | None = None,
 ) -> None:
-    """Attention of quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
+    """Attend to quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
     Args:
-        operands: of `sage1` or `sage2`, with 64 or 128 channels in Q, K and V; Q may be as `quantize` leaves it, where
-            there is neither an LSE nor padding, and the stream's last kernel has not written it.
+        operands: with 64 or 128 channels in Q, K and V; Q may be as `quantize` leaves it, where there is neither an LSE
+            nor padding, and the stream's last kernel has not written it.
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides multiples
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
-        kv_len: keys.
-        scale, is_causal, causal_offset: see `ops.attention`.
+        call: one of `Call.for_kernel`.
         padding: which keys exist; None: all.
 
     Raises:
-        CompileError: see `jit.launch`.
+        CompileError: see `launch.launch`.
     """
+    kv_len, is_causal = call.kv_len, call.is_causal
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
     config = Config.of(channels, PV_OF_DTYPE[operands.value.dtype], kv_len, is_causal, padding is not None)
     if config.pv == "fp16":
-        value = jit.tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, 64), 128)
+        value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, 64), 128)
     else:
         width = 128 if config.block_n % 128 == 0 else 32  # keys of V that lie side by side in shared memory
-        value = jit.tensor_map(operands.value.view(-1, kv_rows), (channels, width), width)
+        value = tensor_map(operands.value.view(-1, kv_rows), (channels, width), width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, query = output.device, operands.query
     leaves_query = query.dtype != torch.int8
-    queries: jit.Argument
-    if leaves_query:
-        queries = quantize.tokens(query)
-    else:
-        queries = jit.tensor_map(query.view(-1, channels), (64, channels), channels)
-    jit.launch(
+    of_codes = None if leaves_query else tensor_map(query.view(-1, channels), (64, channels), channels)
+    queries: Argument = of_codes or quantize.tokens(query)
+    launch(
         SOURCE,
         "int8_forward",
         config.macros(is_causal, lse is not None, output.dtype, leaves_query),
@@ -226,9 +158,9 @@ def forward(
         config.shared_bytes,
         (
             queries,
-            jit.tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
+            tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
             value,
-            jit.tensor_map(output, (1, 1, 64, 64), 128),
+            tensor_map(output, (1, 1, 64, 64), 128),
             (
                 operands.query_scale,
                 operands.key_scale,
@@ -245,11 +177,11 @@ def forward(
                 kv_len,
                 query.shape[2],
                 kv_rows,
-                causal_offset,
+                call.causal_offset,
                 max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
                 *((0, 0) if padding is None else padding.strides),
                 query.shape[3],
-                float(scale),
+                float(call.scale),
             ),
         ),
         device,

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..triton.int8_forward import Int8Operands
-from ..triton.quantize_v import DTYPES
-from ..triton.sequences import BLOCK, ceil_div, power_of_two
-from . import jit
-from .registration import CHANNELS
+from ..call import Call
+from ..layout import BLOCK, ceil_div, power_of_two
+from ..operands import VALUE_DTYPES, Int8Operands
+from .launch import Int64, Scalar, launch
 
 SOURCE = "quantize.cu"
 SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
-LINES = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
-ALIGNED = 8  # elements: 16 bytes
+STATISTIC_ROWS = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
 # Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
-EARLY = 512
-
-
-def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `quantize_operands` takes these.
-
-    It does so if they are of one dtype, float16 or bfloat16, with head_dim and v_head_dim multiples of 8, both 33 to 64
-    or both 65 to 128, their channels contiguous, and their addresses and other strides multiples of 16 bytes.
-    """
-    channels = power_of_two(query.shape[-1])
-    return (
-        query.dtype == key.dtype == value.dtype
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and channels in CHANNELS
-        and channels == power_of_two(value.shape[-1])
-        and all(_is_aligned(x) for x in (query, key, value))
-    )
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    batch, heads, tokens, channels = x.stride()
-    return channels == 1 and (batch | heads | tokens | x.shape[-1]) % ALIGNED == 0 and x.data_ptr() % 16 == 0
+LEADING_QUERY_BLOCKS = 512
 
 
 def macros(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> dict[str, int]:
@@ -49,37 +26,27 @@ def macros(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> dict
     }
 
 
-def tokens(x: torch.Tensor) -> tuple[jit.Scalar, ...]:
+def tokens(x: torch.Tensor) -> tuple[Scalar, ...]:
     """Q, K or V as the kernels read it in 16 bits: tokens.cuh's Tokens."""
-    return x, *(jit.Int64(stride) for stride in x.stride()[:3])
+    return x, *(Int64(stride) for stride in x.stride()[:3])
 
 
-def quantize_operands(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    pv: str,
-    return_lse: bool = False,
-    leaves_query: bool = False,
-) -> Int8Operands:
-    """Transform and quantise Q, K, V as `reference.quantize_operands` does by `sage2`, `sage1` or `sage_bwd`.
+def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands:
+    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does by `sage2`, `sage1` or `sage_bwd`.
+
+    The kernel that writes the operands lets the stream's next one start early.
 
     Args:
-        query: (batch, q_heads, q_len, head_dim); it and the others are such as `serves` accepts.
-        key: (batch, kv_heads, kv_len, head_dim).
-        value: (batch, kv_heads, kv_len, v_head_dim).
-        pv: "fp8" or "fp16", the recipe's.
-        return_lse: the operands have a mean_score.
-        leaves_query: Q is among them as it is, with an empty scale, and `int8_forward` quantises it; not with
-            return_lse.
-
-    Returns:
-        As `triton.int8_forward.quantize_operands`. The kernel that writes them lets the stream's next one start early.
+        call: one that `registration.HopperQuantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
+            v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
+            other strides multiples of 16 bytes.
+        leaves_query: Q is among the operands as it is, with an empty scale, and `int8_forward` quantises it; not where
+            the LSE is wanted.
 
     Raises:
-        CompileError: see `jit.launch`.
+        CompileError: see `launch.launch`.
     """
+    query, key, value, pv, return_lse = call.query, call.key, call.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
     channels, pairs = power_of_two(head_dim), batch * kv_heads
@@ -89,14 +56,14 @@ def quantize_operands(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
 
-    lines = new(batch, kv_heads, LINES + 2 * blocks, channels)
+    lines = new(batch, kv_heads, STATISTIC_ROWS + 2 * blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     operands = Int8Operands(
         query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
         new(0) if leaves_query else new(*q_shape),
         new(*kv_shape, channels, dtype=torch.int8),
         new(batch, kv_heads, blocks * 2, 4, dtype=torch.bfloat16),
-        new(batch, kv_heads, *value_shape, dtype=DTYPES[pv]),
+        new(batch, kv_heads, *value_shape, dtype=VALUE_DTYPES[pv]),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
@@ -109,8 +76,8 @@ def quantize_operands(
     constants = macros(channels, query.dtype, pv, return_lse)
     of_query = 0 if leaves_query else q_blocks * 2 * batch * q_heads
     of_key_and_value = pairs * blocks * (2 + (2 if pv == "fp16" else channels // 64))
-    early = 0 if return_lse else min(EARLY, of_query)
-    jit.launch(
+    early = 0 if return_lse else min(LEADING_QUERY_BLOCKS, of_query)
+    launch(
         SOURCE,
         "statistics",
         constants,
@@ -120,7 +87,7 @@ def quantize_operands(
         (*inputs[1:], statistics),
         query.device,
     )
-    jit.launch(
+    launch(
         SOURCE,
         "quantize",
         constants,

@@ -3,63 +3,105 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 
-from ..registry import Kernel, Request, register
-from ..saved import Saved
-from ..triton import registration as triton
-from ..triton.sequences import BLOCK, ceil_div, power_of_two
+from ..call import Call
+from ..layout import BLOCK, ceil_div, power_of_two
+from ..operands import Int8Operands, KeyPadding, Saved
+from ..recipe import Recipe
+from ..registry import Quantizer, Request, register_forward, register_quantizer
 from . import compiler
+from .layout import CHANNELS
 
 CAPABILITY = (9, 0)
-CHANNELS = (64, 128)  # of Q, K and V in the operands
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 
 
-def register_all() -> None:
+class HopperQuantizer:
+    """`cuda.quantize`."""
+
+    name = "int8_quantize_hopper"
+    native = True
+    makes = Int8Operands
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without."""
+        values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
+        return _serves(recipe) and values and recipe.smooth_k
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if reason := _unsupported(request):
+            return reason
+        if request.mask != "none":
+            return "no masks"
+        return "" if request.aligned else "addresses and strides of Q, K and V must be multiples of 16 bytes"
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
+        """Quantise; see `quantize.quantize_operands`."""
+        return import_module(".quantize", __package__).quantize_operands(call)
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Refuse: a request with a mask is not served."""
+        raise ValueError(f"{self.name} reads no masks")
+
+
+class HopperForward:
+    """`cuda.int8_forward`."""
+
+    name = "int8_forward_hopper"
+    native = True
+    takes = Int8Operands
+    packs = False
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16 or e4m3."""
+        return _serves(recipe)
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if reason := _unsupported(request):
+            return reason
+        if request.mask not in ("none", "keys"):
+            return "no masks but those of keys"
+        if request.v_head_dim % 8:
+            return "head_dim of V must be a multiple of 8"
+        rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
+        channels = power_of_two(request.head_dim)
+        if request.batch * request.q_heads * max(rows, channels) >= MAX_COORDINATE:
+            return "more than 2³¹ rows of Q, or of K for each head of Q"
+        return ""
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend; see `int8_forward.attend`."""
+        return import_module(".int8_forward", __package__).attend(call, quantizer)
+
+    def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
+        """Attend and keep what gradients need; see `int8_forward.attend_and_save`."""
+        return import_module(".int8_forward", __package__).attend_and_save(call, quantizer)
+
+
+def register_kernels() -> None:
     """Register the kernels; they are preferred to those registered later."""
-    recipes = frozenset(["sage1", "sage2", "sage_bwd"])
-    register(
-        Kernel(
-            "int8_forward_hopper",
-            recipes,
-            True,
-            _unsupported,
-            _run,
-            run_training=_run_training,
-            run_backward=triton.run_int8_backward,
-        )
-    )
+    register_quantizer(HopperQuantizer())
+    register_forward(HopperForward())
+
+
+def _serves(recipe: Recipe) -> bool:
+    formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
+    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
 
 
 def _unsupported(request: Request) -> str:
+    """Return which limit that both kernels share the request exceeds, or ""."""
     if request.device_type != "cuda" or request.capability != CAPABILITY or torch.version.hip is not None:
         return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
-    if triton.triton_version() is None:
-        return "Triton, whose kernels quantise, is not installed"
     if request.dtype not in (torch.float16, torch.bfloat16):
         return "dtype must be one of float16, bfloat16"
-    if request.mask not in ("none", "keys"):
-        return "no masks but those of keys"
     if request.packed:
         return "no packed sequences"
     channels = power_of_two(request.head_dim)
     if channels not in CHANNELS or channels != power_of_two(request.v_head_dim):
         return "head_dim of Q and V must both be 33 to 64, or both 65 to 128"
-    if request.v_head_dim % 8:
-        return "head_dim of V must be a multiple of 8"
-    rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
-    if request.batch * request.q_heads * max(rows, channels) >= MAX_COORDINATE:
-        return "more than 2³¹ rows of Q, or of K for each head of Q"
     return compiler.why_not()
-
-
-def _run(query: torch.Tensor, *inputs: torch.Tensor, **call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return import_module(".int8_forward", __package__).attention(query, *inputs, **call)
-
-
-def _run_training(query: torch.Tensor, *inputs: torch.Tensor, **call: Any) -> tuple[torch.Tensor, Saved]:
-    run = import_module(".int8_forward", __package__).training_attention
-    return run(query, *inputs, **call, capability=torch.cuda.get_device_capability(query.device))

@@ -7,22 +7,13 @@ What a key that does not exist would do stays in the row of dK and dV that is it
 import triton
 import triton.language as tl
 
+from ..language.launch import UNSPECIALIZED
+from ..language.padding import key_exists
+from ..language.scores import LOG2E
+from ..language.sequences import operand_row, sequence_range
+from ..language.tiles import load_key, load_key_scale, load_value, opaque
+from ..language.weights import weights_of_keys
 from .byte_rows import FULL, byte_rows, largest
-from .key_padding import key_exists
-from .launch import UNSPECIALIZED
-from .operand_tiles import forgotten, load_key, load_key_scale, load_value
-from .scores import LOG2E
-from .sequences import operand_row, sequence_range
-
-
-@triton.jit
-def weights_of_keys(s, k_scale, q_scale, lse):
-    """P (keys, queries) of INT8 scores; k_scale is (blocks of 64 keys, 4 threads), q_scale and lse are (queries,)."""
-    BLOCKS: tl.constexpr = k_scale.shape[0]
-    by_thread = tl.reshape(s, (BLOCKS, s.shape[0] // 8 // BLOCKS, 4, 2, s.shape[1])).to(tl.float32)
-    scale = k_scale[:, :, None] * q_scale[None, None, :]
-    x = by_thread * scale[:, None, :, None, :] - lse[None, None, None, None, :]
-    return tl.reshape(tl.exp2(x), (s.shape[0], s.shape[1]))
 
 
 @triton.jit
@@ -202,7 +193,7 @@ def int8_backward_key(
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                 )  # fmt: skip
 
-        column, token, inside, attended = keys_of(forgotten(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
+        column, token, inside, attended = keys_of(opaque(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token

@@ -3,23 +3,14 @@
 import triton
 import triton.language as tl
 
+from ..language.int8 import round_to_byte
+from ..language.launch import UNSPECIALIZED
+from ..language.padding import key_exists, key_tiles
+from ..language.scores import LOG2E
+from ..language.sequences import operand_row, sequence_range
+from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
+from ..language.weights import weights_of_queries
 from .byte_rows import FULL, codes_per_unit, largest
-from .key_padding import key_exists, key_tiles
-from .launch import UNSPECIALIZED
-from .operand_tiles import as_operand, forgotten, load_key, load_key_scale, load_value
-from .quantize_int8 import round_to_byte
-from .scores import LOG2E
-from .sequences import operand_row, sequence_range
-
-
-@triton.jit
-def weights_of_queries(s, q_scale, k_scale, lse):
-    """P (queries, keys) of INT8 scores; q_scale and lse are (queries,), k_scale is (blocks of 64 keys, 4 threads)."""
-    BLOCKS: tl.constexpr = k_scale.shape[0]
-    by_thread = tl.reshape(s, (s.shape[0], BLOCKS, s.shape[1] // 8 // BLOCKS, 4, 2)).to(tl.float32)
-    scale = q_scale[:, None, None] * k_scale[None, :, :]
-    p = tl.exp2(by_thread * scale[:, :, None, :, None] - lse[:, None, None, None, None])
-    return tl.reshape(p, (s.shape[0], s.shape[1]))
 
 
 @triton.jit
@@ -174,7 +165,7 @@ def int8_backward_query(
                 BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
             )  # fmt: skip
 
-        index = forgotten(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+        index = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         token = (q_start + index).to(tl.int64)
         into = query_gradient + batch * stride_batch + head * stride_head + token[:, None] * stride_token
         into += channel[None, :] * stride_channel

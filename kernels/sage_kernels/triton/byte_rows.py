@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 
 from ..formats.int8 import INT8_MAX
-from .formats import max_or_nan
-from .operand_tiles import as_operand
-from .quantize_int8 import INTERPRETED, magnitude, round_to_byte
+from ..language.formats import max_or_nan
+from ..language.int8 import magnitude, round_to_byte
+from ..language.launch import INTERPRETED
+from ..language.tiles import as_operand
 
 FULL = tl.constexpr(INT8_MAX)
 # Rows whose largest element lies below become zeros: the reciprocal would not be finite.

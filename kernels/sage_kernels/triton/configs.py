@@ -101,13 +101,3 @@ def int8_backward_query_config(capability: tuple[int, int], head_dim: int, int8:
     if capability[0] == 9:
         return Config(64, 64, 4, 2, 128 if head_dim <= 64 else None if int8 else 168)
     return Config(128, 64, 8, 2)
-
-
-# Of `hopper_backward_key` and `hopper_backward_query`, which hold two warpgroups' 64 keys or rows each; num_warps are
-# those of a warpgroup. Measured on an H200 at 64 heads × 8,192 tokens, causal ones in brackets: dK and dV at head_dim
-# 128 in 5.41 ms (3.01) with 2 stages, 5.65 (3.20) with 3, 5.69 (3.07) with 4, and 5.98 (3.26) by the plain kernel; at
-# head_dim 64 in 3.87 (2.02) with 2, 3.85 (2.01) with 4, and 3.91 (2.06) by the plain kernel. dQ at head_dim 128 in 3.69
-# with 4 stages, 3.99 with 3, and 5.17 by the plain kernel; at head_dim 64 in 2.64 (1.41) with 4, 2.76 (1.54) with 3,
-# 2.66 (1.61) with 5, and 2.78 (1.48) by the plain kernel.
-HOPPER_BACKWARD_KEY = Config(64, 128, 4, 2)
-HOPPER_BACKWARD_QUERY = Config(128, 64, 4, 4)

@@ -6,21 +6,21 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import UNSPECIALIZED, launch
+from ..call import Call
+from ..language.launch import UNSPECIALIZED, launch, strides
+from ..language.sequences import operand_row, sequence_range
+from ..language.tokens import load_tokens
+from ..layout import BLOCK, batch_strides, ceil_div, stride_of
+from ..operands import NVFP4Operands
 from .mask_tiles import MaskTiles
-from .quantize_nvfp4 import NVFP4Operands
-from .sequences import BLOCK, Sequences, ceil_div, operand_row, sequence_range, stride_of
-from .statistics import load_tokens
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
 
 def delta_scores(
     operands: NVFP4Operands,
-    key: torch.Tensor,
+    call: Call,
     tiles: MaskTiles | None,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
     first_sequence: int,
     first_block: int,
     delta: torch.Tensor,
@@ -32,6 +32,7 @@ def delta_scores(
             tensor scales of Q and K, keys in the order of the operands' rows: what the accumulators start from.
     """
     assert operands.query_mean is not None
+    key, (q_sequences, kv_sequences) = call.key, call.token_axes
     key_mean = operands.statistics.key_mean
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
@@ -40,30 +41,29 @@ def delta_scores(
     launch(
         delta_scores_of_means,
         (ceil_div(columns, keys), ceil_div(blocks, 16), min(sequences, key_mean.shape[0] - first_sequence) * q_heads),
-        operands.query_mean,
-        operands.query_tensor_scale,
-        key,
-        key_mean,
-        operands.key_tensor_scale,
-        delta,
-        valid,
-        q_sequences.ranges,
-        kv_sequences.ranges,
-        q_sequences.tokens,
-        kv_sequences.tokens,
-        q_sequences.rows // BLOCK,
-        kv_sequences.rows // BLOCK,
-        columns,
-        blocks,
-        first_sequence,
-        first_block,
-        q_heads,
-        q_heads // key_mean.shape[1],
-        key_mean.shape[2],
-        key.shape[3],
-        0 if kv_sequences.packed else key.stride(0),
-        *key.stride()[1:],
-        stride_of(valid),
+        query_mean=operands.query_mean,
+        query_tensor_scale=operands.query_tensor_scale,
+        key=key,
+        key_mean=key_mean,
+        key_tensor_scale=operands.key_tensor_scale,
+        delta=delta,
+        valid=valid,
+        q_ranges=q_sequences.ranges,
+        kv_ranges=kv_sequences.ranges,
+        q_len=q_sequences.tokens,
+        kv_len=kv_sequences.tokens,
+        q_blocks=q_sequences.rows // BLOCK,
+        kv_blocks=kv_sequences.rows // BLOCK,
+        columns=columns,
+        blocks=blocks,
+        first_sequence=first_sequence,
+        first_block=first_block,
+        q_heads=q_heads,
+        group=q_heads // key_mean.shape[1],
+        key_mean_channels=key_mean.shape[2],
+        channels=key.shape[3],
+        **strides("", batch_strides(key, kv_sequences)),
+        valid_stride=stride_of(valid),
         CHANNELS=channels,
         BLOCK_N=keys,
         HAS_VALID=valid is not None,

@@ -2,170 +2,101 @@
 (`sage_bwd_int8`).
 
 A tile of scores comes out of the matrix units as integers. A thread needs one scale of K for each 64 keys
-(`reference.thread_order`), so its maxima are taken of integers, and scaling is one multiplication of the maximum and
-part of the exponent's fused multiply-add. In 8 bit, P goes from the one product's registers into the other's: V's
-tokens lie in the order that takes (`quantize_v`). Each tile's P·V is then a sum of its own that is added in float32:
+(`layout.thread_order`), so its maxima are taken of integers, and scaling is one multiplication of the maximum and part
+of the exponent's fused multiply-add. In 8 bit, P goes from the one product's registers into the other's: V's tokens lie
+in the order that takes (`operands.Int8Operands`). Each tile's P·V is then a sum of its own that is added in float32:
 the e4m3 matrix instructions of Hopper keep fewer bits than that, and INT8 has a scale per row and tile.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..call import Call
 from ..formats.int8 import INT8_MAX
-from ..recipe import Recipe
-from ..reference import P_SCALE
-from . import calls
+from ..formats.weights import P_SCALE
+from ..language.int8 import round_to_byte
+from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from ..language.padding import key_tiles
+from ..language.scores import LN2, LOG2E, base_2, store_clamped
+from ..language.sequences import operand_row, sequence_range
+from ..language.tiles import as_operand, load_key, load_key_scale, load_value
+from ..layout import batch_strides, ceil_div, power_of_two
+from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..registry import Quantizer
+from ..saving import saving
 from .configs import int8_forward_config
-from .key_padding import KeyPadding, key_tiles
-from .launch import UNSPECIALIZED, launch
-from .mask_tiles import MaskTiles
-from .operand_tiles import as_operand, load_key, load_key_scale, load_value
-from .quantize_int8 import quantize_key, quantize_query, round_to_byte
-from .quantize_v import DTYPES, quantize_value
-from .scores import LN2, LOG2E, base_2, store_clamped
-from .sequences import Sequences, ceil_div, operand_row, power_of_two, sequence_range
-from .statistics import token_statistics
+from .mask_tiles import MaskTiles, mask_tiles
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["fp8"]))
-PV_OF_DTYPE = {dtype: pv for pv, dtype in DTYPES.items()}
 INT8_MAX_LOG2 = tl.constexpr(math.log2(INT8_MAX))
 MARGIN = tl.constexpr(2.0**-22)
 
 
-@dataclass(frozen=True)
-class Int8Operands:
-    """Q, K and V as `int8_forward` reads them; shapes in `quantize_int8` and `quantize_v`.
-
-    Attributes:
-        query, query_scale, key, key_scale, value, value_scale: codes and their scales.
-        value_mean: float32 (batch, kv_heads, channels), added to the output.
-        mean_score: float32 (operand batch, q_heads, rows), Q's products with K's mean, which the LSE gets; or None.
-    """
-
-    query: torch.Tensor
-    query_scale: torch.Tensor
-    key: torch.Tensor
-    key_scale: torch.Tensor
-    value: torch.Tensor
-    value_scale: torch.Tensor
-    value_mean: torch.Tensor
-    mean_score: torch.Tensor | None
+def attend(call: Call, quantizer: Quantizer, capability: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (output, lse or None) of a call with Q and K in INT8; the GPU's capability chooses the tile."""
+    output, lse = call.new_outputs()
+    if not call.is_empty:
+        _quantize_and_attend(call.for_kernel(), quantizer, output, lse, capability)
+    return output, lse
 
 
-def quantize_operands(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    valid: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> Int8Operands:
-    """Transform and quantise Q, K, V as `reference.quantize_operands` does; arguments as in `quantize_int8`."""
-    statistics = token_statistics(key, value, recipe, kv_sequences, valid)
-    batch = statistics.key_mean.shape[0]
-    codes, scale, mean_score = quantize_query(query, q_sequences, batch, statistics if return_lse else None)
-    return Int8Operands(
-        codes,
-        scale,
-        *quantize_key(key, kv_sequences, batch, statistics, valid),
-        *quantize_value(value, kv_sequences, batch, statistics, valid, recipe.pv),
-        statistics.value_mean,
-        mean_score,
-    )
+def attend_and_save(call: Call, quantizer: Quantizer, capability: tuple[int, int]) -> tuple[torch.Tensor, Saved]:
+    """Return the output, 0 in rows without a key, and what its gradients need."""
+    return saving(call, partial(_quantize_and_attend, quantizer=quantizer, capability=capability))
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    recipe: Recipe,
-    capability: tuple[int, int],
-    **call: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ops.attention` of an INT8 recipe.
-
-    Args:
-        query, key, value: as there.
-        recipe: one with Q and K in INT8.
-        capability: the GPU's; it chooses the tile.
-        call: mask, is_causal, causal_offset, scale and return_lse, as there.
-
-    Returns:
-        (output, lse or None), as there.
-    """
-    channels = power_of_two(max(query.shape[-1], value.shape[-1]))
-    config = int8_forward_config(capability, channels, recipe.pv, masked=True)
-    attend = partial(_attend, recipe=recipe, capability=capability)
-    return calls.attention(attend, (config.block_m, config.block_n), query, key, value, **call)
-
-
-def packed_attention(
-    *sequences: Any,
-    recipe: Recipe,
-    capability: tuple[int, int],
-    **call: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`calls.packed_attention` of an INT8 recipe: its arguments besides `attend`, and those of `attention`."""
-    return calls.packed_attention(partial(_attend, recipe=recipe, capability=capability), *sequences, **call)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def _quantize_and_attend(
+    call: Call,
+    quantizer: Quantizer,
     output: torch.Tensor,
     lse: torch.Tensor | None,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    *,
-    tiles: MaskTiles | None,
-    recipe: Recipe,
-    **call: Any,
-) -> None:
-    valid = None if tiles is None else tiles.valid
-    operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, valid, lse is not None)
-    forward(operands, output, lse, q_sequences, kv_sequences, tiles=tiles, **call)
+    capability: tuple[int, int],
+) -> Int8Operands:
+    tiles = padding = valid = None
+    if call.mask.valid is not None:
+        padding = quantizer.read_padding(call.mask.valid)
+        valid = padding.valid
+    elif call.mask.tensor is not None:
+        channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
+        config = int8_forward_config(capability, channels, call.recipe.pv, masked=True)
+        tiles = mask_tiles(call, config.block_m, config.block_n)
+        valid = tiles.valid
+    operands = quantizer.quantize(call, valid)
+    forward(operands, output, lse, call, capability, tiles=tiles, padding=padding)
+    return operands
 
 
 def forward(
     operands: Int8Operands,
     output: torch.Tensor,
     lse: torch.Tensor | None,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    *,
-    scale: float,
-    is_causal: bool,
-    causal_offset: int,
-    tiles: MaskTiles | None,
+    call: Call,
     capability: tuple[int, int],
+    *,
+    tiles: MaskTiles | None = None,
     padding: KeyPadding | None = None,
 ) -> None:
-    """Attention of quantised operands.
+    """Attend to quantised operands.
 
     Args:
-        operands: see `quantize_operands`.
+        operands: of the call.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
         lse: float32 (batch, q_heads, tokens), written; or None. It is that of the scores against K without its mean
             where the operands have no mean_score.
-        q_sequences, kv_sequences: the token axes.
-        scale, is_causal, causal_offset, capability: see `attention`.
+        call: one `Call.for_kernel`.
+        capability: the GPU's.
         tiles: what the mask says, or None without one.
         padding: which keys exist; None: all. Not beside a mask.
     """
+    q_sequences, kv_sequences = call.token_axes
     pv = PV_OF_DTYPE[operands.value.dtype]
     channels, v_channels = operands.query.shape[-1], operands.value_scale.shape[-1]
     batch, kv_heads = operands.value_scale.shape[:2]
@@ -190,39 +121,38 @@ def forward(
     launch(
         int8_forward,
         (ceil_div(q_sequences.tokens, config.block_m), q_heads, batch),
-        operands.query,
-        operands.query_scale,
-        key,
-        operands.key_scale,
-        value,
-        operands.value_scale,
-        operands.value_mean,
-        operands.mean_score,
-        output,
-        lse,
-        mask,
-        entries,
-        q_sequences.ranges,
-        kv_sequences.ranges,
-        q_sequences.tokens,
-        kv_sequences.tokens,
-        q_sequences.rows,
-        kv_sequences.rows,
-        kv_heads,
-        v_head_dim,
-        causal_offset,
-        scale,
-        0 if q_sequences.packed else output.stride(0),
-        *output.stride()[1:],
-        *((0, 0, 0) if lse is None else (0 if q_sequences.packed else lse.stride(0), *lse.stride()[1:])),
-        *mask_strides,
-        *entry_strides,
+        query=operands.query,
+        query_scale=operands.query_scale,
+        key=key,
+        key_scale=operands.key_scale,
+        value=value,
+        value_scale=operands.value_scale,
+        value_mean=operands.value_mean,
+        mean_score=operands.mean_score,
+        output=output,
+        lse=lse,
+        mask=mask,
+        tiles=entries,
+        q_ranges=q_sequences.ranges,
+        kv_ranges=kv_sequences.ranges,
+        q_len=q_sequences.tokens,
+        kv_len=kv_sequences.tokens,
+        q_rows=q_sequences.rows,
+        kv_rows=kv_sequences.rows,
+        kv_heads=kv_heads,
+        v_head_dim=v_head_dim,
+        causal_offset=call.causal_offset,
+        softmax_scale=call.scale,
+        **strides("output", batch_strides(output, q_sequences)),
+        **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
+        **strides("mask", mask_strides, MASK_AXES),
+        **strides("tiles", entry_strides, MASK_AXES),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PV=pv,
-        CAUSAL=is_causal,
+        CAUSAL=call.is_causal,
         MASK=kind,
         LSE=lse is not None,
         PACKED=q_sequences.packed,

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..call import PADDING_BIAS, Call
 from ..exact import unexpanded
-from ..reference import PADDING_BIAS
-from .launch import UNSPECIALIZED, launch
-from .sequences import ceil_div
+from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from ..layout import ceil_div
 
 PADDING = tl.constexpr(PADDING_BIAS)
 WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few
@@ -29,7 +29,8 @@ class MaskTiles:
         tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for that block of
             rows, then 2 · tile + (1 if some of its scores are masked or biased) of each, in order. Sizes are 1 where
             the mask is broadcast.
-        valid: int32 (mask batch, kv_len), 0 for keys that count in no mean and no scale (`reference.valid_keys`).
+        valid: int32 (mask batch, kv_len), 0 for keys that count in no mean and no scale
+            (`reference.forward.valid_keys`).
     """
 
     mask: torch.Tensor
@@ -43,28 +44,17 @@ class MaskTiles:
         return batch, head, row
 
 
-def mask_tiles(
-    mask: torch.Tensor,
-    shape: tuple[int, int, int, int],
-    is_causal: bool,
-    causal_offset: int,
-    block_m: int,
-    block_n: int,
-) -> MaskTiles:
-    """Read a mask once.
-
-    Args:
-        mask: bool (True: may attend) or additive, 4-D, broadcastable to `shape`.
-        shape: (batch, q_heads, q_len, kv_len).
-        is_causal, causal_offset: row i attends to keys 0…i + causal_offset besides.
-        block_m, block_n: the tile.
-    """
+def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
+    """Read the mask of a call once, for tiles of (block_m, block_n) scores."""
+    mask = call.mask.tensor
+    assert mask is not None
+    shape = (*call.query.shape[:3], call.key.shape[2])
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     stored = unexpanded(mask)
     batches, heads, rows, columns = (stored.shape[0], stored.shape[1], stored.shape[2], shape[3])
     mask = mask.expand(shape)
-    block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if is_causal or rows > 1 else (16, 1)
+    block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if call.is_causal or rows > 1 else (16, 1)
     tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns, block_n)), dtype=torch.int32)
     # Per batch: bits of each key (ALLOWED: to some query; UNPADDED: without a bias of padding), then one more number
     # that is not 0 where some query has no key but padding.
@@ -72,21 +62,27 @@ def mask_tiles(
     launch(
         list_tiles,
         (row_blocks, heads, batches),
-        mask,
-        tiles,
-        keys,
-        shape[2],
-        columns,
-        causal_offset,
-        *mask.stride(),
-        tiles.shape[3],
+        mask=mask,
+        tiles=tiles,
+        keys=keys,
+        q_len=shape[2],
+        kv_len=columns,
+        causal_offset=call.causal_offset,
+        **strides("", mask.stride(), MASK_AXES),
+        tiles_per_row=tiles.shape[3],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BOOL=mask.dtype == torch.uint8,
-        CAUSAL=is_causal,
+        CAUSAL=call.is_causal,
         num_warps=max(4, block_m // 16),
     )
-    launch(count_keys, (ceil_div(columns, 1024), batches), keys, columns, BLOCK=1024)
+    launch(
+        count_keys,
+        (ceil_div(columns, 1024), batches),
+        keys=keys,
+        kv_len=columns,
+        BLOCK=1024,
+    )
     return MaskTiles(mask, tiles, keys[:, :columns])
 
 

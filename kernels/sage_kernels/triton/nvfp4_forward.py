@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..recipe import Recipe
-from ..reference import P_SCALE
-from . import calls
-from .configs import nvfp4_forward_config
-from .delta_scores import delta_scores
-from .formats import (
+from ..call import Call
+from ..formats.weights import P_SCALE
+from ..language.formats import (
     GROUP,
     decode_e4m3,
     dequantize,
@@ -28,105 +23,68 @@ from .formats import (
     native_sum_of_eight,
     round_to_e2m1,
 )
-from .launch import UNSPECIALIZED, launch
+from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from ..language.scores import LN2, LOG2E, base_2, store_clamped
+from ..language.sequences import operand_row, sequence_range
+from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
+from ..operands import NVFP4Operands
+from ..registry import Quantizer
+from ..triton.mask_tiles import mask_tiles
+from .configs import nvfp4_forward_config
+from .delta_scores import delta_scores
 from .mask_tiles import MaskTiles
-from .quantize_nvfp4 import NVFP4Operands, quantize_operands
-from .scores import LN2, LOG2E, base_2, store_clamped
-from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
 BLOCK_ROWS = tl.constexpr(BLOCK)
 DELTA_SHARE = 0.25  # of the bytes of Q, K and V in 16 bit: the most that the scores of Q's means take
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    recipe: Recipe,
-    native: bool,
-    capability: tuple[int, int],
-    **call: Any,
+def attend(
+    call: Call, quantizer: Quantizer, capability: tuple[int, int], native: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`ops.attention` of an NVFP4 recipe.
+    """Return (output, lse or None) of a call whose recipe is in NVFP4.
 
     Args:
-        query, key, value: as there.
-        recipe: `sage3` or `sage3_paper`.
-        native: on FP4 matrix units, which the capability must have; else emulated.
+        call: any.
+        quantizer: makes `NVFP4Operands`.
         capability: the GPU's; it chooses the tile.
-        call: mask, is_causal, causal_offset, scale and return_lse, as there.
-
-    Returns:
-        (output, lse or None), as there.
+        native: on FP4 matrix units, which the capability must have; else emulated.
     """
-    channels = power_of_two(max(query.shape[-1], value.shape[-1]))
-    config = nvfp4_forward_config(capability, channels, native)
-    attend = partial(_attend, recipe=recipe, native=native, capability=capability)
-    return calls.attention(attend, (config.block_m, config.block_n), query, key, value, **call)
-
-
-def packed_attention(
-    *sequences: Any,
-    recipe: Recipe,
-    native: bool,
-    capability: tuple[int, int],
-    **call: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`calls.packed_attention` of an NVFP4 recipe: its arguments besides `attend`, and those of `attention`."""
-    attend = partial(_attend, recipe=recipe, native=native, capability=capability)
-    return calls.packed_attention(attend, *sequences, **call)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    *,
-    tiles: MaskTiles | None,
-    recipe: Recipe,
-    **call: Any,
-) -> None:
-    valid = None if tiles is None else tiles.valid
-    operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, valid, lse is not None)
-    forward(operands, key, output, lse, q_sequences, kv_sequences, recipe=recipe, tiles=tiles, **call)
+    output, lse = call.new_outputs()
+    if call.is_empty:
+        return output, lse
+    call = call.for_kernel()
+    tiles = None
+    if call.mask.tensor is not None:
+        channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
+        config = nvfp4_forward_config(capability, channels, native)
+        tiles = mask_tiles(call, config.block_m, config.block_n)
+    operands = quantizer.quantize(call, None if tiles is None else tiles.valid)
+    forward(operands, output, lse, call, capability, native, tiles)
+    return output, lse
 
 
 def forward(
     operands: NVFP4Operands,
-    key: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor | None,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    *,
-    recipe: Recipe,
-    scale: float,
-    is_causal: bool,
-    causal_offset: int,
-    tiles: MaskTiles | None,
-    native: bool,
+    call: Call,
     capability: tuple[int, int],
+    native: bool,
+    tiles: MaskTiles | None = None,
 ) -> None:
-    """Attention of quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
+    """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
-        operands: see `quantize_nvfp4.quantize_operands`.
-        key: what they were made of; its unquantised values meet the means of Q.
+        operands: of the call.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
         lse: float32 (batch, q_heads, tokens), written; or None.
-        q_sequences, kv_sequences: the token axes.
-        recipe: of the operands.
-        scale: not negative.
-        is_causal, causal_offset, native, capability: see `attention`.
+        call: one of `Call.for_kernel`; its unquantised keys meet the means of Q.
+        capability, native: see `attend`.
         tiles: what the mask says, or None without one.
     """
+    q_sequences, kv_sequences = call.token_axes
     channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
     batch, kv_heads = operands.value_tensor_scale.shape
     q_heads, v_head_dim = output.shape[1], output.shape[3]
@@ -140,54 +98,53 @@ def forward(
         delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:
-            delta_scores(operands, key, tiles, q_sequences, kv_sequences, first_sequence, first_block, delta)
+            delta_scores(operands, call, tiles, first_sequence, first_block, delta)
         rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
         launch(
             nvfp4_forward,
             (ceil_div(rows, config.block_m), q_heads, min(sequences, batch - first_sequence)),
-            operands.query,
-            operands.query_scale,
-            operands.query_tensor_scale,
-            operands.key,
-            operands.key_scale,
-            operands.key_tensor_scale,
-            operands.value,
-            operands.value_scale,
-            operands.value_tensor_scale,
-            operands.value_mean,
-            operands.mean_score,
-            delta,
-            output,
-            lse,
-            None if tiles is None else tiles.mask,
-            None if tiles is None else tiles.tiles,
-            q_sequences.ranges,
-            kv_sequences.ranges,
-            q_sequences.tokens,
-            kv_sequences.tokens,
-            q_sequences.rows // BLOCK,
-            kv_sequences.rows // BLOCK,
-            columns,
-            blocks,
-            first_sequence,
-            first_block * BLOCK,
-            kv_heads,
-            operands.value_mean.shape[-1],
-            v_head_dim,
-            causal_offset,
-            scale,
-            0 if q_sequences.packed else output.stride(0),
-            *output.stride()[1:],
-            *((0, 0, 0) if lse is None else (0 if q_sequences.packed else lse.stride(0), *lse.stride()[1:])),
-            *((0, 0, 0, 0) if tiles is None else tiles.mask.stride()),
-            *((0, 0, 0) if tiles is None else tiles.tile_strides),
+            query=operands.query,
+            query_scale=operands.query_scale,
+            query_tensor_scale=operands.query_tensor_scale,
+            key=operands.key,
+            key_scale=operands.key_scale,
+            key_tensor_scale=operands.key_tensor_scale,
+            value=operands.value,
+            value_scale=operands.value_scale,
+            value_tensor_scale=operands.value_tensor_scale,
+            value_mean=operands.value_mean,
+            mean_score=operands.mean_score,
+            delta=delta,
+            output=output,
+            lse=lse,
+            mask=None if tiles is None else tiles.mask,
+            tiles=None if tiles is None else tiles.tiles,
+            q_ranges=q_sequences.ranges,
+            kv_ranges=kv_sequences.ranges,
+            q_len=q_sequences.tokens,
+            kv_len=kv_sequences.tokens,
+            q_blocks=q_sequences.rows // BLOCK,
+            kv_blocks=kv_sequences.rows // BLOCK,
+            delta_columns=columns,
+            delta_blocks=blocks,
+            first_sequence=first_sequence,
+            first_row=first_block * BLOCK,
+            kv_heads=kv_heads,
+            mean_channels=operands.value_mean.shape[-1],
+            v_head_dim=v_head_dim,
+            causal_offset=call.causal_offset,
+            softmax_scale=call.scale,
+            **strides("output", batch_strides(output, q_sequences)),
+            **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
+            **strides("mask", (0, 0, 0, 0) if tiles is None else tiles.mask.stride(), MASK_AXES),
+            **strides("tiles", (0, 0, 0) if tiles is None else tiles.tile_strides, MASK_AXES),
             CHANNELS=channels,
             V_CHANNELS=v_channels,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SMOOTH_Q=delta is not None,
-            QUANTIZED_DENOMINATOR=recipe.denominator == "quantized_p",
-            CAUSAL=is_causal,
+            QUANTIZED_DENOMINATOR=call.recipe.denominator == "quantized_p",
+            CAUSAL=call.is_causal,
             MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
             LSE=lse is not None,
             PACKED=q_sequences.packed,
@@ -224,21 +181,21 @@ def key_order(x):
 
 
 @triton.jit
-def spread(x, TIMES: tl.constexpr):
+def repeat_columns(x, TIMES: tl.constexpr):
     """(m, n) -> (m, TIMES·n), every column TIMES times in a row."""
     copies = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], TIMES))
     return tl.reshape(copies, (x.shape[0], x.shape[1] * TIMES))
 
 
 @triton.jit
-def eights(x):
+def thread_keys(x):
     """(m, n) -> (m, n/8, 8): what a thread holds of a row's consecutive keys."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8))
 
 
 @triton.jit
 def thread_sums(x):
-    """Sums (m, 4) over eights (m, n/8) that lie in one thread."""
+    """Sums (m, 4) over thread_keys (m, n/8) that lie in one thread."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 1)
 
 
@@ -255,11 +212,11 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
         summed before is worth `decay` now.
     """
     if NATIVE:
-        largest = tl.reduce(eights(s), 2, max_or_nan)
+        largest = tl.reduce(thread_keys(s), 2, max_or_nan)
         tile_max = tl.reduce(largest, 1, max_or_nan)
         new_max = max_or_nan(row_max, tile_max * factor)
     else:
-        largest = tl.max(eights(s), 2)
+        largest = tl.max(thread_keys(s), 2)
         new_max = tl.maximum(row_max, tl.max(largest, 1) * factor)
     reference = new_max
     if MASKED:
@@ -285,16 +242,16 @@ def weigh_values(p, scale, v, v_scale, accumulator, NATIVE: tl.constexpr):
         # A scale of 0 makes 0 of any element, and all are finite in e2m1.
         scale = scale.to(tl.float8e4nv)
         factor = scale.to(tl.float32)
-        words = native_pack_e2m1(p * spread(native_reciprocal(factor), GROUP))
+        words = native_pack_e2m1(p * repeat_columns(native_reciprocal(factor), GROUP))
         bits = scale.to(tl.uint8, bitcast=True)
         accumulator = dot_nvfp4(native_bytes(words), bits, v, v_scale, accumulator, NATIVE)
-        return accumulator, thread_sums(native_sum_of_eight(words).to(tl.float32) * spread(factor, 2))
+        return accumulator, thread_sums(native_sum_of_eight(words).to(tl.float32) * repeat_columns(factor, 2))
     else:
         factor = decode_e4m3(encode_e4m3(scale)).to(tl.float32)
         inverse = 1 / tl.where(factor == 0, 1.0, factor)
-        p = round_to_e2m1(p * spread(inverse, GROUP)) * spread(factor, GROUP)
+        p = round_to_e2m1(p * repeat_columns(inverse, GROUP)) * repeat_columns(factor, GROUP)
         accumulator = tl.dot(p.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator)
-        return accumulator, 2 * thread_sums(tl.sum(eights(p), 2))
+        return accumulator, 2 * thread_sums(tl.sum(thread_keys(p), 2))
 
 
 @triton.jit
@@ -363,7 +320,7 @@ def attend_tile(
     accumulator, sums = weigh_values(p, scale, v, v_scale, accumulator * decay[:, None], NATIVE)
     denominator = denominator * decay[:, None] + sums
     if TOTAL:
-        total = total * decay[:, None] + thread_sums(tl.sum(eights(p), 2))
+        total = total * decay[:, None] + thread_sums(tl.sum(thread_keys(p), 2))
     return row_max, total, denominator, accumulator
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache, partial
-from importlib import import_module, metadata
-from importlib.util import find_spec
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
-from ..registry import SUPPORTED_DTYPES, Kernel, Request, register
+from ..call import BackwardCall, Call
+from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
+from ..recipe import Recipe, get_recipe
+from ..registry import (
+    SUPPORTED_DTYPES,
+    Quantizer,
+    Request,
+    register_backward,
+    register_forward,
+    register_quantizer,
+)
+from ..toolchain import triton_version
 
 MAX_HEAD_DIM = 256
 MAX_GRID = 65535  # programs along the second and third axis of a launch
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
-INT8, NVFP4 = frozenset(["sage1", "sage2", "sage_bwd", "sage_bwd_int8"]), frozenset(["sage3", "sage3_paper"])
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
@@ -23,21 +31,8 @@ NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
 
 
-@lru_cache(maxsize=1)
-def triton_version() -> tuple[int, int] | None:
-    """(major, minor) of the installed Triton, None without one."""
-    if find_spec("triton") is None:
-        return None
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:  # distributed under another name
-        version = import_module("triton").__version__
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
 def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> str:
-    """Why that GPU with that Triton runs no native NVFP4; "" when it does."""
+    """Return why that GPU with that Triton runs no native NVFP4; "" when it does."""
     if capability not in NVFP4_TRITON:
         return "NVFP4 needs a Blackwell GPU (compute capability 10.0, 10.3, 12.0 or 12.1)"
     if triton < NVFP4_TRITON[capability]:
@@ -46,28 +41,170 @@ def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> s
     return ""
 
 
-def register_all() -> None:
+class Int8Quantizer:
+    """`triton.quantize.int8`."""
+
+    name = "int8_quantize"
+    native = True
+    makes = Int8Operands
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve Q and K in INT8 without transforms but K's and V's means."""
+        return _serves_int8(recipe)
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        return _unsupported(request)
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
+        """Quantise; see `quantize.int8.quantize_int8_operands`."""
+        return _load("quantize.int8").quantize_int8_operands(call, valid)
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Find the spans of keys that exist."""
+        return import_module("..language.padding", __package__).read_padding(valid)
+
+
+class NVFP4Quantizer:
+    """`triton.quantize.nvfp4`."""
+
+    name = "nvfp4_quantize"
+    native = True
+    makes = NVFP4Operands
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve everything in NVFP4."""
+        return _serves_nvfp4(recipe)
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        return _unsupported_nvfp4(request)
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+        """Quantise; see `quantize.nvfp4.quantize_nvfp4_operands`."""
+        return _load("quantize.nvfp4").quantize_nvfp4_operands(call, valid)
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Find the spans of keys that exist."""
+        return import_module("..language.padding", __package__).read_padding(valid)
+
+
+class Int8Forward:
+    """`triton.int8_forward`."""
+
+    name = "int8_forward"
+    native = True
+    takes = Int8Operands
+    packs = True
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16, e4m3 or INT8."""
+        return _serves_int8(recipe)
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        fp8 = get_recipe(request.recipe).pv == "fp8"
+        if not (reason := _unsupported(request)) and fp8 and request.capability is not None:
+            return "FP8 needs compute capability 8.9 (Ada) or newer" if request.capability < (8, 9) else ""
+        return reason
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend; see `int8_forward.attend`."""
+        return _load("int8_forward").attend(call, quantizer, _capability(call.query))
+
+    def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
+        """Attend and keep what gradients need; see `int8_forward.attend_and_save`."""
+        return _load("int8_forward").attend_and_save(call, quantizer, _capability(call.query))
+
+
+class Int8Backward:
+    """`triton.int8_backward`."""
+
+    name = "int8_backward"
+    native = True
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve Q and K in INT8 without transforms but K's and V's means, and P and dS both in 16 bit or in INT8."""
+        backward = recipe.backward
+        if backward is None or not _serves_int8(recipe):
+            return False
+        if (backward.p, backward.ds) not in (("16bit", "16bit"), ("int8", "int8")):
+            return False
+        return (backward.dp, backward.scales, backward.delta) == ("16bit", "row", "output")
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if reason := _unsupported(request):
+            return reason
+        if request.dtype not in TRAINING_DTYPES:
+            return "gradients need float16 or bfloat16"
+        capability, triton = request.capability, triton_version()
+        if capability is not None and capability[0] == 10 and triton is not None and triton < BLACKWELL_TRAINING_TRITON:
+            major, minor = BLACKWELL_TRAINING_TRITON
+            return f"gradients on compute capability {capability[0]}.{capability[1]} need Triton {major}.{minor}"
+        return ""
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients; see `int8_backward.backward`."""
+        return _load("int8_backward").backward(call, _capability(call.value))
+
+
+@dataclass(frozen=True)
+class NVFP4Forward:
+    """`triton.nvfp4_forward`, on FP4 matrix units or emulated."""
+
+    name: str
+    native: bool
+    takes = NVFP4Operands
+    packs = True
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve everything in NVFP4."""
+        return _serves_nvfp4(recipe)
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        reason = _unsupported_nvfp4(request)
+        triton = triton_version()
+        if self.native and not reason and request.capability is not None and triton is not None:
+            return nvfp4_unsupported(request.capability, triton)
+        return reason
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend; see `nvfp4_forward.attend`."""
+        return _load("nvfp4_forward").attend(call, quantizer, _capability(call.query), self.native)
+
+
+def register_kernels() -> None:
     """Register the kernels, those preferred first."""
-    for name, module, recipes, native, unsupported, options in (
-        ("nvfp4_forward", "nvfp4_forward", NVFP4, True, _unsupported_native_nvfp4, {"native": True}),
-        ("int8_forward", "int8_forward", INT8, True, _unsupported_int8, {}),
-        ("nvfp4_forward_emulated", "nvfp4_forward", NVFP4, False, _unsupported_nvfp4, {"native": False}),
-    ):
-        run, run_packed = (partial(_run, module, entry, options) for entry in ("attention", "packed_attention"))
-        kernel = Kernel(name, recipes, native, unsupported, run, run_packed)
-        if name == "int8_forward":
-            run_training = partial(_run, "int8_training", "training_attention", options)
-            kernel = replace(kernel, run_training=run_training, run_backward=run_int8_backward)
-        register(kernel)
+    register_quantizer(NVFP4Quantizer())
+    register_quantizer(Int8Quantizer())
+    register_forward(NVFP4Forward("nvfp4_forward", True))
+    register_forward(Int8Forward())
+    register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
+    register_backward(Int8Backward())
 
 
-def run_int8_backward(output_gradient: torch.Tensor, *arguments: Any, **call: Any) -> Any:
-    """`int8_backward.backward`."""
-    return _run("int8_backward", "backward", {}, output_gradient, *arguments, **call)
+def _serves_int8(recipe: Recipe) -> bool:
+    formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8", "int8")
+    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+
+
+def _serves_nvfp4(recipe: Recipe) -> bool:
+    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scale", "scale_steps", "denominator")
+    return recipe.qk == recipe.pv == "nvfp4" and recipe.is_plain_but_for(*transforms)
+
+
+def _load(module: str) -> ModuleType:
+    return import_module(f".{module}", __package__)
+
+
+def _capability(x: torch.Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device)
 
 
 def _unsupported(request: Request) -> str:
-    """Limits that all kernels share."""
+    """Return which limit that all kernels share the request exceeds, or ""."""
     if request.device_type != "cuda" or request.capability is None:
         return "needs an NVIDIA GPU"
     if torch.version.hip is not None:
@@ -91,43 +228,8 @@ def _unsupported(request: Request) -> str:
     return ""
 
 
-def _unsupported_int8(request: Request) -> str:
-    reason = _unsupported(request)
-    if not reason and request.recipe == "sage2" and request.capability is not None and request.capability < (8, 9):
-        return "FP8 needs compute capability 8.9 (Ada) or newer"
-    if reason or not request.grad:
-        return reason
-    if request.dtype not in TRAINING_DTYPES:
-        return "gradients need float16 or bfloat16"
-    capability, triton = request.capability, triton_version()
-    if capability is not None and capability[0] == 10 and triton is not None and triton < BLACKWELL_TRAINING_TRITON:
-        major, minor = BLACKWELL_TRAINING_TRITON
-        return f"gradients on compute capability {capability[0]}.{capability[1]} need Triton {major}.{minor}"
-    return ""
-
-
 def _unsupported_nvfp4(request: Request) -> str:
     reason = _unsupported(request)
     if not reason and request.batch * request.q_heads > MAX_GRID:
         return f"more than {MAX_GRID} (batch element, head) pairs"
     return reason
-
-
-def _unsupported_native_nvfp4(request: Request) -> str:
-    reason = _unsupported_nvfp4(request)
-    triton = triton_version()
-    if not reason and request.capability is not None and triton is not None:
-        return nvfp4_unsupported(request.capability, triton)
-    return reason
-
-
-def _run(
-    module: str,
-    entry: str,
-    options: dict[str, bool],
-    first: torch.Tensor,
-    *arguments: Any,
-    **call: Any,
-) -> Any:
-    run = getattr(import_module(f".{module}", __package__), entry)
-    return run(first, *arguments, **call, **options, capability=torch.cuda.get_device_capability(first.device))

@@ -14,8 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_keys import weights_of_keys
-from .hopper_stages import (
+from ..language.launch import UNSPECIALIZED
+from ..language.padding import key_exists
+from ..language.scores import LOG2E
+from ..language.sequences import operand_row, sequence_range
+from ..language.tiles import opaque
+from ..language.weights import weights_of_keys
+from .stages import (
     ROWS,
     keep_codes,
     keep_values,
@@ -27,11 +32,6 @@ from .hopper_stages import (
     wait_until_empty,
     wait_until_full,
 )
-from .key_padding import key_exists
-from .launch import UNSPECIALIZED
-from .operand_tiles import forgotten
-from .scores import LOG2E
-from .sequences import operand_row, sequence_range
 
 
 @gluon.jit
@@ -81,7 +81,7 @@ def where_seen(x, column, last_column):
     sees those up to last_column + i."""
     query = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     # Compared for P and for dS: between the two, registers are too few to keep which.
-    return gl.where((column - forgotten(last_column))[:, None] <= query[None, :], x, 0.0)
+    return gl.where((column - opaque(last_column))[:, None] <= query[None, :], x, 0.0)
 
 
 @gluon.jit

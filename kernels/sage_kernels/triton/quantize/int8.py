@@ -6,21 +6,38 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.int8 import INT8_MAX
-from ..formats.reciprocal import SMALLEST_NORMAL
-from .launch import UNSPECIALIZED, launch
-from .sequences import Sequences, operand_row, power_of_two, sequence_range, stride_of
-from .statistics import Statistics, load_tokens
+from ...call import Call
+from ...language.int8 import int8_scale, magnitude, round_to_int8
+from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.sequences import operand_row, sequence_range
+from ...language.tokens import load_tokens
+from ...layout import Sequences, batch_strides, padded_channels, stride_of
+from ...operands import Int8Operands, Statistics
+from .statistics import token_statistics
+from .value import quantize_value
 
 BLOCK_ROWS = tl.constexpr(64)
-ONE_127TH = tl.constexpr(1 / INT8_MAX)
-SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
-INFINITY_BITS = tl.constexpr(0x7F800000)
-# float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low bits.
-ROUNDER = tl.constexpr(1.5 * 2.0**23)
-BYTE_ROUNDER = tl.constexpr(1.5 * 2.0**10)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-MIN_CHANNELS = 32  # of the INT8 matrix instructions
+
+
+def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
+    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does; `mean_score` if the LSE is wanted.
+
+    Args:
+        call: of a recipe with Q and K in INT8; not empty.
+        valid: int32 or uint8 (batch or 1, kv_len), 0 where a key counts in no mean and no scale; None: all count.
+    """
+    q_sequences, kv_sequences = call.token_axes
+    statistics = token_statistics(call.key, call.value, call.recipe, kv_sequences, valid)
+    batch = call.batch
+    codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics if call.return_lse else None)
+    return Int8Operands(
+        codes,
+        scale,
+        *quantize_key(call.key, kv_sequences, batch, statistics, valid),
+        *quantize_value(call.value, kv_sequences, batch, statistics, valid, call.recipe.pv),
+        statistics.value_mean,
+        mean_score,
+    )
 
 
 def quantize_query(
@@ -40,7 +57,7 @@ def quantize_query(
         of two, rows are `sequences.rows`; what lies beyond a sequence is 0.
     """
     q_heads, head_dim = query.shape[1], query.shape[3]
-    channels = max(MIN_CHANNELS, power_of_two(head_dim))
+    channels = padded_channels(head_dim)
     shape = (1 if sequences.packed else batch, q_heads, sequences.rows)
     codes = query.new_empty((*shape, channels), dtype=torch.int8)
     scale = query.new_empty(shape, dtype=torch.float32)
@@ -48,21 +65,20 @@ def quantize_query(
     launch(
         quantize_query_int8,
         (sequences.blocks * 2 * batch * q_heads,),
-        query,
-        codes,
-        scale,
-        None if statistics is None else statistics.key_mean,
-        mean_score,
-        sequences.ranges,
-        sequences.tokens,
-        sequences.blocks * 2,
-        q_heads,
-        1 if statistics is None else q_heads // statistics.key_mean.shape[1],
-        1 if statistics is None else statistics.key_mean.shape[2],
-        head_dim,
-        sequences.rows,
-        0 if sequences.packed else query.stride(0),
-        *query.stride()[1:],
+        query=query,
+        codes=codes,
+        scale=scale,
+        key_mean=None if statistics is None else statistics.key_mean,
+        mean_score=mean_score,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        blocks=sequences.blocks * 2,
+        q_heads=q_heads,
+        group=1 if statistics is None else q_heads // statistics.key_mean.shape[1],
+        mean_channels=1 if statistics is None else statistics.key_mean.shape[2],
+        head_dim=head_dim,
+        rows=sequences.rows,
+        **strides("", batch_strides(query, sequences)),
         CHANNELS=channels,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -89,28 +105,27 @@ def quantize_key(
         barriers that takes.
     """
     kv_heads, head_dim = key.shape[1], key.shape[3]
-    channels = max(MIN_CHANNELS, power_of_two(head_dim))
+    channels = padded_channels(head_dim)
     shape = (1 if sequences.packed else batch, kv_heads, sequences.rows)
     codes = key.new_empty((*shape, channels), dtype=torch.int8)
     scale = key.new_empty((*shape[:2], sequences.rows // 64, 4), dtype=torch.bfloat16)
     launch(
         quantize_key_int8,
         (sequences.blocks * 2 * batch * kv_heads,),
-        key,
-        codes,
-        scale,
-        statistics.key_mean,
-        valid,
-        sequences.ranges,
-        sequences.tokens,
-        sequences.blocks * 2,
-        kv_heads,
-        statistics.key_mean.shape[2],
-        head_dim,
-        sequences.rows,
-        0 if sequences.packed else key.stride(0),
-        *key.stride()[1:],
-        stride_of(valid),
+        key=key,
+        codes=codes,
+        scale=scale,
+        key_mean=statistics.key_mean,
+        valid=valid,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        blocks=sequences.blocks * 2,
+        kv_heads=kv_heads,
+        mean_channels=statistics.key_mean.shape[2],
+        head_dim=head_dim,
+        rows=sequences.rows,
+        **strides("", batch_strides(key, sequences)),
+        valid_stride=stride_of(valid),
         CHANNELS=channels,
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
@@ -118,62 +133,6 @@ def quantize_key(
         enable_fp_fusion=False,
     )
     return codes, scale
-
-
-@triton.jit
-def magnitude(x):
-    """Bits of |x|, which order as integers do; those of what is not finite are the largest."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def int8_scale(amax_bits, BFLOAT16: tl.constexpr):
-    """(scale, reciprocal) of groups with that largest magnitude; a group that is not finite gets (NaN, NaN).
-
-    With BFLOAT16 the scale is rounded up to that type's values.
-    """
-    scale = amax_bits.to(tl.float32, bitcast=True) * ONE_127TH
-    if BFLOAT16:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-    scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    return scale, tl.where(scale < SMALLEST_SCALE, 0.0, inverse)
-
-
-@triton.jit
-def round_to_int8(x):
-    """Round to nearest even; NaN gives 0."""
-    bits = (x + ROUNDER).to(tl.int32, bitcast=True)
-    return tl.where(bits < INFINITY_BITS, bits, 0).to(tl.int8)
-
-
-@triton.jit
-def round_to_byte(x):
-    """Round |x| ≤ 127 to the nearest integer, in int8, by way of float16: 1.25 instructions each, no conversion.
-
-    float16 numbers around 1.5·2¹⁰ are integers, as for ROUNDER. What lies within 2⁻⁵ of a tie may go either way.
-    """
-    if INTERPRETED:
-        return (x.to(tl.float16) + BYTE_ROUNDER).to(tl.int16, bitcast=True).to(tl.int8)
-    else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 low, high, rounder;
-                mov.b32 rounder, 0x66006600;
-                cvt.rn.f16x2.f32 low, $2, $1;
-                cvt.rn.f16x2.f32 high, $4, $3;
-                add.rn.f16x2 low, low, rounder;
-                add.rn.f16x2 high, high, rounder;
-                prmt.b32 $0, low, high, 0x6420;
-            }
-            """,
-            "=r,r,r,r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])

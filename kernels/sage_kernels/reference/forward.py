@@ -13,19 +13,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from . import transforms
-from .exact import apply_mask, rows_per_chunk, unexpanded
-from .formats import fp8, fp16, int8, nvfp4
-from .recipe import Recipe
+from .. import transforms
+from ..call import PADDING_BIAS
+from ..exact import apply_mask, rows_per_chunk, unexpanded
+from ..formats import fp8, fp16, int8, nvfp4
+from ..formats.weights import P_SCALE
+from ..layout import THREAD_TOKENS, natural_order, thread_order
+from ..recipe import Recipe
 
 BLOCK_M = 128
 BLOCK_N = 128
-THREAD_TOKENS = 16
 CHANNEL_GROUP = nvfp4.GROUP  # head_dim is padded to a multiple of it
-PADDING_BIAS = -1e4
-# P is multiplied by this before it is quantised, so that it fills the format's range. For NVFP4 that is the first of
-# two levels (arXiv 2505.11594, section 3.2): the e4m3 scales of the groups, the second, then use all of their range.
-P_SCALE = {"nvfp4": fp8.E4M3_MAX * nvfp4.E2M1_MAX, "fp8": fp8.E4M3_MAX, "int8": 1.0, "fp16": 1.0}
 
 
 @dataclass(frozen=True)
@@ -304,23 +302,6 @@ def scores_of(
 def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(batch, q_heads, ...) -> (batch, kv_heads, q_heads / kv_heads, ...)."""
     return x.unflatten(1, (kv_heads, -1))
-
-
-def thread_order(key: torch.Tensor) -> torch.Tensor:
-    """Tokens of each block of 64 in the order in which the four threads of a quad hold their scores.
-
-    Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. Tokens that share a scale
-    are those 16 (j = 0…7), so that a thread needs one scale per block.
-
-    Args:
-        key: (..., tokens, channels), tokens a multiple of 64.
-    """
-    return key.unflatten(-2, (-1, 8, 4, 2)).transpose(-4, -3).flatten(-5, -2)
-
-
-def natural_order(key: torch.Tensor) -> torch.Tensor:
-    """The inverse of `thread_order`."""
-    return key.unflatten(-2, (-1, 4, 8, 2)).transpose(-4, -3).flatten(-5, -2)
 
 
 def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:

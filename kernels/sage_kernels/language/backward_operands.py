@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..saved import KEY_BLOCK, Saved, padded_channels
-from .key_padding import KeyPadding
-from .launch import UNSPECIALIZED, launch
-from .operand_tiles import operand_token
-from .quantize_int8 import int8_scale, magnitude, round_to_int8
-from .scores import LOG2E
-from .sequences import Sequences, operand_row, sequence_range
-from .statistics import load_tokens
+from ..language.launch import UNSPECIALIZED, launch, strides
+from ..language.scores import LOG2E
+from ..language.sequences import operand_row, sequence_range
+from ..language.tiles import operand_token
+from ..layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
+from ..operands import KeyPadding, Saved
+from .int8 import int8_scale, magnitude, round_to_int8
+from .tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(KEY_BLOCK)
 
@@ -74,7 +74,7 @@ def query_operands(
     v_channels = padded_channels(v_head_dim)
     operands = QueryOperands(
         gradient=output.new_empty((operand_batch, q_heads, rows, v_channels)) if copy_gradient else None,
-        query=_again(saved.query, output.dtype, int8),
+        query=_empty_copy(saved.query, output.dtype, int8),
         gradient_codes=saved.query.new_empty((operand_batch, q_heads, v_channels, rows)) if int8 else None,
         gradient_scale=saved.lse.new_empty((operand_batch, q_heads, rows // KEY_BLOCK)) if int8 else None,
         lse=torch.empty_like(saved.query_scale),
@@ -84,26 +84,26 @@ def query_operands(
     launch(
         prepare_queries,
         (blocks * batch * q_heads,),
-        output_gradient,
-        output,
-        saved.lse,
-        saved.query,
-        saved.query_scale,
-        operands.gradient,
-        operands.lse,
-        operands.delta,
-        operands.query,
-        operands.gradient_codes,
-        operands.gradient_scale,
-        sequences.ranges,
-        sequences.tokens,
-        blocks,
-        q_heads,
-        v_head_dim,
-        rows,
-        *batch_strides(output_gradient, sequences),
-        *batch_strides(output, sequences),
-        *batch_strides(saved.lse, sequences),
+        output_gradient=output_gradient,
+        output=output,
+        lse=saved.lse,
+        codes=saved.query,
+        codes_scale=saved.query_scale,
+        gradient=operands.gradient,
+        operand_lse=operands.lse,
+        delta=operands.delta,
+        query=operands.query,
+        gradient_codes=operands.gradient_codes,
+        gradient_scale=operands.gradient_scale,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        blocks=blocks,
+        q_heads=q_heads,
+        v_head_dim=v_head_dim,
+        rows=rows,
+        **strides("gradient", batch_strides(output_gradient, sequences)),
+        **strides("output", batch_strides(output, sequences)),
+        **strides("lse", batch_strides(saved.lse, sequences)),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         INT8=int8,
@@ -139,25 +139,25 @@ def key_operands(
     v_head_dim = value.shape[3]
     v_channels = padded_channels(v_head_dim)
     operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels)) if copy_value else None
-    key = _again(saved.key, value.dtype, int8)
+    key = _empty_copy(saved.key, value.dtype, int8)
     blocks = sequences.rows_of_longest // KEY_BLOCK
     launch(
         prepare_keys,
         (blocks * batch * kv_heads,),
-        value,
-        saved.key,
-        saved.key_scale,
-        operand_value,
-        key,
-        None if padding is None else padding.valid,
-        sequences.ranges,
-        sequences.tokens,
-        blocks,
-        kv_heads,
-        v_head_dim,
-        rows,
-        *batch_strides(value, sequences),
-        0 if padding is None else padding.strides[0],
+        value=value,
+        codes=saved.key,
+        codes_scale=saved.key_scale,
+        operand_value=operand_value,
+        key=key,
+        valid=None if padding is None else padding.valid,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        blocks=blocks,
+        kv_heads=kv_heads,
+        v_head_dim=v_head_dim,
+        rows=rows,
+        **strides("", batch_strides(value, sequences)),
+        valid_stride=0 if padding is None else padding.strides[0],
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         INT8=int8,
@@ -169,55 +169,11 @@ def key_operands(
     return operand_value, key
 
 
-@dataclass(frozen=True)
-class TokenRows:
-    """Tokens of a tensor (batch, heads, tokens, channels) as rows of a matrix that the tensor memory accelerator reads.
-
-    Attributes:
-        rows: (rows, columns). Those of a (batch element, head) begin at row batch · of_batch + head · of_head, column
-            head · columns_of_head.
-        of_batch, of_head, columns_of_head: these.
-    """
-
-    rows: torch.Tensor
-    of_batch: int
-    of_head: int
-    columns_of_head: int
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> TokenRows | None:
-        """Of a tensor with such strides, or None."""
-        batch, heads, tokens, channels = x.shape
-        of_batch, of_head, of_token, of_channel = x.stride()
-        aligned = 16 // x.element_size()
-        if of_channel != 1 or of_token < channels or of_token % aligned or of_head % aligned or x.data_ptr() % 16:
-            return None
-        if of_batch % of_token and batch > 1:
-            return None
-        columns_of_head = of_head if of_head % of_token else 0
-        columns = columns_of_head * (heads - 1) + channels
-        if columns > of_token:
-            return None
-        rows_of_batch, rows_of_head = of_batch // of_token, 0 if columns_of_head else of_head // of_token
-        count = (batch - 1) * rows_of_batch + (heads - 1) * rows_of_head + tokens
-        return cls(x.as_strided((count, columns), (of_token, 1)), rows_of_batch, rows_of_head, columns_of_head)
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """What a kernel finds a head's first row by."""
-        return self.of_batch, self.of_head, self.columns_of_head
-
-
-def _again(codes: torch.Tensor, dtype: torch.dtype, int8: bool) -> torch.Tensor:
-    """Empty: the codes transposed, or values of that dtype."""
+def _empty_copy(codes: torch.Tensor, dtype: torch.dtype, int8: bool) -> torch.Tensor:
+    """Allocate the second operand: transposed INT8 codes, or values in `dtype`."""
     if int8:
         return codes.new_empty((*codes.shape[:2], codes.shape[3], codes.shape[2]))
     return torch.empty_like(codes, dtype=dtype)
-
-
-def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
-    """Strides of a caller's tensor, that of the batch 0 where its sequences are packed."""
-    return (0 if sequences.packed else x.stride(0), *x.stride()[1:])
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from ..formats.nvfp4 import GROUP as GROUP_SIZE
-from ..recipe import Recipe
-from ..transforms import rotation_block, rotation_signs
-from .formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
-from .launch import UNSPECIALIZED, launch
-from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
-from .statistics import Statistics, is_finite, load_tokens, reduce_block, token_statistics
+from ...call import Call
+from ...formats.nvfp4 import GROUP as GROUP_SIZE
+from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
+from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.sequences import operand_row, sequence_range
+from ...language.tokens import load_tokens
+from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
+from ...operands import NVFP4Operands, Statistics
+from ...recipe import Recipe
+from ...transforms import rotation_block, rotation_signs
+from .statistics import is_finite, reduce_block, token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_CHANNELS = 64  # of the FP4 matrix instructions
@@ -26,67 +29,21 @@ LIMIT_EXPONENT = tl.constexpr(11)
 LIMIT_MANTISSA = tl.constexpr(0x280000)
 
 
-@dataclass(frozen=True)
-class NVFP4Operands:
-    """Quantised Q, K, V; two e2m1 codes a byte (the first in the low nibble), e4m3 scales of 16 as bits, zeros beyond
-    a sequence. Operand batch is 1 for packed sequences; channels are a power of two, rows a multiple of 128.
-
-    Attributes:
-        query, query_scale: uint8 (operand batch, q_heads, rows, channels / 2), (…, rows, channels / 16).
-        query_tensor_scale: float32 (operand batch, q_heads, rows / 128).
-        query_mean: float32 (operand batch, q_heads, rows / 128, channels), subtracted from each block; None without.
-        key, key_scale, key_tensor_scale: as those of Q. Of every 32 tokens, row p holds number
-            p//8·2 + p%8//2·8 + p%2: a thread's scores are then consecutive keys, as P·V takes them.
-        value, value_scale: uint8 (operand batch, kv_heads, v_channels, rows / 2), (…, v_channels, rows / 16), groups
-            along tokens.
-        value_tensor_scale: float32 (batch, kv_heads).
-        value_mean: float32 (batch, kv_heads, v_channels or fewer, a power of two).
-        mean_score: float32 (operand batch, q_heads, rows), each query's product with K's mean; None without the LSE.
-        statistics: of K and V.
-    """
-
-    query: torch.Tensor
-    query_scale: torch.Tensor
-    query_tensor_scale: torch.Tensor
-    query_mean: torch.Tensor | None
-    key: torch.Tensor
-    key_scale: torch.Tensor
-    key_tensor_scale: torch.Tensor
-    value: torch.Tensor
-    value_scale: torch.Tensor
-    value_tensor_scale: torch.Tensor
-    value_mean: torch.Tensor
-    mean_score: torch.Tensor | None
-    statistics: Statistics
-
-
-def quantize_operands(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    q_sequences: Sequences,
-    kv_sequences: Sequences,
-    valid: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> NVFP4Operands:
-    """Transform and quantise Q, K, V as `reference.quantize_operands` does.
+def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does; `mean_score` if the LSE is wanted.
 
     Args:
-        query, key, value: (batch, heads, tokens, channels), any floating dtype and strides; (1, heads, total tokens,
-            channels) when the sequences are packed.
-        recipe: one whose qk and pv are "nvfp4".
-        q_sequences, kv_sequences: the token axes.
-        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
-        return_lse: also compute `mean_score`.
+        call: of a recipe whose qk and pv are "nvfp4"; not empty.
+        valid: int32 or uint8 (batch or 1, kv_len), 0 where a key counts in no mean and no scale; None: all count.
     """
-    statistics = token_statistics(key, value, recipe, kv_sequences, valid)
-    batch = statistics.key_mean.shape[0]
+    recipe, batch = call.recipe, call.batch
+    q_sequences, kv_sequences = call.token_axes
+    statistics = token_statistics(call.key, call.value, recipe, kv_sequences, valid)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
-        query, recipe, q_sequences, batch, statistics, None, True, return_lse
+        call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
     )
     key_codes, key_scale, key_tensor_scale, _, _ = _quantize_tokens(
-        key, recipe, kv_sequences, batch, statistics, valid, False, False
+        call.key, recipe, kv_sequences, batch, statistics, valid, False, False
     )
     return NVFP4Operands(
         codes,
@@ -96,7 +53,7 @@ def quantize_operands(
         key_codes,
         key_scale,
         key_tensor_scale,
-        *_quantize_value(value, recipe, kv_sequences, batch, statistics, valid),
+        *_quantize_value(call.value, recipe, kv_sequences, batch, statistics, valid),
         statistics.value_mean,
         mean_score,
         statistics,
@@ -137,24 +94,23 @@ def _quantize_tokens(
     launch(
         quantize_tokens_nvfp4,
         (sequences.blocks, batch * heads),
-        x,
-        codes.view(torch.int64),
-        scale,
-        tensor_scale,
-        mean,
-        statistics.key_mean,
-        score,
-        valid,
-        sequences.ranges,
-        sequences.tokens,
-        heads,
-        heads // statistics.key_mean.shape[1],
-        statistics.key_mean.shape[2],
-        head_dim,
-        sequences.rows,
-        0 if sequences.packed else x.stride(0),
-        *x.stride()[1:],
-        stride_of(valid),
+        x=x,
+        codes=codes.view(torch.int64),
+        scale=scale,
+        tensor_scale=tensor_scale,
+        mean=mean,
+        key_mean=statistics.key_mean,
+        mean_score=score,
+        valid=valid,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        heads=heads,
+        group=heads // statistics.key_mean.shape[1],
+        key_mean_channels=statistics.key_mean.shape[2],
+        channels=head_dim,
+        rows=sequences.rows,
+        **strides("", batch_strides(x, sequences)),
+        valid_stride=stride_of(valid),
         CHANNELS=channels,
         ROTATION=rotation if recipe.rotate else 1,
         SIGN_BITS=_sign_bits(rotation) if recipe.rotate else 0,
@@ -191,22 +147,21 @@ def _quantize_value(
     launch(
         quantize_value_nvfp4,
         (sequences.blocks, batch * kv_heads),
-        value,
-        codes.view(torch.int64),
-        scale,
-        tensor_scale,
-        statistics.value_mean,
-        statistics.value_tensor_amax,
-        valid,
-        sequences.ranges,
-        sequences.tokens,
-        kv_heads,
-        statistics.value_mean.shape[2],
-        v_head_dim,
-        sequences.rows,
-        0 if sequences.packed else value.stride(0),
-        *value.stride()[1:],
-        stride_of(valid),
+        value=value,
+        codes=codes.view(torch.int64),
+        scale=scale,
+        tensor_scale=tensor_scale,
+        value_mean=statistics.value_mean,
+        value_tensor_amax=statistics.value_tensor_amax,
+        valid=valid,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        kv_heads=kv_heads,
+        mean_channels=statistics.value_mean.shape[2],
+        channels=v_head_dim,
+        rows=sequences.rows,
+        **strides("", batch_strides(value, sequences)),
+        valid_stride=stride_of(valid),
         CHANNELS=channels,
         SMOOTH=recipe.smooth_v,
         TENSOR_SCALE=recipe.tensor_scale,

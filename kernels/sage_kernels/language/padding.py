@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from .launch import UNSPECIALIZED, launch
-from .sequences import stride_of
+from ..language.launch import UNSPECIALIZED, launch
+from ..operands import KeyPadding
 
 
-@dataclass(frozen=True)
-class KeyPadding:
-    """Keys that do not exist, in a batch whose sequences are padded left or right; or anywhere, which costs more.
+def read_padding(valid: torch.Tensor) -> KeyPadding:
+    """Find the spans of keys that exist.
 
-    Attributes:
-        valid: uint8 (batch or 1, kv_len), 0 where a key does not exist.
-        spans: int32 (batch or 1, 3): the first key that exists, the next one that does not, and the end of those that
-            exist. All that lie between the first two exist, so tiles there need no mask; (kv_len, kv_len, 0) where no
-            key exists.
+    Args:
+        valid: bool or uint8 (batch or 1, kv_len), false where a key does not exist.
     """
-
-    valid: torch.Tensor
-    spans: torch.Tensor
-
-    @classmethod
-    def of(cls, valid: torch.Tensor) -> KeyPadding:
-        """Of a bool (batch or 1, kv_len), False where a key does not exist."""
-        valid = valid.contiguous().view(torch.uint8)
-        spans = valid.new_empty((valid.shape[0], 3), dtype=torch.int32)
-        launch(find_spans, (valid.shape[0],), valid, spans, valid.shape[1], BLOCK=1024)
-        return cls(valid, spans)
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """Batch strides of `valid` and `spans`, 0 where all batch elements share them."""
-        return stride_of(self.valid), stride_of(self.spans)
+    valid = valid.contiguous().view(torch.uint8)
+    spans = valid.new_empty((valid.shape[0], 3), dtype=torch.int32)
+    launch(
+        find_spans,
+        (valid.shape[0],),
+        valid=valid,
+        spans=spans,
+        kv_len=valid.shape[1],
+        BLOCK=1024,
+    )
+    return KeyPadding(valid, spans)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

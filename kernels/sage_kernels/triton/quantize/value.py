@@ -8,26 +8,27 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
-from ..formats.fp16 import FP16_HEADROOM
-from ..formats.int8 import INT8_MAX
-from ..formats.reciprocal import SMALLEST_NORMAL
-from .launch import UNSPECIALIZED, launch
-from .operand_tiles import operand_token
-from .quantize_int8 import round_to_int8
-from .sequences import BLOCK, Sequences, ceil_div, operand_row, power_of_two, sequence_range, stride_of
-from .statistics import Statistics, load_tokens
+from ...formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
+from ...formats.fp16 import FP16_HEADROOM
+from ...formats.int8 import INT8_MAX
+from ...formats.reciprocal import SMALLEST_NORMAL
+from ...language.int8 import round_to_int8
+from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.sequences import operand_row, sequence_range
+from ...language.tiles import operand_token
+from ...language.tokens import load_tokens
+from ...layout import BLOCK, Sequences, batch_strides, ceil_div, power_of_two, stride_of
+from ...operands import VALUE_DTYPES, Statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
 ONE_448TH = tl.constexpr(1 / E4M3_MAX)
 ONE_128TH = tl.constexpr(1 / BLOCK)
-MOST = tl.constexpr(LARGEST_MOVE)
+MAX_MOVE = tl.constexpr(LARGEST_MOVE)
 # float32 numbers around it are ERROR_STEP apart: adding it rounds to the nearest multiple, ties to even.
 ERROR_ROUNDER = tl.constexpr(1.5 * 2**23 * ERROR_STEP)
 SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
 HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
-DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "fp16": torch.float16}
 MIN_CHANNELS = 16
 CHUNK = 64  # channels of a program at most: registers for more programs in flight
 
@@ -59,26 +60,25 @@ def quantize_value(
     channels = max(MIN_CHANNELS, power_of_two(v_head_dim))
     operand_batch = 1 if sequences.packed else batch
     shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
-    values = value.new_empty((operand_batch, kv_heads, *shape), dtype=DTYPES[pv])
+    values = value.new_empty((operand_batch, kv_heads, *shape), dtype=VALUE_DTYPES[pv])
     scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
     launch(
         quantize_value_fp16 if pv == "fp16" else quantize_value_8bit,
         (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
-        value,
-        values,
-        scale,
-        statistics.value_mean,
-        statistics.value_tensor_amax if pv == "fp16" else statistics.value_amax,
-        valid,
-        sequences.ranges,
-        sequences.tokens,
-        sequences.blocks,
-        kv_heads,
-        v_head_dim,
-        sequences.rows,
-        0 if sequences.packed else value.stride(0),
-        *value.stride()[1:],
-        stride_of(valid),
+        value=value,
+        values=values,
+        scale=scale,
+        value_mean=statistics.value_mean,
+        value_tensor_amax=statistics.value_tensor_amax if pv == "fp16" else statistics.value_amax,
+        valid=valid,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        blocks=sequences.blocks,
+        kv_heads=kv_heads,
+        v_head_dim=v_head_dim,
+        rows=sequences.rows,
+        **strides("", batch_strides(value, sequences)),
+        valid_stride=stride_of(valid),
         CHANNELS=channels,
         CHUNK=min(channels, CHUNK),
         HAS_VALID=valid is not None,
@@ -149,7 +149,7 @@ def round_keeping_sums(x):
     """A block of tokens, float32 (128, channels), to e4m3: `formats.fp8.round_keeping_sums`."""
     error = x.to(tl.float16).to(tl.float32) - x.to(tl.float8e4nv).to(tl.float32)
     total = tl.sum((error + ERROR_ROUNDER) - ERROR_ROUNDER, 0)[None, :]
-    move = tl.minimum(tl.abs(total) * ONE_128TH, tl.abs(x) * MOST)
+    move = tl.minimum(tl.abs(total) * ONE_128TH, tl.abs(x) * MAX_MOVE)
     # A product, because Triton 3.6 negates by subtracting from 0, which loses the sign of a zero.
     return (x + move * tl.where(total < 0, -1.0, 1.0)).to(tl.float8e4nv)
 

@@ -15,8 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_queries import weights_of_queries
-from .hopper_stages import (
+from ..language.launch import UNSPECIALIZED
+from ..language.padding import key_exists, key_tiles
+from ..language.scores import LOG2E
+from ..language.sequences import operand_row, sequence_range
+from ..language.weights import weights_of_queries
+from .stages import (
     ROWS,
     keep_codes,
     keep_values,
@@ -28,10 +32,6 @@ from .hopper_stages import (
     wait_until_empty,
     wait_until_full,
 )
-from .key_padding import key_exists, key_tiles
-from .launch import UNSPECIALIZED
-from .scores import LOG2E
-from .sequences import operand_row, sequence_range
 
 
 @gluon.jit

@@ -6,38 +6,23 @@ sums blocks of 128 tokens, a second one the block sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .. import transforms
-from ..recipe import Recipe
-from .launch import UNSPECIALIZED, launch
-from .sequences import BLOCK, Sequences, operand_row, power_of_two, sequence_range, stride_of
+from ... import transforms
+from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.sequences import operand_row, sequence_range
+from ...language.tokens import load_tokens
+from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
+from ...operands import Statistics
+from ...recipe import Recipe
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
 PARTS = tl.constexpr(4)  # of V, for each block and channel: sum, largest, smallest, whether all are finite
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics over valid tokens; float32, channels padded to a power of two.
-
-    Attributes:
-        key_mean: (batch, kv_heads, head_dim); zeros without smoothing of K.
-        value_mean: (batch, kv_heads, v_head_dim), of `transforms.smooth_value`; zeros without smoothing of V.
-        value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
-            element.
-        value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
-    """
-
-    key_mean: torch.Tensor
-    value_mean: torch.Tensor
-    value_amax: torch.Tensor
-    value_tensor_amax: torch.Tensor
 
 
 def token_statistics(
@@ -59,7 +44,7 @@ def token_statistics(
     kv_heads = key.shape[1]
     batch = key.shape[0] if sequences.ranges is None else sequences.ranges.shape[0]
     pairs, blocks = batch * kv_heads, sequences.blocks
-    shared = {
+    shared: dict[str, Any] = {
         "HAS_VALID": valid is not None,
         "PACKED": sequences.packed,
         "RAGGED": sequences.ranges is not None,
@@ -76,18 +61,17 @@ def token_statistics(
         launch(
             block_statistics,
             (blocks * pairs,),
-            x,
-            valid,
-            sequences.ranges,
-            parts,
-            sequences.tokens,
-            blocks,
-            operand_blocks,
-            kv_heads,
-            x.shape[-1],
-            0 if sequences.packed else x.stride(0),
-            *x.stride()[1:],
-            valid_stride,
+            x=x,
+            valid=valid,
+            ranges=sequences.ranges,
+            parts=parts,
+            tokens=sequences.tokens,
+            blocks=blocks,
+            operand_blocks=operand_blocks,
+            kv_heads=kv_heads,
+            channels=x.shape[-1],
+            **strides("", batch_strides(x, sequences)),
+            valid_stride=valid_stride,
             CHANNELS=shape[-1],
             EXTREMA=extrema,
             **shared,
@@ -101,17 +85,22 @@ def token_statistics(
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
     )
-    lengths = (sequences.tokens, kv_heads, operand_blocks, valid_stride)
+    lengths: dict[str, Any] = {
+        "tokens": sequences.tokens,
+        "kv_heads": kv_heads,
+        "operand_blocks": operand_blocks,
+        "valid_stride": valid_stride,
+    }
     if recipe.smooth_k:
         parts = parts_of(key, k_channels, extrema=False)
         launch(
             key_statistics,
             (pairs,),
-            parts,
-            valid,
-            sequences.ranges,
-            statistics.key_mean,
-            *lengths,
+            parts=parts,
+            valid=valid,
+            ranges=sequences.ranges,
+            mean=statistics.key_mean,
+            **lengths,
             CHANNELS=k_channels,
             **shared,
         )
@@ -121,13 +110,13 @@ def token_statistics(
     launch(
         value_statistics,
         (pairs,),
-        parts,
-        valid,
-        sequences.ranges,
-        statistics.value_mean,
-        statistics.value_amax,
-        statistics.value_tensor_amax,
-        *lengths,
+        parts=parts,
+        valid=valid,
+        ranges=sequences.ranges,
+        mean=statistics.value_mean,
+        amax=statistics.value_amax,
+        tensor_amax=statistics.value_tensor_amax,
+        **lengths,
         CHANNELS=v_channels,
         SMOOTH=recipe.smooth_v,
         **shared,
@@ -138,34 +127,6 @@ def token_statistics(
 @triton.jit
 def is_finite(x):
     return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def load_tokens(
-    x,
-    valid,
-    start,
-    token,
-    length,
-    channel,
-    channels,
-    stride_token,
-    stride_channel,
-    HAS_VALID: tl.constexpr,
-):
-    """Channels of some tokens of a sequence in float32, zeros for what does not count, and which tokens count.
-
-    Args:
-        x, valid: pointers to the first token of the batch element; valid is read if HAS_VALID.
-        start, length: of the sequence.
-        token, channel: indices, (tokens,) and (channels,); there are `channels` of them.
-    """
-    counts = token < length
-    if HAS_VALID:
-        counts = counts & (tl.load(valid + token, mask=counts, other=0) != 0)
-    offset = (start + token).to(tl.int64)[:, None] * stride_token + channel.to(tl.int64)[None, :] * stride_channel
-    inside = counts[:, None] & (channel < channels)[None, :]
-    return tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), counts
 
 
 @triton.jit

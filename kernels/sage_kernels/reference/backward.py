@@ -16,25 +16,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import transforms
-from .exact import rows_per_chunk
-from .formats import fp8, int8
-from .recipe import Recipe
-from .reference import (
+from .. import transforms
+from ..exact import rows_per_chunk
+from ..formats import fp8, int8
+from ..layout import KEY_BLOCK, Lengths, natural_order, padded_channels, padded_rows, thread_order
+from ..operands import Saved
+from ..recipe import Recipe
+from .forward import (
     BLOCK_M,
     CHANNEL_GROUP,
     THREAD_TOKENS,
     Operands,
     attend,
-    natural_order,
     nothing_attended,
     per_group,
     quantize_operands,
     scores_of,
-    thread_order,
     valid_keys,
 )
-from .saved import KEY_BLOCK, Lengths, Saved, padded_channels, padded_rows
 
 GRADIENT_BLOCK = 64  # queries whose dO shares a scale in 8 bit
 

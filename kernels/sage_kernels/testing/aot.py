@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from .launch import Launch
+from ..language.launch import Launch
 
 MATRIX_INSTRUCTION = re.compile(r"(UTC)?[A-Z]G?MMA$")
 SPILLS = ("LDL", "STL")
@@ -111,7 +111,7 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledKerne
     state = dict(vars(driver))
     driver.set_active(_CompileOnlyDriver(capability))
     try:
-        return launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants, **launch.options)
+        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.arguments, **launch.options)
     finally:
         vars(driver).update(state)
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .quantize_int8 import INTERPRETED
+from .launch import INTERPRETED
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def operand_token(position):
 
 
 @triton.jit
-def forgotten(x):
-    """x (int32), unknown to the compiler: what follows from it is computed again behind a loop, not kept meanwhile."""
+def opaque(x):
+    """Hide x (int32) from the compiler, so derived values are recomputed after a loop instead of kept in registers."""
     if INTERPRETED:
         return x
     else:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 logger = logging.getLogger(__name__)
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Parameters of kernels that say where a tile or an element lies, but not how wide it can be loaded: kernels are not
 # compiled anew for those that are 1, or multiples of 16. Some add `group`, over which the backward kernels loop, and
@@ -28,19 +31,26 @@ UNSPECIALIZED = [
     *("tiles_stride_batch", "tiles_stride_head", "tiles_stride_row"),
 ]
 
+TOKEN_AXES = ("batch", "head", "token", "channel")
+MASK_AXES = ("batch", "head", "row", "column")
+
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 _compiled: set[tuple[Any, ...]] = set()
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: kernel[grid](*args, **constants, **options)."""
+    """One kernel launch: kernel[grid](**arguments, **options)."""
 
     kernel: triton.JITFunction
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
+    arguments: dict[str, Any]
     options: dict[str, Any]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Return the arguments that are compile-time constants."""
+        return {name: value for name, value in self.arguments.items() if name.isupper()}
 
 
 @contextlib.contextmanager
@@ -72,25 +82,30 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
         stream.wait_stream(other)
 
 
+def strides(name: str, values: Iterable[int], axes: tuple[str, ...] = TOKEN_AXES) -> dict[str, Any]:
+    """Name the strides of a parameter as kernels do: "output" has output_stride_batch, …, "" has stride_batch, …."""
+    prefix = f"{name}_stride" if name else "stride"
+    return {f"{prefix}_{axis}": value for axis, value in zip(axes, values, strict=False)}
+
+
 def launch(
     kernel: triton.JITFunction,
     grid: tuple[int, ...],
-    *args: Any,
+    *,
     num_warps: int = 4,
     num_stages: int = 2,
     enable_fp_fusion: bool = True,
     maxnreg: int | None = None,
-    **constants: Any,
+    **arguments: Any,
 ) -> None:
-    """Run `kernel` on the current stream of the device of the first argument (a tensor).
+    """Run `kernel` on the current stream of the device of its first tensor.
 
     Args:
-        kernel: a `triton.jit` function.
+        kernel: a function of `triton.jit` or `gluon.jit`, whose compile-time parameters are in capitals.
         grid: programs along up to three axes; nothing runs when one of them is 0.
-        args: positional arguments, the first a tensor.
         num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion a product and a sum round
             twice, as PyTorch's do.
-        constants: the constexpr parameters.
+        arguments: every parameter of the kernel, by name; the first one is a tensor.
     """
     options = {
         "num_warps": num_warps,
@@ -100,18 +115,19 @@ def launch(
     }
     recorded = _recorded.get()
     if recorded is not None:
-        recorded.append(Launch(kernel, grid, args, constants, options))
+        recorded.append(Launch(kernel, grid, arguments, options))
         return
     if 0 in grid:
         return
-    device = args[0].device
+    device = next(iter(arguments.values())).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        key = (kernel, device, *constants.values(), *options.values())
+        constants = (value for name, value in arguments.items() if name.isupper())
+        key = (kernel, device, *constants, *options.values())
         if key in _compiled:
-            kernel[grid](*args, **constants, **options)
+            kernel[grid](**arguments, **options)
             return
         start = time.perf_counter()
-        kernel[grid](*args, **constants, **options)
+        kernel[grid](**arguments, **options)
         _compiled.add(key)
         logger.info(
             "%s: first launch took %.1f s with its compilation, which Triton caches on disk",

@@ -1,0 +1,13 @@
+"""Registers the kernels of every backend, those preferred first."""
+
+from __future__ import annotations
+
+from .cuda.registration import register_kernels as register_cuda
+from .gluon.registration import register_kernels as register_gluon
+from .reference.registration import register_kernels as register_reference
+from .triton.registration import register_kernels as register_triton
+
+register_cuda()
+register_gluon()
+register_triton()
+register_reference()

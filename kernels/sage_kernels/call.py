@@ -1,0 +1,221 @@
+"""One attention call: its tensors, its mask and everything else that decides the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from .exact import key_mask
+from .layout import Lengths, Sequences, padded_channels, token_axes
+from .operands import Saved
+from .recipe import Recipe
+
+PADDING_BIAS = -1e4
+"""An additive mask of this and less forbids a key as padding does, where each query has another one left."""
+
+MaskKind = Literal["none", "keys", "bool", "additive"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys each query may attend to.
+
+    Attributes:
+        kind: "none"; "keys": only says which keys exist, the same for all queries and heads; "bool"; "additive".
+        tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None of
+            kind "none".
+        valid: of kind "keys", bool (batch or 1, kv_len), False where a key does not exist.
+    """
+
+    kind: MaskKind = "none"
+    tensor: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: torch.Tensor | None, kv_len: int) -> Mask:
+        """Describe a 4-D mask, or None."""
+        if mask is None:
+            return NO_MASK
+        if mask.dtype != torch.bool:
+            return cls("additive", mask)
+        valid = key_mask(mask, kv_len)
+        return cls("bool", mask) if valid is None else cls("keys", mask, valid)
+
+    @classmethod
+    def of_keys(cls, valid: torch.Tensor | None) -> Mask:
+        """Describe which keys exist, bool (batch or 1, kv_len); None: all."""
+        return NO_MASK if valid is None else cls("keys", valid[:, None, None], valid)
+
+
+NO_MASK = Mask()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward call. Tensors are packed, (1, heads, total tokens, channels), where `lengths` are given.
+
+    Attributes:
+        query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
+        key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
+            query; q_heads a multiple of kv_heads.
+        recipe: formats and transforms.
+        mask: NO_MASK for packed sequences.
+        is_causal: row i attends to keys 0…i + causal_offset.
+        scale: factor of the scores.
+        lengths: of packed sequences, each of which attends to itself; None: an ordinary batch.
+        return_lse: the log-sum-exp of each row's scores is wanted.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    recipe: Recipe
+    mask: Mask = NO_MASK
+    is_causal: bool = False
+    causal_offset: int = 0
+    scale: float = 1.0
+    lengths: Lengths | None = None
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None and self.mask.kind != "none":
+            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
+
+    @property
+    def batch(self) -> int:
+        """Return the number of sequences."""
+        return self.query.shape[0] if self.lengths is None else self.lengths.sequences
+
+    @property
+    def q_len(self) -> int:
+        """Return the queries of the longest sequence."""
+        return self.query.shape[2] if self.lengths is None else self.lengths.max_seqlen_q
+
+    @property
+    def kv_len(self) -> int:
+        """Return the keys of the longest sequence."""
+        return self.key.shape[2] if self.lengths is None else self.lengths.max_seqlen_k
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no query attends to any key, as sizes tell."""
+        return 0 in (*self.query.shape[:3], self.key.shape[2], self.batch, self.q_len, self.kv_len)
+
+    @cached_property
+    def token_axes(self) -> tuple[Sequences, Sequences]:
+        """Return the token axes of Q, and of K and V."""
+        return token_axes(self.query.shape[2], self.key.shape[2], self.lengths)
+
+    def for_kernel(self) -> Call:
+        """Return a call of the same result whose scale is not negative and whose offset fits a kernel's integers.
+
+        Kernels take the largest score of a tile before they scale it.
+        """
+        offset = clamped_offset(self.causal_offset, self.q_len, self.kv_len)
+        if self.scale < 0:
+            return replace(self, query=-self.query, scale=-self.scale, causal_offset=offset)
+        return self if offset == self.causal_offset else replace(self, causal_offset=offset)
+
+    def new_outputs(self, saves_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Allocate the output, laid out as (batch, q_len, q_heads, v_head_dim), and the LSE if wanted or saved.
+
+        They are 0 and -inf where the sizes, or the lengths, which only the GPU knows, may leave rows unwritten.
+        """
+        batch, q_heads, q_len, _ = self.query.shape
+        output = self.query.new_empty(batch, q_len, q_heads, self.value.shape[3]).transpose(1, 2)
+        lse = None
+        if self.return_lse or saves_lse:
+            lse = self.query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
+        if self.is_empty or self.lengths is not None:
+            output.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+        return output, lse
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """The backward pass of a call.
+
+    Attributes:
+        output_gradient: (batch, q_heads, q_len, v_head_dim), value's dtype, any strides.
+        value: (batch, kv_heads, kv_len, v_head_dim) float16, bfloat16 or float32, as the forward got it.
+        output, saved: what the forward returned.
+        head_dim: of Q and K.
+        recipe, mask, is_causal, causal_offset, scale, lengths: as in `Call`.
+    """
+
+    output_gradient: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    saved: Saved
+    head_dim: int
+    recipe: Recipe
+    mask: Mask = NO_MASK
+    is_causal: bool = False
+    causal_offset: int = 0
+    scale: float = 1.0
+    lengths: Lengths | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None and self.mask.kind != "none":
+            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
+
+    @property
+    def batch(self) -> int:
+        """Return the number of sequences."""
+        return self.output.shape[0] if self.lengths is None else self.lengths.sequences
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the operands of Q and K."""
+        return self.saved.query.shape[3]
+
+    @property
+    def v_channels(self) -> int:
+        """Return the channels of the operands of V and dO."""
+        return padded_channels(self.value.shape[3])
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no query attends to any key, as sizes tell."""
+        sizes = (*self.output_gradient.shape, *self.value.shape[1:3])
+        return 0 in sizes or (self.lengths is not None and 0 in (self.lengths.sequences, *self.lengths[2:4]))
+
+    @cached_property
+    def token_axes(self) -> tuple[Sequences, Sequences]:
+        """Return the token axes of Q, and of K and V."""
+        return token_axes(self.output.shape[2], self.value.shape[2], self.lengths)
+
+    @property
+    def kernel_offset(self) -> int:
+        """Return a causal offset that means the same, and fits a kernel's integers."""
+        queries, keys = self.token_axes
+        return clamped_offset(self.causal_offset, queries.tokens, keys.tokens)
+
+    def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Allocate dQ, dK and dV in value's dtype, each laid out as (batch, tokens, heads, channels).
+
+        They are 0 where the sizes, or the lengths, which only the GPU knows, may leave rows unwritten.
+        """
+        new = self.value.new_zeros if self.is_empty or self.lengths is not None else self.value.new_empty
+        batch, q_heads, q_len, _ = self.output.shape
+        kv_heads, kv_len, v_head_dim = self.value.shape[1:]
+        return (
+            new(batch, q_len, q_heads, self.head_dim).transpose(1, 2),
+            new(batch, kv_len, kv_heads, self.head_dim).transpose(1, 2),
+            new(batch, kv_len, kv_heads, v_head_dim).transpose(1, 2),
+        )
+
+
+def softmax_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor of the scores: `scale`, by default head_dim ** -0.5."""
+    return max(1, head_dim) ** -0.5 if scale is None else scale
+
+
+def clamped_offset(causal_offset: int, q_len: int, kv_len: int) -> int:
+    """Return an offset that means the same, and fits a kernel's integers."""
+    return max(-q_len, min(causal_offset, kv_len))

@@ -1,0 +1,4 @@
+"""Sizes that the CUDA kernels share with their host."""
+
+CHANNELS = (64, 128)
+"""Channels of Q, K and V in the operands."""

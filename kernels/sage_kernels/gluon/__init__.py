@@ -1,0 +1,1 @@
+"""Kernels in Gluon, Triton's language of explicit layouts; nothing is imported here."""

@@ -1,0 +1,119 @@
+"""The backward pass of `triton.int8_backward` in 16 bit, in kernels written for Hopper.
+
+A program fills a multiprocessor, so that the last wave of programs may be nearly empty: 2 % of the backward pass at 64
+heads × 8,192 tokens × 64 channels. Therefore the second kernel begins while the first one ends. What both loops read is
+there at the same time then, and to make up for it they read dO and V where the caller has them, if they can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..call import BackwardCall
+from ..language.backward_launch import BackwardLaunch
+from ..language.backward_operands import key_operands, query_operands
+from ..language.launch import launch, overlapping, strides
+from ..layout import TokenRows
+from ..operands import Saved
+from .backward_keys import hopper_backward_key
+from .backward_queries import hopper_backward_query
+from .stages import stage_tiles
+
+# Both hold 64 keys or rows for each of two warpgroups of 4 warps. Stages measured on an H200 at 64 heads × 8,192 tokens
+# (ms, causal in brackets): dK and dV at head_dim 128 5.41 (3.01) with 2, 5.65 (3.20) with 3, 5.69 (3.07) with 4; dQ
+# 3.69 with 4, 3.99 with 3; at head_dim 64 2.64 (1.41) with 4, 2.76 (1.54) with 3, 2.66 (1.61) with 5.
+KEY_TILE: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2}
+QUERY_TILE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4}
+
+
+def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of Q, K and V of a call whose P and dS are in 16 bit."""
+    gradients = call.new_gradients()
+    if not call.is_empty:
+        # Kernels read them as they were made.
+        call = replace(call, saved=Saved(*(x.contiguous() for x in call.saved)))
+        _run(BackwardLaunch.of(call, gradients))
+    return gradients
+
+
+def _run(run: BackwardLaunch) -> None:
+    call, saved, channels = run.call, run.call.saved, run.call.channels
+    query_gradient, key_gradient, value_gradient = run.gradients
+    q_sequences, kv_sequences = call.token_axes
+    own_value = own_gradient = None
+    if not q_sequences.packed and call.value.shape[3] == channels:
+        own_value = TokenRows.of(call.value)
+        # Each row of each tile has a key: it must not be 0 instead.
+        has_key = run.padding is None and not (call.is_causal and call.kernel_offset < 0)
+        if has_key and q_sequences.tokens % KEY_TILE["BLOCK_M"] == 0:
+            own_gradient = TokenRows.of(call.output_gradient)
+    queries = query_operands(
+        call.output_gradient, call.output, saved, call.batch, q_sequences, False, own_gradient is None
+    )
+    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, False, own_value is None)
+
+    def rows_of(own: TokenRows | None, copy: torch.Tensor | None, name: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the caller's tensor or the copy that was made of it, and where a head's rows are."""
+        if own is not None:
+            rows, first = own.rows, (own.rows_of_batch, own.rows_of_head, own.columns_of_head)
+        else:
+            assert copy is not None
+            heads, per_head = copy.shape[1:3]
+            rows, first = copy, (0 if q_sequences.packed else heads * per_head, per_head, 0)
+        names = (f"{name}_rows_of_batch", f"{name}_rows_of_head", f"{name}_columns_of_head")
+        return rows, dict(zip(names, first, strict=True))
+
+    gradient_rows, gradient_place = rows_of(own_gradient, queries.gradient, "gradient")
+    value_rows, value_place = rows_of(own_value, value, "value")
+
+    def query_tiles(x: torch.Tensor) -> object:
+        return stage_tiles(x, KEY_TILE["BLOCK_M"], channels)
+
+    def key_tiles(x: torch.Tensor) -> object:
+        return stage_tiles(x, QUERY_TILE["BLOCK_N"], channels)
+
+    with overlapping(call.value.device) as beside:
+        launch(
+            hopper_backward_key,
+            run.key_grid(KEY_TILE["BLOCK_N"]),
+            key=saved.key,
+            key_scale=saved.key_scale,
+            value=call.value,
+            query=query_tiles(saved.query),
+            query_scale=query_tiles(saved.query_scale),
+            query_operand=query_tiles(queries.query),
+            gradient=query_tiles(gradient_rows),
+            lse=query_tiles(queries.lse),
+            delta=query_tiles(queries.delta),
+            **gradient_place,
+            key_gradient=key_gradient,
+            value_gradient=value_gradient,
+            **strides("v", run.key_strides(call.value)),
+            **strides("key", run.key_strides(key_gradient)[:3]),
+            **strides("value", run.key_strides(value_gradient)[:3]),
+            **run.arguments,
+            **KEY_TILE,
+        )
+        with beside:
+            launch(
+                hopper_backward_query,
+                run.query_grid(QUERY_TILE["BLOCK_M"]),
+                query=saved.query,
+                query_scale=saved.query_scale,
+                gradient=call.output_gradient,
+                key=key_tiles(saved.key),
+                key_operand=key_tiles(key),
+                value=key_tiles(value_rows),
+                **value_place,
+                key_scale=saved.key_scale,
+                query_gradient=query_gradient,
+                lse=queries.lse,
+                delta=queries.delta,
+                **strides("gradient", run.query_strides(call.output_gradient)),
+                **strides("", run.query_strides(query_gradient)[:3]),
+                **run.arguments,
+                **QUERY_TILE,
+            )

@@ -1,0 +1,57 @@
+"""What the Gluon kernels can do, in the registry. The first call that runs one imports it, and Triton."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import torch
+
+from ..call import BackwardCall
+from ..layout import padded_channels
+from ..recipe import Recipe
+from ..registry import Request, register_backward
+from ..toolchain import triton_version
+
+CAPABILITY = (9, 0)
+VERSIONS = ((3, 6), (3, 9))
+"""The oldest and the newest Triton whose Gluon, which is experimental, we have compiled with."""
+CHANNELS = (64, 128)
+
+
+class HopperBackward:
+    """`gluon.int8_backward`."""
+
+    name = "int8_backward_hopper"
+    native = True
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve Q and K in INT8 without transforms but K's and V's means, and P and dS in 16 bit."""
+        backward = recipe.backward
+        if recipe.qk != "int8" or backward is None or not recipe.is_plain_but_for("smooth_k", "smooth_v", "backward"):
+            return False
+        products = (backward.p, backward.ds, backward.dp)
+        return products == ("16bit",) * 3 and backward.scales == "row" and backward.delta == "output"
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if request.capability != CAPABILITY:
+            return "needs compute capability 9.0"
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return "Triton's interpreter does not run Gluon"
+        version, (oldest, newest) = triton_version(), VERSIONS
+        if version is None or not oldest <= version <= newest:
+            return f"needs Triton {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+        channels = padded_channels(request.head_dim)
+        if channels not in CHANNELS or channels != padded_channels(request.v_head_dim):
+            return "needs 64 or 128 channels of Q, K and V"
+        return ""
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients; see `int8_backward.backward`."""
+        return import_module(".int8_backward", __package__).backward(call)
+
+
+def register_kernels() -> None:
+    """Register the kernels; they are preferred to those registered later."""
+    register_backward(HopperBackward())

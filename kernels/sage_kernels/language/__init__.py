@@ -1,0 +1,1 @@
+"""What kernels in Triton's languages, Triton and Gluon, share: launches, device functions, operands of gradients."""

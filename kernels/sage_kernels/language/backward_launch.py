@@ -1,0 +1,84 @@
+"""What the launches of every backward kernel have in common: grids, strides, sequence lengths, padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..call import BackwardCall
+from ..layout import batch_strides, ceil_div
+from ..operands import KeyPadding
+from .padding import read_padding
+
+
+@dataclass(frozen=True)
+class BackwardLaunch:
+    """A backward call that is not empty, and where its gradients go.
+
+    Attributes:
+        call: the call.
+        gradients: dQ, dK and dV, written by the kernels.
+        padding: which keys exist; None: all.
+    """
+
+    call: BackwardCall
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    padding: KeyPadding | None
+
+    @classmethod
+    def of(cls, call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> BackwardLaunch:
+        """Find the spans of keys that exist."""
+        valid = call.mask.valid
+        return cls(call, gradients, None if valid is None else read_padding(valid))
+
+    @property
+    def int8(self) -> bool:
+        """Return whether P and dS are multiplied in INT8."""
+        backward = self.call.recipe.backward
+        return backward is not None and backward.ds == "int8"
+
+    def key_grid(self, keys: int) -> tuple[int, int, int]:
+        """Return the grid of programs that hold so many keys."""
+        return ceil_div(self.call.token_axes[1].tokens, keys), self.call.value.shape[1], self.call.batch
+
+    def query_grid(self, rows: int) -> tuple[int, int, int]:
+        """Return the grid of programs that hold so many rows."""
+        return ceil_div(self.call.token_axes[0].tokens, rows), self.call.output.shape[1], self.call.batch
+
+    def key_strides(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the strides of V, dK or dV."""
+        return batch_strides(x, self.call.token_axes[1])
+
+    def query_strides(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the strides of dO or dQ."""
+        return batch_strides(x, self.call.token_axes[0])
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that every backward kernel takes, compile-time constants included."""
+        queries, keys = self.call.token_axes
+        valid_stride, spans_stride = (0, 0) if self.padding is None else self.padding.strides
+        return {
+            "valid": None if self.padding is None else self.padding.valid,
+            "spans": None if self.padding is None else self.padding.spans,
+            "valid_stride": valid_stride,
+            "spans_stride": spans_stride,
+            "q_ranges": queries.ranges,
+            "kv_ranges": keys.ranges,
+            "q_len": queries.tokens,
+            "kv_len": keys.tokens,
+            "q_rows": queries.rows,
+            "kv_rows": keys.rows,
+            "group": self.call.output.shape[1] // self.call.value.shape[1],
+            "causal_offset": self.call.kernel_offset,
+            "softmax_scale": self.call.scale,
+            "head_dim": self.call.head_dim,
+            "v_head_dim": self.call.value.shape[3],
+            "CHANNELS": self.call.channels,
+            "CAUSAL": self.call.is_causal,
+            "PADDED": self.padding is not None,
+            "PACKED": queries.packed,
+            "RAGGED": queries.ranges is not None,
+        }

@@ -1,0 +1,200 @@
+"""Where tokens, channels and scales lie: in the callers' tensors, and in the padded operands that quantisers write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 128
+"""Tokens to whose multiple the rows of an operand are padded."""
+KEY_BLOCK = 64
+"""Keys whose scales, `THREAD_TOKENS` keys each, one quad of threads holds."""
+THREAD_TOKENS = 16
+MIN_CHANNELS = 32
+"""Channels of an INT8 operand at least: as deep as one INT8 matrix instruction."""
+ALIGNMENT = 16
+"""Bytes at whose multiples 128-bit loads and the tensor memory accelerator begin."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up. Triton's own is a compiled function's, and costs microseconds of every call."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """Return the least power of two that is not below n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def padded_rows(tokens: int, sequences: int | None = None) -> int:
+    """Return an operand's rows for sequences of `tokens` tokens, or for packed ones of `tokens` in total."""
+    blocks = ceil_div(tokens, BLOCK) if sequences is None else tokens // BLOCK + sequences
+    return blocks * BLOCK
+
+
+def padded_channels(head_dim: int) -> int:
+    """Return the channels of an INT8 operand."""
+    return max(MIN_CHANNELS, power_of_two(head_dim))
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Return whether 128-bit loads can read x (batch, heads, tokens, channels), whose channels must be contiguous."""
+    elements = ALIGNMENT // x.element_size()
+    batch, heads, tokens, channels = x.stride()
+    return channels == 1 and (batch | heads | tokens | x.shape[3]) % elements == 0 and x.data_ptr() % ALIGNMENT == 0
+
+
+class Lengths(NamedTuple):
+    """Sequences of any lengths, packed one after the other: (1, heads, total tokens, channels).
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,).
+        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more.
+        seqused_k: int32 (sequences,), only that many keys of each sequence count; None: all.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: torch.Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Return their number."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The token axis of Q, or that of K and V.
+
+    Attributes:
+        tokens: the longest sequence's length.
+        rows: tokens of the padded operands for each (operand batch, head): a multiple of 128.
+        packed: all sequences lie in one batch element, one after the other (`cu_seqlens`).
+        ranges: int32 (batch, 3) of each sequence's start, length and start in the operands; None where every sequence
+            has `tokens` tokens, from the first on.
+    """
+
+    tokens: int
+    rows: int
+    packed: bool = False
+    ranges: torch.Tensor | None = None
+
+    @classmethod
+    def equal(cls, tokens: int) -> Sequences:
+        """Describe one sequence of that length per batch element."""
+        return cls(tokens, padded_rows(tokens))
+
+    @classmethod
+    def of_cu_seqlens(
+        cls, cu_seqlens: torch.Tensor, max_tokens: int, total: int, lengths: torch.Tensor | None = None
+    ) -> Sequences:
+        """Describe sequences packed into one batch element of `total` tokens.
+
+        Args:
+            cu_seqlens: int32 (sequences + 1,): sequence i is tokens cu_seqlens[i]…cu_seqlens[i + 1] - 1.
+            max_tokens: the longest sequence's length, or more. Of a longer one only so many tokens count.
+            lengths: int32 (sequences,): the tokens of each that count; default all.
+        """
+        start, sequences = cu_seqlens[:-1], cu_seqlens.shape[0] - 1
+        stored = (cu_seqlens[1:] - start).clamp(max=max_tokens)
+        lengths = stored if lengths is None else torch.minimum(lengths, stored)
+        # Each sequence begins a block of its own, and ends in one that no other uses.
+        operand_start = (start // BLOCK + torch.arange(sequences, dtype=torch.int32, device=start.device)) * BLOCK
+        ranges = torch.stack((start, lengths, operand_start), 1).int()
+        return cls(max_tokens, padded_rows(total, sequences), True, ranges)
+
+    @property
+    def blocks(self) -> int:
+        """Return the blocks of 128 tokens of the longest sequence."""
+        return ceil_div(self.tokens, BLOCK)
+
+    @property
+    def rows_of_longest(self) -> int:
+        """Return the rows of the longest sequence in the operands."""
+        return self.blocks * BLOCK
+
+
+def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[Sequences, Sequences]:
+    """Return the token axis of Q and that of K and V, which have so many tokens in all."""
+    if lengths is None:
+        return Sequences.equal(q_tokens), Sequences.equal(kv_tokens)
+    return (
+        Sequences.of_cu_seqlens(lengths.cu_seqlens_q, lengths.max_seqlen_q, q_tokens),
+        Sequences.of_cu_seqlens(lengths.cu_seqlens_k, lengths.max_seqlen_k, kv_tokens, lengths.seqused_k),
+    )
+
+
+def sequence_slices(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries and the keys that count of each packed sequence; reads the lengths back to the host."""
+    q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+    stored = lengths.cu_seqlens_k.diff()
+    k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
+    for start, stop, k_start, k_length in zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False):
+        yield slice(start, stop), slice(k_start, k_start + k_length)
+
+
+def stride_of(valid: torch.Tensor | None) -> int:
+    """Return the batch stride of a `valid`, (batch or 1, tokens) or None: 0 where all batch elements share it."""
+    return 0 if valid is None or valid.shape[0] == 1 else valid.stride(0)
+
+
+def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
+    """Return the strides of x, (batch, heads, tokens, ...); that of batch is 0 for packed sequences."""
+    return 0 if sequences.packed else x.stride(0), *x.stride()[1:]
+
+
+def thread_order(key: torch.Tensor) -> torch.Tensor:
+    """Reorder the tokens of each block of 64 as the four threads of a quad hold their scores.
+
+    Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. Tokens that share a scale
+    are those 16 (j = 0…7), so that a thread needs one scale per block.
+
+    Args:
+        key: (..., tokens, channels), tokens a multiple of 64.
+    """
+    return key.unflatten(-2, (-1, 8, 4, 2)).transpose(-4, -3).flatten(-5, -2)
+
+
+def natural_order(key: torch.Tensor) -> torch.Tensor:
+    """Undo `thread_order`."""
+    return key.unflatten(-2, (-1, 4, 8, 2)).transpose(-4, -3).flatten(-5, -2)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Tokens of a tensor (batch, heads, tokens, channels) as rows of a matrix that the tensor memory accelerator reads.
+
+    Attributes:
+        rows: (rows, columns). Those of a (batch element, head) begin at row batch · rows_of_batch + head ·
+            rows_of_head, column head · columns_of_head.
+        rows_of_batch, rows_of_head, columns_of_head: these.
+    """
+
+    rows: torch.Tensor
+    rows_of_batch: int
+    rows_of_head: int
+    columns_of_head: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TokenRows | None:
+        """Describe x, or return None where its strides allow no such matrix."""
+        batch, heads, tokens, channels = x.shape
+        of_batch, of_head, of_token, of_channel = x.stride()
+        aligned = ALIGNMENT // x.element_size()
+        if of_channel != 1 or of_token < channels or of_token % aligned or of_head % aligned:
+            return None
+        if x.data_ptr() % ALIGNMENT or (of_batch % of_token and batch > 1):
+            return None
+        columns_of_head = of_head if of_head % of_token else 0
+        columns = columns_of_head * (heads - 1) + channels
+        if columns > of_token:
+            return None
+        rows_of_batch, rows_of_head = of_batch // of_token, 0 if columns_of_head else of_head // of_token
+        count = (batch - 1) * rows_of_batch + (heads - 1) * rows_of_head + tokens
+        return cls(x.as_strided((count, columns), (of_token, 1)), rows_of_batch, rows_of_head, columns_of_head)

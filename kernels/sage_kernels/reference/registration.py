@@ -1,0 +1,101 @@
+"""The reference in the registry: it serves every recipe on every device, slowly."""
+
+from __future__ import annotations
+
+import torch
+
+from ..call import BackwardCall, Call
+from ..operands import Saved
+from ..recipe import Recipe
+from ..registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
+from . import backward, forward
+
+_SERVED_BY_FORWARD = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scale", "scale_steps", "denominator")
+
+
+class ReferenceForward:
+    """`reference.forward`, and what its gradients need."""
+
+    name = "reference"
+    native = False
+    takes = None
+    packs = False
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve every low-bit recipe."""
+        return recipe.qk != "exact" and recipe.is_plain_but_for(*_SERVED_BY_FORWARD, "backward")
+
+    def unsupported(self, request: Request) -> str:
+        """Return why the request's dtype is not served, or ""."""
+        return _unsupported(request)
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend; see `forward.attention`."""
+        return forward.attention(
+            call.query,
+            call.key,
+            call.value,
+            call.recipe,
+            mask=call.mask.tensor,
+            is_causal=call.is_causal,
+            causal_offset=call.causal_offset,
+            scale=call.scale,
+        )
+
+    def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
+        """Attend and keep what gradients need; see `backward.forward`."""
+        return backward.forward(
+            call.query,
+            call.key,
+            call.value,
+            call.recipe,
+            lengths=call.lengths,
+            valid=call.mask.valid,
+            is_causal=call.is_causal,
+            causal_offset=call.causal_offset,
+            scale=call.scale,
+        )
+
+
+class ReferenceBackward:
+    """`reference.backward`."""
+
+    name = "reference_backward"
+    native = False
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve recipes with gradients whose Q and K in INT8 are not transformed but for K's mean."""
+        served = recipe.qk == "int8" and recipe.backward is not None
+        return served and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+
+    def unsupported(self, request: Request) -> str:
+        """Return why the request's dtype is not served, or ""."""
+        return _unsupported(request)
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients; see `backward.backward`."""
+        return backward.backward(
+            call.output_gradient,
+            call.value,
+            call.output,
+            call.saved,
+            call.recipe,
+            head_dim=call.head_dim,
+            lengths=call.lengths,
+            valid=call.mask.valid,
+            is_causal=call.is_causal,
+            causal_offset=call.causal_offset,
+            scale=call.scale,
+        )
+
+
+def _unsupported(request: Request) -> str:
+    if request.dtype not in SUPPORTED_DTYPES:
+        return f"dtype must be one of {', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
+    return ""
+
+
+def register_kernels() -> None:
+    """Register the reference."""
+    register_forward(ReferenceForward())
+    register_backward(ReferenceBackward())

@@ -1,0 +1,1 @@
+"""Tools of the tests: compiling ahead of time, and reading machine code."""

@@ -1,0 +1,1 @@
+"""Quantisers in Triton, and the statistics that they need."""
