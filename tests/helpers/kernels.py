@@ -9,7 +9,7 @@ import torch
 
 from sage_kernels import backends, registry  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.call import BackwardCall, Call
-from sage_kernels.operands import Saved
+from sage_kernels.operands import KeyPadding, Saved
 from sage_kernels.recipe import Recipe
 from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
 from sage_kernels.registry import Quantizer, Request
@@ -30,6 +30,20 @@ class StandIn:
 
     def unsupported(self, request: Request) -> str:
         return self.reason(request)
+
+
+@dataclass(frozen=True)
+class StandInQuantizer(StandIn):
+    """Makes the operands that `StandInForward` takes: none."""
+
+    makes: type = object
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> object:
+        self.ran(self.name)
+        return object()
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
