@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sage_hf.apply import apply
-from sage_hf.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, default_fallback
+from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.schedule import timestep_argument
@@ -88,12 +88,8 @@ def _layer_rows(
         calls.append((config.training, True, "in training mode"))
     heads, head_dim = _heads(layer)
     causal = bool(getattr(layer, "is_causal", False))
-    refused = head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
     softcap = getattr(getattr(layer, "config", None), "attn_logit_softcapping", None)
     for recipe, grad, when in calls:
-        if refused and recipe != "exact":
-            yield LayerRow(label, recipe, "none", reason=f"head_dim {head_dim} is not in {MIN_HEAD_DIM}…{MAX_HEAD_DIM}")
-            continue
         if softcap is not None and recipe != "exact":
             yield LayerRow(label, recipe, "exact", "sdpa", "exact", reason="a softcap bends the logits")
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,8 @@ from .cuda import registration as cuda_kernels
 from .recipe import RECIPES, Recipe, get_recipe
 from .registry import SUPPORTED_DTYPES, Fallback, Kernel, Plan, Request, get_kernel, register, select
 from .triton import registration as triton_kernels
+
+DTYPES = (*SUPPORTED_DTYPES, torch.float64)
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Called with the plan of every call of `attention`, at run time also when the call is inside a compiled graph."""
@@ -52,13 +56,13 @@ def attention(
     """Low-bit attention by the best kernel for the call, chosen when it runs. Forward only.
 
     Args:
-        query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
+        query: (batch, q_heads, q_len, head_dim) float16, bfloat16, float32, or float64 (runs exactly); any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         mask: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
         is_causal: row i attends to keys 0…i + causal_offset. 0 aligns upper left as PyTorch's SDPA does, kv_len - q_len
             lower right as decoding does.
-        scale: default head_dim ** -0.5.
+        scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: a name in `recipe.RECIPES`.
         fallback: see `registry.select`.
         return_lse: compute the log-sum-exp of each row's scores.
@@ -69,10 +73,12 @@ def attention(
         output 0 and lse -inf.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        TypeError: a tensor that is not dense or has another dtype; a scale that is no number.
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward mode.
     """
+    check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
     return torch.ops.sage_kernels.attention(
         query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
@@ -113,10 +119,12 @@ def packed_attention(
         without return_lse.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        TypeError: as `attention`.
+        ValueError: as `attention`, or lengths that do not fit, as far as the host can tell: on a CPU.
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward mode.
     """
+    check_kinds(query, key, value, None, scale)
     refuse_tangents(query, key, value)
     return torch.ops.sage_kernels.packed_attention(
         query,
@@ -165,6 +173,48 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
         )
 
 
+def check_kinds(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    mask_name: str = "mask",
+) -> None:
+    """Refuse what no operator takes: other things than tensors and numbers, other layouts and dtypes."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"query, key and value must be tensors; got {type(tensor).__name__} as {name}")
+        if not _is_dense(tensor) or tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} is a {_layout(tensor)} tensor of {tensor.dtype}; expected a dense one of float16, bfloat16 or "
+                "float32 (float64 runs exactly): pass the unquantised tensor, quantising is done inside; pad nested "
+                "ones, or pack them for sage_kernels.ops.packed_attention"
+            )
+    if mask is not None:
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(f"{mask_name} must be a tensor or None; got {type(mask).__name__}")
+        if not _is_dense(mask) or mask.dtype not in (torch.bool, *DTYPES):
+            raise TypeError(
+                f"{mask_name} is a {_layout(mask)} tensor of {mask.dtype}; expected a dense one, bool (True: may "
+                "attend) or floating: use mask.bool()"
+            )
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number or None; got {type(scale).__name__}: use float(scale)")
+    if not torch.compiler.is_compiling() and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout)
+
+
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Refuse what kernels would read out of bounds: they take sizes from one tensor for all."""
     sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -172,7 +222,8 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(f"batch, kv_heads, kv_len and head_dim must agree; got {sizes}")
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1] or 0 in (query.shape[3], value.shape[3]):
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    if (q_heads % kv_heads if kv_heads else q_heads) or 0 in (query.shape[3], value.shape[3]):
         raise ValueError(f"q_heads must be a multiple of kv_heads, and no head_dim 0; got {sizes}")
     for name, other in (("key", key), ("value", value), ("mask", mask)):
         if other is not None and other.device != query.device:
@@ -180,8 +231,6 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         if other is not None and name != "mask" and other.dtype != query.dtype:
             raise ValueError(f"{name} is {other.dtype}, query {query.dtype}")
     if mask is not None:
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise ValueError(f"mask must be bool or floating; got {mask.dtype}")
         shape = (*query.shape[:3], key.shape[2])
         if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
             raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
@@ -189,13 +238,16 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
 
 def check_lengths(
     query: torch.Tensor,
+    key: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     seqused_k: torch.Tensor | None,
 ) -> None:
     """Refuse packed sequences whose lengths a kernel would read out of bounds.
 
-    What the lengths are is the GPU's to know, and not checked.
+    The values of lengths on a GPU are not checked: the host would wait for them.
     """
     if cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
         return
@@ -212,6 +264,22 @@ def check_lengths(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
         if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.device != query.device):
             raise ValueError(f"{name} must hold integers on {query.device}; got {x.dtype} on {x.device}")
+    if query.device.type != "cpu":
+        return
+    for name, starts, tokens, longest in (
+        ("q", cu_seqlens_q.tolist(), query.shape[2], max_seqlen_q),
+        ("k", cu_seqlens_k.tolist(), key.shape[2], max_seqlen_k),
+    ):
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+        if starts[0] != 0 or starts[-1] > tokens or any(length < 0 for length in lengths):
+            raise ValueError(
+                f"cu_seqlens_{name} must begin at 0, never decrease, and end at the number of tokens, {tokens}; got "
+                f"{starts}"
+            )
+        if max(lengths, default=0) > longest:
+            raise ValueError(f"max_seqlen_{name} is {longest}, but a sequence has {max(lengths)} tokens")
+    if seqused_k is not None and bool((seqused_k < 0).any()):
+        raise ValueError(f"seqused_k must not be negative; got {seqused_k.tolist()}")
 
 
 def _attention(
@@ -227,9 +295,13 @@ def _attention(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_tensors(query, key, value, mask)
+    if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
+        mask = exact.mask_in_dtype(mask, torch.float32)  # in which kernels add it
     plan = select(Request.of(query, key, value, mask, is_causal, recipe, return_lse), fallback)
     for listener in plan_listeners:
         listener(plan)
+    if 0 in (*query.shape, key.shape[2]):
+        return _nothing_attended(query, value, return_lse)
     run = _run_sdpa if plan.kernel == "sdpa" else get_kernel(plan.kernel).run
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(query.device.type, enabled=False):
@@ -246,6 +318,13 @@ def _attention(
         )
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
+def _nothing_attended(query: torch.Tensor, value: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (output, lse) of a call without elements, or without keys."""
+    batch, q_heads, q_len, _ = query.shape
+    output = query.new_zeros(batch, q_len, q_heads, value.shape[3]).transpose(1, 2)
+    return output, query.new_full((batch, q_heads, q_len) if return_lse else (0,), -torch.inf, dtype=torch.float32)
 
 
 def _packed_attention(
@@ -267,7 +346,7 @@ def _packed_attention(
     # Sequences are the batch: (1, heads, tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     check_tensors(query, key, value, None)
-    check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     request = Request.of(query, key, value, None, is_causal, recipe, return_lse)
     sequences = cu_seqlens_q.shape[0] - 1
     request = replace(request, batch=sequences, q_len=max_seqlen_q, kv_len=max_seqlen_k, packed=True)
@@ -415,8 +494,6 @@ def _run_sdpa(
         # PyTorch's kernels know one alignment, and no mask beside it.
         mask = exact.with_causality(mask, query, key, causal_offset)
         is_causal = False
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-        mask = mask.to(query.dtype)
     output = exact.sdpa(
         query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )

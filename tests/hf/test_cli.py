@@ -156,7 +156,7 @@ def test_env_and_explain_follow_the_processs_default_fallback(capsys):
 
 @pytest.mark.parametrize(
     ("head_dim", "softcap", "ran", "reason"),
-    [(8, None, "none", "head_dim 8 is not in 16…256"), (64, 30.0, "exact", "softcap")],
+    [(8, None, "exact", "head_dim outside 16…256"), (64, 30.0, "exact", "softcap")],
 )
 def test_explain_plans_what_a_transformers_model_will_really_do(tmp_path, capsys, head_dim, softcap, ran, reason):
     config = Gemma2Config(num_hidden_layers=1, head_dim=head_dim, attn_logit_softcapping=softcap)
