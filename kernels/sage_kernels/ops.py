@@ -277,7 +277,7 @@ def check_lengths(
                 f"{starts}"
             )
         if max(lengths, default=0) > longest:
-            raise ValueError(f"max_seqlen_{name} is {longest}, but a sequence has {max(lengths)} tokens")
+            raise ValueError(f"a sequence of cu_seqlens_{name} is longer than max_seqlen_{name}, {longest}")
     if seqused_k is not None and bool((seqused_k < 0).any()):
         raise ValueError(f"seqused_k must not be negative; got {seqused_k.tolist()}")
 
