@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import nn
 from sage_hf import record
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.keywords import NAMED
 
 
 class Layer(nn.Module):
@@ -169,6 +172,10 @@ def test_a_keyword_the_layer_hands_on_and_nobody_knows_is_refused() -> None:
         Layer()(
             lambda *args, **kwargs: sage_attention_forward(*args, recipe="sage3", **kwargs), *qkv(), None, picks=[1]
         )
+
+
+def test_the_named_keywords_are_the_functions_parameters() -> None:
+    assert set(inspect.signature(sage_attention_forward).parameters) == {*NAMED, "recipe", "fallback", "kwargs"}
 
 
 def test_keywords_that_say_nothing_of_attention_pass() -> None:
