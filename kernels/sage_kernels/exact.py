@@ -239,7 +239,7 @@ def sdpa(
         query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
     if _on_gpu(query):
         if 0 in (*query.shape[:3], key.shape[-2]):
-            return _nothing(query, key, value)
+            return nothing_attended(query, key, value)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
@@ -248,15 +248,19 @@ def sdpa(
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
 
 
-def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
+def nothing_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the output of a call with a size of 0, which is differentiable: empty, or zeros where there are no keys.
 
-
-def _nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the output of a call with a size of 0, differentiable: empty, or zeros where there are no keys."""
+    Args:
+        query, key, value: as in `attention`.
+    """
     group = query.shape[1] // max(1, key.shape[1])
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     return query @ key.transpose(-1, -2) @ value
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 @torch.compiler.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can

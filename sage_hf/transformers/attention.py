@@ -138,9 +138,10 @@ def _attend(
         if is_causal and mask is not None:
             mask, is_causal = exact.with_causality(mask, query, key), False
         query, key, value = exact.in_autocast_dtype(query, key, value)
-        return exact.sdpa(
+        output = exact.sdpa(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
         )
+        return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
     output, lse = attend(
         query,
         key,
