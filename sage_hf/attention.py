@@ -18,13 +18,9 @@ from sage_kernels.registry import (
     exact_plan,
 )
 
-_default_fallback: Fallback = "native"
-
 
 def set_default_fallback(fallback: str) -> None:
-    """Set what `fallback=None` means from now on, in this process.
-
-    The environment's SAGE_HF_FALLBACK sets it at import, if it is there and not empty.
+    """Set what `fallback=None` means from now on, in this process; at import it is what SAGE_HF_FALLBACK says.
 
     Raises:
         ValueError: it is not "native", "emulate" or "error".
@@ -44,6 +40,21 @@ def check_fallback(fallback: str) -> Fallback:
         if fallback == known:
             return known
     raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+
+
+def fallback_of_environment() -> Fallback:
+    """Return what SAGE_HF_FALLBACK says; "native" where it is empty or not there.
+
+    Raises:
+        ValueError: it says something else than "native", "emulate" or "error".
+    """
+    try:
+        return check_fallback(os.environ.get("SAGE_HF_FALLBACK") or "native")
+    except ValueError as error:
+        raise ValueError(f"the environment variable SAGE_HF_FALLBACK: {error}") from None
+
+
+_default_fallback = fallback_of_environment()
 
 
 @overload
@@ -354,10 +365,3 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
         )
-
-
-if os.environ.get("SAGE_HF_FALLBACK"):
-    try:
-        set_default_fallback(os.environ["SAGE_HF_FALLBACK"])
-    except ValueError as error:
-        raise ValueError(f"the environment variable SAGE_HF_FALLBACK: {error}") from None

@@ -276,7 +276,8 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
     mask = mask_in_dtype(_stored(mask), query.dtype)
-    mask = mask.expand(*mask.shape[:-1], kv_len)
+    if mask.shape[-1] != kv_len:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
     if mask.dtype == torch.bool:
         return mask if mask.stride(-1) == 1 else mask.clone(memory_format=torch.contiguous_format)
     return mask if _is_aligned(mask) else _aligned(mask, ROW_ELEMENTS).narrow(-1, 0, kv_len)
@@ -284,7 +285,8 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
 
 def _stored(x: torch.Tensor) -> torch.Tensor:
     """Return `unexpanded`, or x as it is where each repetition has a gradient of its own."""
-    return x if x.requires_grad or torch._C._are_functorch_transforms_active() else unexpanded(x)
+    differentiated = x.requires_grad and torch.is_grad_enabled()
+    return x if differentiated or torch._C._are_functorch_transforms_active() else unexpanded(x)
 
 
 @torch.compiler.allow_in_graph
@@ -318,9 +320,12 @@ def _is_aligned(x: torch.Tensor) -> bool:
     """
     *strides, last = x.stride()
     elements = ALIGNMENT // x.element_size()
-    if last != 1 or any(stride % elements != 0 for stride in strides):
+    if last != 1:
         return False
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or type(x) not in (torch.Tensor, torch.nn.Parameter):
+    for stride in strides:
+        if stride % elements != 0:
+            return False
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    if not plain or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return x.storage_offset() % elements == 0
     return x.data_ptr() % ALIGNMENT == 0

@@ -301,7 +301,8 @@ def _attention(
     for listener in plan_listeners:
         listener(plan)
     if 0 in (*query.shape, key.shape[2]):
-        return _nothing_attended(query, value, return_lse)
+        nothing, infinite = reference.nothing_attended(query, value.shape[3], query.dtype)
+        return nothing, infinite if return_lse else infinite.new_empty(0)
     run = _run_sdpa if plan.kernel == "sdpa" else get_kernel(plan.kernel).run
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(query.device.type, enabled=False):
@@ -318,13 +319,6 @@ def _attention(
         )
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
-
-
-def _nothing_attended(query: torch.Tensor, value: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (output, lse) of a call without elements, or without keys."""
-    batch, q_heads, q_len, _ = query.shape
-    output = query.new_zeros(batch, q_len, q_heads, value.shape[3]).transpose(1, 2)
-    return output, query.new_full((batch, q_heads, q_len) if return_lse else (0,), -torch.inf, dtype=torch.float32)
 
 
 def _packed_attention(

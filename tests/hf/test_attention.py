@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import sage_hf
-from sage_hf import record, sage_attention
+from sage_hf import attention, record, sage_attention
 from sage_kernels import exact, reference
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import KernelUnavailableError
@@ -274,6 +274,20 @@ def test_fallback_error_refuses_and_the_default_can_be_set_for_the_process():
         sage_hf.set_default_fallback("native")
     with pytest.raises(ValueError, match="choose from: native, emulate, error"):
         sage_hf.set_default_fallback("perhaps")
+
+
+@pytest.mark.parametrize(("value", "meaning"), [(None, "native"), ("", "native"), ("emulate", "emulate")])
+def test_the_environment_sets_the_default_fallback_unless_it_is_empty(monkeypatch, value, meaning):
+    monkeypatch.delenv("SAGE_HF_FALLBACK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SAGE_HF_FALLBACK", value)
+    assert attention.fallback_of_environment() == meaning
+
+
+def test_a_wrong_default_fallback_names_the_variable(monkeypatch):
+    monkeypatch.setenv("SAGE_HF_FALLBACK", "perhaps")
+    with pytest.raises(ValueError, match="variable SAGE_HF_FALLBACK: unknown fallback 'perhaps'"):
+        attention.fallback_of_environment()
 
 
 def nested(x, layout):

@@ -183,7 +183,7 @@ def test_alignment_is_traced_with_dynamic_sizes_and_mapped(monkeypatch):
         return [torch.randn(size, generator=torch.Generator().manual_seed(q_len)) for size in sizes]
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
-    for q_len, kv_len in ((17, 15), (33, 63), (16, 64)):
+    for q_len, kv_len in ((17, 15), (33, 64)):
         inputs = draw(q_len, kv_len)
         assert torch.allclose(compiled(*inputs), attend(*inputs), atol=1e-6)
     inputs = draw(17, 15)
