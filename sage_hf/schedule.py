@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -39,9 +40,9 @@ class StepSchedule:
     generation. A second-order scheduler may have timesteps between two steps (KDPM2): these belong to the step before
     them. Every other distinct timestep is a step, also where a scheduler has more of them than it was asked for (PNDM).
 
-    The running pipeline is found by `running_pipeline`. A call from elsewhere, as from a thread of its own, is taken for
-    one of the pipeline given to `sage_hf.apply`, and that is logged once. Pickled, that pipeline is gone: what is loaded
-    follows the pipeline that runs it, and says so where none does.
+    The running pipeline is found by `running_pipeline`. A call from elsewhere, as from a thread of its own, is taken
+    for one of the pipeline given to `sage_hf.apply`, and that is logged once. Pickled, that pipeline is gone: what is
+    loaded follows the pipeline that runs it, and raises where none does.
 
     Limits: a loop of your own that runs inside the call of another pipeline is taken for that pipeline's, unless it is
     in a function that takes its own pipeline. Threads must not run one denoiser at the same time. A configuration is in
@@ -196,10 +197,10 @@ def running_pipeline() -> Any:
     one with a scheduler that holds timesteps: the `self` of a pipeline's `__call__`, the `components` of a modular
     pipeline's block, the `pipe` of a function of your own.
 
-    Before Python 3.13 reading `f_locals` keeps a function's locals of that moment, a few latents, until the next reading
-    or the function's end: so only functions with such an argument are read.
+    Before Python 3.13 reading `f_locals` keeps a function's locals of that moment, a few latents, until the next
+    reading or the function's end: so only functions with such an argument are read.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         names = PIPELINE_ARGUMENTS.intersection(code.co_varnames[: code.co_argcount])

@@ -369,7 +369,7 @@ def test_a_block_of_a_modular_pipeline_is_asked_for_its_components():
 
     first, second = runners()
     denoiser = Denoiser(SageConfig("sage3", steps=(StepRule(2, 3, "exact"),)), first)
-    first.scheduler.set_timesteps(3)
+    first.scheduler.set_timesteps(9)
     second.scheduler.set_timesteps(5)
     for t in second.scheduler.timesteps:
         block(second, denoiser, t)
