@@ -179,7 +179,7 @@ def _log_slow(plan: Plan) -> None:
         _log_once(
             ("emulation",),
             f"{plan.recipe} is emulated on this {request.device_type.upper()}, which is slow for calls as long as this "
-            f"({request.q_len} queries, {request.kv_len} keys, {request.q_heads} heads): that is for judging a recipe's "
+            f"({request.q_len} queries, {request.kv_len} keys, {request.q_heads} heads): that is for judging its "
             'quality; where speed counts use fallback="native" on a GPU, or exact attention',
         )
 
