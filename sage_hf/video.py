@@ -151,6 +151,8 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """Return the text on one line, cut to `width` pixels."""
+    text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:
