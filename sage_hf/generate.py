@@ -27,6 +27,7 @@ from sage_hf.progress import layer_progress
 from sage_hf.report import Report, VideoReport, device_name
 from sage_hf.targets import find_targets
 from sage_hf.video import can_write_mp4, contact_sheet, sample_frames, side_by_side, write_video
+from sage_kernels.registry import KernelUnavailableError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -201,9 +202,22 @@ class _Job:
             return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
 
     def warm_up(self, prompt: str, attention: Callable[[], AbstractContextManager]) -> None:
-        """Two steps with `attention()` in force, so that nothing is compiled or loaded while time is taken."""
+        """Two steps with `attention()` in force, so that nothing is compiled or loaded while time is taken.
+
+        Raises:
+            ValueError: the pipeline fails, as with a size that does not fit it; names the settings.
+        """
         with attention():
-            self.call("warm-up", prompt, num_inference_steps=2, output_type="latent")
+            try:
+                self.call("warm-up", prompt, num_inference_steps=2, output_type="latent")
+            except (torch.OutOfMemoryError, KernelUnavailableError):
+                raise
+            except (ArithmeticError, RuntimeError) as error:
+                settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+                raise ValueError(
+                    f"{type(self.pipe).__name__} fails with {settings or 'its own settings'}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
     def render(self, prompt: str, label: str, count: str) -> _Rendering:
         """Render the prompt's video with the attention now in force; `label` and `count` describe it."""

@@ -266,6 +266,7 @@ def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path, output):
         ({"prompts": ()}, "--prompt is needed"),
         ({"config": SageConfig("sage3", "error"), "device": "cpu"}, "no native kernel for recipe 'sage3'"),
         ({"height": 60}, "divisible by 8"),
+        ({"height": 8, "width": 8}, "fails with .*height 8, width 8.*: RuntimeError"),
         ({"device": "cpu", "cpu_offload": True}, "--no-cpu-offload"),
         ({"config": SageConfig(layers=(LayerRule("block.9", "exact"),))}, "'block.9' matches no attention layer"),
     ],
