@@ -76,7 +76,8 @@ class Handle:
 def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
     """Run the attention of a diffusers pipeline (its denoisers), a diffusers model or a transformers model in few bits.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. The attention belongs to the model, so other pipelines that share
+    a denoiser run it too; step rules count the steps of the pipeline that is running.
 
     Args:
         pipe_or_model: what to switch.

@@ -16,6 +16,7 @@ from sage_hf.apply import apply
 from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
+from sage_hf.pipelines import folder_or_name
 from sage_hf.schedule import timestep_argument
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.recipe import get_recipe
@@ -37,7 +38,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
     Raises:
         ValueError: nothing there that can be loaded, or what `sage_hf.apply` raises.
     """
-    model = _model_on_meta(pretrained)
+    model = _model_on_meta(folder_or_name(pretrained))
     if config.steps:
         for target in find_targets(model):
             timestep_argument(target.model)
@@ -121,7 +122,7 @@ def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
     return heads, head_dim
 
 
-def _model_on_meta(pretrained: str | Path) -> nn.Module | SimpleNamespace:
+def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
     """The model, or what stands for a pipeline with its denoisers, without weights."""
     folder = Path(pretrained)
     try:
@@ -139,14 +140,14 @@ def _model_on_meta(pretrained: str | Path) -> nn.Module | SimpleNamespace:
         ) from error
 
 
-def _denoisers(pretrained: str | Path) -> dict[str, nn.Module]:
+def _denoisers(pretrained: str) -> dict[str, nn.Module]:
     """{} when it is no diffusers pipeline."""
     from diffusers import DiffusionPipeline
 
     if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():
         raise ValueError("the folder holds neither model_index.json nor config.json")
     try:
-        index = DiffusionPipeline.load_config(str(pretrained))
+        index = DiffusionPipeline.load_config(pretrained)
     except OSError:
         if Path(pretrained).is_dir():
             raise
@@ -166,10 +167,10 @@ def _diffusers_model(class_name: str, pretrained: str | Path, subfolder: str | N
     return model_class.from_config(model_class.load_config(str(pretrained), subfolder=subfolder))
 
 
-def _transformers_model(pretrained: str | Path) -> nn.Module:
+def _transformers_model(pretrained: str) -> nn.Module:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(str(pretrained))
+    config = transformers.AutoConfig.from_pretrained(pretrained)
     if not config.architectures:
         return transformers.AutoModel.from_config(config)
     return getattr(transformers, config.architectures[0])(config)
