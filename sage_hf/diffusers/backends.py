@@ -15,6 +15,9 @@ import torch
 from sage_hf.attention import sage_attention
 from sage_hf.names import NAMES, name_of
 
+from .errors import UnsupportedAttentionError
+from .skipping import scores_are_skipped
+
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
