@@ -173,7 +173,7 @@ class ServedAdapter:
 
 
 @functools.cache
-def _served_class(family: type) -> type:
+def _served_class(family: Any) -> Any:
     @functools.wraps(family.__call__)  # diffusers' modules read the signature
     def call(self: ServedAdapter, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.sage(attn, *args, **kwargs)

@@ -225,9 +225,7 @@ def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Lay
     return serve(layer.original, processor) if layer.holds_weights else processor
 
 
-def exchange_processor(
-    module: Any, processor: SageAttnProcessor, *, by_backend: bool = False
-) -> Callable[[], None]:
+def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend: bool = False) -> Callable[[], None]:
     """Set a processor that is bound to `module`; the returned function puts back what was there.
 
     An attention backend of ours takes the place of the one before it. Loading and unloading IP-Adapters is not undone:
@@ -256,7 +254,8 @@ def put_back(module: Any, processor: SageAttnProcessor) -> None:
 @contextmanager
 def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
     """Take our processors out of `model` while diffusers rebuilds its own, and have them serve what it built."""
-    served = {module: sage for module in attention_layers(model).values() if (sage := sage_of(module)) is not None}
+    layers: list[Any] = list(attention_layers(model).values())
+    served = {module: sage for module in layers if (sage := sage_of(module)) is not None}
     originals = {module: layer_of(module).original for module in served}
     for module, original in originals.items():
         module.set_processor(original)

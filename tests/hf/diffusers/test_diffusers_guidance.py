@@ -124,7 +124,7 @@ def test_skipping_the_attention_of_a_family_unknown_to_diffusers_is_refused():
     model, inputs = case.build(), case.make_inputs()
     processor(model, "exact")
     skip(model, "cogvideox", SKIP_ATTENTION)
-    with pytest.raises(ValueError, match="CogVideoXAttnProcessor2_0.* not registered"):
+    with pytest.raises(ValueError, match=r"CogVideoXAttnProcessor2_0.* not registered"):
         run(model, inputs)
 
 
@@ -167,9 +167,7 @@ def pag_stable_diffusion() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
 def pag_sd3() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
     model = family("sd3").build()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe = diffusers.StableDiffusion3PAGPipeline(
-        model, scheduler, _vae(), *[None] * 6, pag_applied_layers=["blocks.1"]
-    )
+    pipe = diffusers.StableDiffusion3PAGPipeline(model, scheduler, _vae(), *[None] * 6, pag_applied_layers=["blocks.1"])
     pooled = {"pooled_prompt_embeds": torch.randn(1, 8), "negative_pooled_prompt_embeds": torch.randn(1, 8)}
     return pipe, model, UNET_INPUTS | _embeds(16) | pooled
 
@@ -255,5 +253,3 @@ def test_pag_pipelines_put_our_processors_back(name: str, switch: Switch):
     if switch is backend:
         model.reset_attention_backend()
         assert not any(isinstance(p, SageAttnProcessor) for p in model.attn_processors.values())
-
-

@@ -87,7 +87,14 @@ class Tiny:
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
         if name == "unet":
             self.pipe: Any = diffusers.StableDiffusionPipeline(
-                None, None, None, self.model, diffusers.EulerDiscreteScheduler(steps_offset=1), None, None, requires_safety_checker=False
+                None,
+                None,
+                None,
+                self.model,
+                diffusers.EulerDiscreteScheduler(steps_offset=1),
+                None,
+                None,
+                requires_safety_checker=False,
             )
             self.weights = unet_adapter(self.model)
         elif name == "flux":
