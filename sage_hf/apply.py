@@ -74,7 +74,9 @@ class Handle:
 
 
 def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
-    """Run the attention of a diffusers pipeline (its denoisers), a diffusers model or a transformers model in few bits.
+    """Run the attention of a diffusers pipeline, a diffusers model or a transformers model in few bits.
+
+    Of a pipeline that is its denoisers and ControlNets.
 
     Everything is checked before anything is changed.
 

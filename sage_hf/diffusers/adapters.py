@@ -181,9 +181,10 @@ def _served_class(family: Any) -> Any:
     return type(f"Served{family.__name__}", (ServedAdapter, family), {"__call__": call})
 
 
-def serve(adapter: torch.nn.Module, sage: SageAttnProcessor) -> Any:
+def serve(adapter: Any, sage: SageAttnProcessor) -> Any:
     """Return a processor of the adapter's class, with its very weights, whose attention `sage` computes."""
-    served_class = _served_class(type(adapter))
+    family: Any = type(adapter)
+    served_class = _served_class(family)
     served = served_class.__new__(served_class)
     vars(served).update(vars(adapter), adapter=adapter, sage=sage)  # not as submodules: the weights are there already
     return served
