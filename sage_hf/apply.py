@@ -74,14 +74,12 @@ class Handle:
 
 
 def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
-    """Run the attention of a diffusers pipeline, a diffusers model or a transformers model in few bits.
-
-    Of a pipeline that is its denoisers and ControlNets.
+    """Run the attention of a diffusers pipeline (its denoisers), a diffusers model or a transformers model in few bits.
 
     Everything is checked before anything is changed.
 
     Args:
-        pipe_or_model: what to switch.
+        pipe_or_model: what to switch; of a pipeline its ControlNets too.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
 

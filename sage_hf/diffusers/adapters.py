@@ -168,6 +168,22 @@ class ServedAdapter:
     def scale(self, scale: Any) -> None:
         self.adapter.scale = scale
 
+    @property
+    def _parallel_config(self) -> Any:  # set by diffusers' enable_parallelism
+        return self.sage._parallel_config
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: Any) -> None:
+        self.sage._parallel_config = config
+
+    @property
+    def _attention_backend(self) -> None:
+        raise AttributeError("_attention_backend")
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: object) -> None:
+        self.sage._attention_backend = backend  # refused, with a reason
+
     def __reduce__(self) -> tuple[Any, ...]:
         return serve, (self.adapter, self.sage)
 

@@ -19,7 +19,7 @@ from families import BATCH, Inputs, family, run
 import sage_hf
 from sage_hf import SageAttnProcessor, SageConfig, record
 from sage_hf.config import LayerRule, StepRule
-from sage_hf.diffusers import attention_layers, bind
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, bind
 from sage_hf.diffusers.processor import sage_of
 
 IMAGE_DIM = 8
@@ -343,6 +343,17 @@ def test_served_adapters_are_copied_saved_and_moved_with_the_model(name: str, cl
     assert {value.dtype for key, value in twin.state_dict().items() if "processor" in key} == {torch.float32}
 
 
+@each_model
+def test_served_adapters_refuse_what_ours_refuses(name: str):
+    tiny = Tiny(name)
+    tiny.load()
+    tiny.model.set_attn_processor(SageAttnProcessor("sage3"))
+    with pytest.raises(UnsupportedAttentionError, match="attention backend native"):
+        tiny.adapters()[0]._attention_backend = "native"  # as module.set_attention_backend does
+    tiny.adapters()[0]._parallel_config = config = object()  # as model.enable_parallelism does
+    assert {sage._parallel_config for sage in tiny.sages()} == {config}
+
+
 def test_a_failed_load_leaves_the_recipe_where_it_was():
     tiny = Tiny("unet")
     share(tiny.model)
@@ -356,7 +367,7 @@ def test_a_failed_load_leaves_the_recipe_where_it_was():
     assert tiny.plans() == {("sage1", "emulated")}
 
 
-def test_adapters_compile_without_graph_breaks(request: pytest.FixtureRequest):
+def test_adapters_compile_without_graph_breaks():
     tiny = Tiny("sd3")
     tiny.load()
     tiny.model.set_attn_processor(SageAttnProcessor("sage3", "emulate"))
