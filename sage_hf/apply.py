@@ -80,7 +80,7 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
     a denoiser run it too; step rules count the steps of the pipeline that is running.
 
     Args:
-        pipe_or_model: what to switch.
+        pipe_or_model: what to switch; of a pipeline its ControlNets too.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
 

@@ -15,6 +15,9 @@ import torch
 from sage_hf.attention import sage_attention
 from sage_hf.names import NAMES, name_of
 
+from .errors import UnsupportedAttentionError
+from .skipping import scores_are_skipped
+
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
@@ -88,6 +91,12 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
             "fallback": fallback,
         }
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if scores_are_skipped(query, value):
+            if return_lse:
+                raise UnsupportedAttentionError(
+                    "skipped attention scores have no log-sum-exp, which ring attention needs: use Ulysses parallelism"
+                )
+            return value.transpose(1, 2)
         if not return_lse:
             return sage_attention(query, key, value, **arguments).transpose(1, 2)
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
