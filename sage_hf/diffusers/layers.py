@@ -74,6 +74,22 @@ class Layer:
             parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _shown]
             vars(SageAttnProcessor.__call__)["__signature__"] = inspect.Signature(parameters)
 
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError if context parallelism would leave it with the tokens of one process."""
+        raise UnsupportedAttentionError(
+            f"context parallelism is enabled, and {type(self.original).__name__} does not attend through it, so it "
+            "would see the tokens of its own process only: run this model without enable_parallelism()"
+        )
+
+    def parallelize(self, config: Any) -> None:
+        """Attend across processes as diffusers' ParallelConfig says, and so will the original when it is put back.
+
+        Raises:
+            UnsupportedAttentionError: see `check_parallel`.
+        """
+        self.check_parallel()
+        self.original._parallel_config = config
+
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -86,11 +102,6 @@ class ExplicitLayer(Layer):
         self.function = function
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if sage._parallel_config is not None:
-            raise UnsupportedAttentionError(
-                f"context parallelism is enabled, and {type(attn).__name__} does not go through diffusers' attention "
-                "dispatch, so it would attend to the local shard only: run this model without enable_parallelism()"
-            )
         return self.function(partial(sage.attend, attn), attn, *args, **kwargs)
 
 
@@ -101,13 +112,20 @@ class DispatchLayer(Layer):
         super().__init__(original, inspect.signature(original.__call__).parameters)
         self.processor = copy.copy(original)
 
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError if the family's processor does not hand the configuration to the dispatch."""
+        if "_parallel_config" not in type(self.original).__call__.__code__.co_names:
+            super().check_parallel()
+
+    def parallelize(self, config: Any) -> None:
+        super().parallelize(config)
+        self.processor._parallel_config = config
+
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         processor = self.processor
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         if processor._attention_backend is not backend:
             processor._attention_backend = backend
-        if sage._parallel_config is not getattr(processor, "_parallel_config", None):
-            processor._parallel_config = sage._parallel_config
         return processor(attn, *args, **kwargs)
 
 

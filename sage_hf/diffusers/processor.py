@@ -33,8 +33,6 @@ class SageAttnProcessor:
         ValueError: unknown recipe or fallback.
     """
 
-    _parallel_config = None  # set by diffusers' enable_parallelism
-
     def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
         self.recipe = get_recipe(recipe).name
         self.fallback = None if fallback is None else check_fallback(fallback)
@@ -137,7 +135,6 @@ def bind(
     """
     processor = SageAttnProcessor(recipe, fallback, training)
     processor._layer = layer_of(module)
-    processor._parallel_config = getattr(module.processor, "_parallel_config", None)
     return processor
 
 
@@ -161,9 +158,6 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     if isinstance(processor, SageAttnProcessor):
         if processor._layer is None:
             vars(module)["_sage_layer"] = layer_of(module)
-            parallel_config = getattr(present, "_parallel_config", None)
-            if parallel_config is not None:
-                processor._parallel_config = parallel_config
         return processor
     if isinstance(present, SageAttnProcessor) and not _is_original(processor, module, present):
         family = type(processor).__name__
