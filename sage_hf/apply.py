@@ -130,12 +130,14 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """A processor per layer, made from the one it has, and a hook that follows the denoising steps."""
-    from sage_hf.diffusers import UnsupportedAttentionError, bind, exchange_processor
+    from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, exchange_processor
 
     processors = {}
     for name, layer in target.layers.items():
         try:
-            processors[name] = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
+            processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
+            check_parallelism(getattr(target.model, "_orig_mod", target.model), processor._layer_in(layer))
+            processors[name] = processor
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise

@@ -170,11 +170,11 @@ class ServedAdapter:
 
     @property
     def _parallel_config(self) -> Any:  # set by diffusers' enable_parallelism
-        return self.sage._parallel_config
+        return self.adapter._parallel_config
 
     @_parallel_config.setter
     def _parallel_config(self, config: Any) -> None:
-        self.sage._parallel_config = config
+        self.adapter._parallel_config = config
 
     @property
     def _attention_backend(self) -> None:

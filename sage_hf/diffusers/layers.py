@@ -82,6 +82,22 @@ class Layer:
             parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _shown]
             vars(SageAttnProcessor.__call__)["__signature__"] = inspect.Signature(parameters)
 
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError if context parallelism would leave it with the tokens of one process."""
+        raise UnsupportedAttentionError(
+            f"context parallelism is enabled, and {type(self.original).__name__} does not attend through it, so it "
+            "would see the tokens of its own process only: run this model without enable_parallelism()"
+        )
+
+    def parallelize(self, config: Any) -> None:
+        """Attend across processes as diffusers' ParallelConfig says, and so will the original when it is put back.
+
+        Raises:
+            UnsupportedAttentionError: see `check_parallel`.
+        """
+        self.check_parallel()
+        self.original._parallel_config = config
+
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -94,11 +110,6 @@ class ExplicitLayer(Layer):
         self.function = function
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if sage._parallel_config is not None:
-            raise UnsupportedAttentionError(
-                f"context parallelism is enabled, and {type(attn).__name__} does not go through diffusers' attention "
-                "dispatch, so it would attend to the local shard only: run this model without enable_parallelism()"
-            )
         return self.function(partial(sage.attend, attn), attn, *args, **kwargs)
 
 
@@ -110,15 +121,14 @@ class AdapterLayer(ExplicitLayer):
 
 
 class _StandIn:
-    """`self` of a diffusers processor during one call: its attributes, and the attention backend of that call.
+    """`self` of a diffusers processor during one call: its attributes, but for the attention backend of that call.
 
     Nothing that exists is written to, so a compiled call finds everything as it was traced.
     """
 
-    def __init__(self, original: Any, backend: Any, parallel_config: object) -> None:
+    def __init__(self, original: Any, backend: Any) -> None:
         self._original = original
         self._attention_backend = backend
-        self._parallel_config = parallel_config
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -130,9 +140,14 @@ class DispatchLayer(Layer):
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
 
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError if the family's processor does not hand the configuration to the dispatch."""
+        if "_parallel_config" not in type(self.original).__call__.__code__.co_names:
+            super().check_parallel()
+
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
-        stand_in = _StandIn(self.original, backend, sage._parallel_config)
+        stand_in = _StandIn(self.original, backend)
         return type(self.original).__call__(stand_in, attn, *args, **kwargs)
 
 

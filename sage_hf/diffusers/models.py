@@ -11,6 +11,7 @@ from huggingface_hub.utils import logging
 from sage_hf.names import NAMES
 
 from .errors import UnsupportedAttentionError
+from .parallel import check_parallelism
 from .processor import SageAttnProcessor, attention_layers, bind, exchange_processor, layer_for, put_back, sage_of
 
 logger = logging.get_logger(__name__)
@@ -31,13 +32,14 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
     for name, module in layers.items():
         try:
             bound[name] = bind(module, recipe, fallback)
+            check_parallelism(model, bound[name]._layer_in(module))
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{name}: {error}") from None
     return bound
 
 
 def _check_supported(model: Any, processor: Any) -> None:
-    """Raise UnsupportedAttentionError if a shared SageAttnProcessor cannot serve a layer that it is meant for."""
+    """Raise UnsupportedAttentionError if a SageAttnProcessor cannot serve a layer that it is meant for."""
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
@@ -45,7 +47,7 @@ def _check_supported(model: Any, processor: Any) -> None:
         chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
         if isinstance(chosen, SageAttnProcessor):
             try:
-                layer_for(module, chosen)
+                check_parallelism(model, layer_for(module, chosen))
             except UnsupportedAttentionError as error:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
 

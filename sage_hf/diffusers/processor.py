@@ -37,8 +37,6 @@ class SageAttnProcessor:
         ValueError: unknown recipe or fallback.
     """
 
-    _parallel_config = None  # set by diffusers' enable_parallelism
-
     def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
         self.recipe = get_recipe(recipe).name
         self.fallback = None if fallback is None else check_fallback(fallback)
@@ -175,7 +173,6 @@ def bind(
     """
     processor = SageAttnProcessor(recipe, fallback, training)
     processor._layer = layer_of(module)
-    processor._parallel_config = getattr(module.processor, "_parallel_config", None)
     return processor
 
 
@@ -219,9 +216,6 @@ def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Lay
         processor._layer = layer
     else:
         vars(module)["_sage_layer"] = (processor, layer)
-        parallel_config = getattr(getattr(module, "processor", None), "_parallel_config", None)
-        if parallel_config is not None:
-            processor._parallel_config = parallel_config
     return serve(layer.original, processor) if layer.holds_weights else processor
 
 

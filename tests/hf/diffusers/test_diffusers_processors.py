@@ -285,16 +285,6 @@ def test_gradients_are_those_of_exact_attention(name):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(), expected, strict=True))
 
 
-def test_context_parallelism_without_dispatch_is_refused():
-    case = family("cogvideox")
-    model, inputs = case.build(), case.make_inputs()
-    processor = SageAttn3Processor()
-    model.set_attn_processor(processor)
-    processor._parallel_config = object()  # as enable_parallelism does
-    with pytest.raises(UnsupportedAttentionError, match="context parallelism"):
-        run(model, inputs)
-
-
 def test_joint_attention_refuses_a_mask_it_would_ignore():
     case = family("sd3")
     model, inputs = case.build(), case.make_inputs()
