@@ -76,10 +76,11 @@ class Handle:
 def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
     """Run the attention of a diffusers pipeline (its denoisers), a diffusers model or a transformers model in few bits.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. The attention belongs to the model, so other pipelines that share
+    a denoiser run it too; step rules count the steps of the pipeline that is running.
 
     Args:
-        pipe_or_model: what to switch.
+        pipe_or_model: what to switch; of a pipeline its ControlNets too.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
 
@@ -129,12 +130,14 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """A processor per layer, made from the one it has, and a hook that follows the denoising steps."""
-    from sage_hf.diffusers import UnsupportedAttentionError, bind, exchange_processor
+    from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, exchange_processor
 
     processors = {}
     for name, layer in target.layers.items():
         try:
-            processors[name] = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
+            processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
+            check_parallelism(getattr(target.model, "_orig_mod", target.model), processor._layer_in(layer))
+            processors[name] = processor
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise

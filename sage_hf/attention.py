@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Literal, overload
 
 import torch
 
 from sage_hf import record
-from sage_kernels import exact, ops, training
+from sage_kernels import checks, exact, ops, training
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, SUPPORTED_DTYPES, Fallback, KernelUnavailableError, Request, exact_plan
-
-DTYPES = (*SUPPORTED_DTYPES, torch.float64)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
-_default_fallback: Fallback = "native"
+from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Request, exact_plan
 
 
 def set_default_fallback(fallback: str) -> None:
-    """What `fallback=None` means from now on, in this process. The environment's SAGE_HF_FALLBACK sets it at import.
+    """Set what `fallback=None` means from now on, in this process; at import it is what SAGE_HF_FALLBACK says.
 
     Raises:
         ValueError: it is not "native", "emulate" or "error".
@@ -40,6 +34,21 @@ def check_fallback(fallback: str) -> Fallback:
         if fallback == known:
             return known
     raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+
+
+def fallback_of_environment() -> Fallback:
+    """Return what SAGE_HF_FALLBACK says; "native" where it is empty or not there.
+
+    Raises:
+        ValueError: it says something else than "native", "emulate" or "error".
+    """
+    try:
+        return check_fallback(os.environ.get("SAGE_HF_FALLBACK") or "native")
+    except ValueError as error:
+        raise ValueError(f"the environment variable SAGE_HF_FALLBACK: {error}") from None
+
+
+_default_fallback = fallback_of_environment()
 
 
 @overload
@@ -93,14 +102,15 @@ def sage_attention(
     """Attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        query: (batch, q_heads, q_len, head_dim), head_dim 16…256; float16, bfloat16 or float32 (others run exactly).
+        query: (batch, q_heads, q_len, head_dim); float16, bfloat16 or float32. float64, and a head_dim outside 16…256,
+            run exactly.
         key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
-        value: (batch, kv_heads, kv_len, v_head_dim), v_head_dim 16…256.
+        value: (batch, kv_heads, kv_len, v_head_dim); v_head_dim outside 16…256 runs exactly.
         attn_mask: bool (True: may attend) or floating (added to the scores), broadcastable to (batch, q_heads, q_len,
             kv_len).
         dropout_p: must be 0.
         is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; excludes attn_mask.
-        scale: factor of the scores; default head_dim ** -0.5.
+        scale: finite factor of the scores, which may be 0 or negative; default head_dim ** -0.5.
         enable_gqa: allow q_heads to be a multiple of kv_heads.
         recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd", "sage_bwd_int8", which have gradients; "exact" for
             PyTorch's own attention.
@@ -120,8 +130,8 @@ def sage_attention(
     first forward pass without gradients, so as inference: use `use_reentrant=False`.
 
     Raises:
-        ValueError: arguments that do not fit together, dropout, an unknown recipe, fallback or head_dim.
-        TypeError: an argument that is not a tensor, or not a floating one.
+        ValueError: arguments that do not fit together, dropout, an unknown recipe or fallback, a scale not finite.
+        TypeError: an argument that is not a tensor, a dense one or a floating one; a scale that is no number.
         KernelUnavailableError: fallback="error" and no native kernel.
 
     Source: SageAttention3, SageBwd (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv
@@ -169,12 +179,11 @@ def attend(
     """
     checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
     get_recipe(recipe)
-    query, key, value = _autocast(query, key, value)
+    checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
+    query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
-    if recipe != "exact":
-        _validate_head_dim(query, value)
     if attn_mask is not None:
-        attn_mask = _with_usable_dtype(attn_mask[(None,) * (2 - attn_mask.dim())], query.dtype)
+        attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
     is_causal = bool(is_causal)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
@@ -240,7 +249,7 @@ def _exact(
     if recipe != "exact" and mask is not None:
         output = torch.where(exact.attended_rows(mask), output, 0.0)
     if not return_lse:
-        return output, query.new_empty(0)
+        return output, query.new_empty(0, dtype=torch.float32)
     with torch.no_grad():
         return output, ops.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
 
@@ -297,27 +306,6 @@ def _why_exact(
     return training.why_exact(query, key, value, valid=valid, is_causal=is_causal, recipe=recipe, fallback=fallback)
 
 
-def _with_usable_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask in a dtype that PyTorch's attention takes beside `dtype`; finite values stay finite."""
-    if mask.dtype in (torch.bool, dtype) or (mask.dtype == torch.float32 and dtype != torch.float64):
-        return mask
-    lowest = max(torch.finfo(dtype).min, torch.finfo(mask.dtype).min)
-    return torch.where(mask < lowest, torch.where(mask == -torch.inf, mask, lowest), mask).to(dtype)
-
-
-def _autocast(*tensors: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Under autocast, floating inputs in the autocast dtype, as PyTorch's attention has them."""
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"query, key and value must be tensors; got {type(tensor).__name__}")
-    device_type = tensors[0].device.type
-    if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        eligible = (torch.float16, torch.bfloat16, torch.float32)
-        return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
-    return tensors
-
-
 def _validate(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -331,11 +319,6 @@ def _validate(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim): add or merge "
                 "leading dimensions with unflatten or flatten"
-            )
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-            raise TypeError(
-                f"{name} is a {tensor.layout} tensor of {tensor.dtype}; expected a dense one of float16, bfloat16 or "
-                "float32: pass the unquantised tensor, quantising is done inside"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
@@ -364,13 +347,6 @@ def _validate(
 
 
 def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"attn_mask must be a tensor or None; got {type(mask).__name__}")
-    if mask.dtype not in (torch.bool, *DTYPES) or mask.layout != torch.strided:
-        raise TypeError(
-            f"attn_mask is a {mask.layout} tensor of {mask.dtype}; expected a dense one, bool (True: may attend) or "
-            "floating: use mask.bool()"
-        )
     if mask.device != query.device:
         raise ValueError(
             f"attn_mask is on {mask.device} but query is on {query.device}: move it with .to(query.device)"
@@ -383,19 +359,3 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
         )
-
-
-def _validate_head_dim(query: torch.Tensor, value: torch.Tensor) -> None:
-    for name, size in (("head_dim", query.shape[3]), ("head_dim of value", value.shape[3])):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            raise ValueError(
-                f'{name} {size} is not supported ({MIN_HEAD_DIM}…{MAX_HEAD_DIM}): use recipe="exact" for this '
-                'layer, or attn_implementation="sdpa" for this model'
-            )
-
-
-if "SAGE_HF_FALLBACK" in os.environ:
-    try:
-        set_default_fallback(os.environ["SAGE_HF_FALLBACK"])
-    except ValueError as error:
-        raise ValueError(f"the environment variable SAGE_HF_FALLBACK: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `sage-hf`; returns its exit code: 0, or 2 after an error of the user's, told on stderr."""
+    """Run the command `sage-hf`; return its exit code: 0, 2 after an error told on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="env | explain | generate | compare | bench"
@@ -83,8 +84,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str 
     parser.add_argument(
         "--vae-tiling", action=argparse.BooleanOptionalAction, default=False, help="decode in tiles, for less memory"
     )
-    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="default: output")
+    parser.add_argument("--output", type=_path, default=Path("output"), metavar="DIR", help="default: output")
     parser.set_defaults(**defaults)
+
+
+def _path(text: str) -> Path:
+    """Return the path, with the `~` that a shell leaves in `--output=~/folder` expanded."""
+    return Path(os.path.expanduser(text))
 
 
 def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str = "sage3") -> None:
@@ -101,10 +107,16 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
 
 
 def _guarded(args: argparse.Namespace) -> int:
-    """Run the command; what the user can mend is told in one line."""
+    """Run the command; what the user can mend, or the machine lacks, is told without a traceback."""
     try:
         _COMMANDS[args.command](args)
-    except (ValueError, OSError, KernelUnavailableError) as error:
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted{interrupt}", file=sys.stderr)
+        return 130
+    except torch.OutOfMemoryError as error:
+        print(f"error: {error}\nTry less height, width or frames, --cpu-offload or --vae-tiling.", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, ImportError, MemoryError, KernelUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -152,7 +164,18 @@ def _generate(args: argparse.Namespace) -> None:
         prompts=tuple(args.prompt),
         **{name: getattr(args, name) for name in names},
     )
-    print(format_outcome(generate(options)))
+    written: list[str] = []
+
+    def on_written(path: Path) -> None:
+        written.append(path.name)
+        print(f"wrote {path}", file=sys.stderr)
+
+    try:
+        report = generate(options, on_written)
+    except KeyboardInterrupt:
+        files = f"{', '.join(written)} in {options.output}" if written else "nothing"
+        raise KeyboardInterrupt(f"; written: {files}") from None
+    print(format_outcome(report))
 
 
 def _name(args: argparse.Namespace) -> str:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
 from sage_hf import record
+from sage_hf.diffusers.processor import sage_of
 from sage_hf.names import NAMES
 from sage_hf.targets import Target, find_targets
-from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Outcome
 
 UNATTRIBUTED = "(compiled, or no layer)"
@@ -125,10 +126,9 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 
 
 def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
-    processor = layer.processor
-    recipe = getattr(processor, "recipe", None)
-    if isinstance(recipe, str) and recipe in RECIPES:
-        return asked(recipe, getattr(processor, "training", None)), ""
+    if (sage := sage_of(layer)) is not None:
+        return asked(sage.recipe, sage.training), ""
+    processor: Any = layer.processor
     backend = getattr(processor, "_attention_backend", None)
     backend = getattr(backend, "value", backend)
     if backend in NAMES:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,16 @@ from huggingface_hub.utils import logging
 
 from sage_hf.apply import apply
 from sage_hf.config import SageConfig
-from sage_hf.explain import Explanation, explain
+from sage_hf.explain import Explanation, LayerRow, explain
+from sage_hf.files import check_folder, replacing, writable_folder
 from sage_hf.layer_errors import record_layer_errors
 from sage_hf.metrics import psnr, ssim
-from sage_hf.pipelines import TINY_VIDEO, generation_defaults, load_pipeline, pick_device
+from sage_hf.pipelines import TINY_VIDEO, folder_or_name, generation_defaults, load_pipeline, pick_device
+from sage_hf.progress import layer_progress
 from sage_hf.report import Report, VideoReport, device_name
 from sage_hf.targets import find_targets
-from sage_hf.video import can_write_mp4, contact_sheet, side_by_side, write_video
+from sage_hf.video import can_write_mp4, contact_sheet, sample_frames, side_by_side, write_video
+from sage_kernels.registry import KernelUnavailableError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -85,13 +89,14 @@ class GenerateOptions:
             raise ValueError(f"--guidance-scale must be 0 or more, got {self.guidance_scale}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be in 0…2**63 - 1, got {self.seed}")
-        if any(not prompt.strip() for prompt in self.prompts):
-            raise ValueError("--prompt must not be empty")
+        for prompt in self.prompts:
+            if not prompt.strip():
+                raise ValueError("--prompt must not be empty")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError(f"--prompt is not text in UTF-8: {prompt!r}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for path in (self.output, *self.output.parents):
-            if path.exists() and not path.is_dir():
-                raise ValueError(f"--output must be a folder, and {path} is a file")
+        check_folder(self.output, "--output")
         if self.pretrained is None and not (TINY_VIDEO / "model_index.json").is_file():
             raise ValueError(
                 "--pretrained is needed: give a pipeline's folder or its name on the Hub (a checkout of sage-hf has a "
@@ -104,17 +109,29 @@ class GenerateOptions:
         return DTYPES[self.dtype or ("float32" if pick_device(self.device).type == "cpu" else "bfloat16")]
 
 
-def generate(options: GenerateOptions) -> Report:
+def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lambda path: None) -> Report:
     """Render every prompt, write the videos and the report into `options.output`.
 
     Files: `01-<label>.mp4` for each prompt (gif where no encoder is installed), with `compare` also `01-exact.mp4`,
-    `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`.
+    `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`. Each is written as soon as it can be, and
+    whole: what is there after an error or Ctrl-C is finished, and the report says of itself that it is not. A
+    comparison goes prompt by prompt, so that the first one is there early and no more frames than its own are kept.
+
+    Args:
+        options: what to render, and how.
+        on_written: called with every file when it has been written for the first time.
 
     Raises:
-        ValueError: options that do not fit the pipeline, a damaged checkpoint, a model without attention, …; before
-            anything is rendered.
+        ValueError: options that do not fit the pipeline, an output folder that cannot be written, a damaged checkpoint,
+            a model without attention, …; before anything is rendered.
+        OSError: a file cannot be written, as on a full disk.
     """
-    pretrained = options.pretrained or str(TINY_VIDEO)
+    with writable_folder(options.output, "--output"):
+        return _generate(options, on_written)
+
+
+def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> Report:
+    pretrained = str(TINY_VIDEO) if options.pretrained is None else folder_or_name(options.pretrained)
     defaults = generation_defaults(pretrained)
     prompts = options.prompts or tuple(defaults.get("prompts", ())[:2])
     if not prompts:
@@ -124,39 +141,47 @@ def generate(options: GenerateOptions) -> Report:
         pretrained, dtype=dtype, device=device, cpu_offload=options.cpu_offload, vae_tiling=options.vae_tiling
     )
     settings = _call_settings(pipe, options, defaults)
-    job = _Job(pipe, prompts, settings, options.seed, device)
-    job.warm_up(lambda: apply(pipe, options.config))  # before the exact run: what does not fit shows now
-    options.output.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[_Rendering]] = {}
+    job = _Job(pipe, settings, options.seed, device)
+    job.warm_up(prompts[0], lambda: apply(pipe, options.config))  # before the exact run: what does not fit shows now
     if options.compare:
-        job.warm_up(nullcontext)
-        runs["exact"], _ = job.render("exact")
+        job.warm_up(prompts[0], nullcontext)
     reserved = options.compare and _slug(options.label) in RESERVED_SLUGS
     label = f"sage {options.label}" if reserved else options.label
-    with apply(pipe, options.config):
-        runs[label], explanation = job.render(label)
     report = Report(
-        pretrained=pretrained if options.pretrained else "examples/tiny_video",
+        pretrained="examples/tiny_video" if options.pretrained is None else pretrained,
         pipeline=type(pipe).__name__,
         config=options.config,
         settings=settings,
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
-        explanation=explanation,
         output=options.output,
     )
+    files = _Files(report, options.fps or defaults.get("fps", 8), on_written)
+    for number, prompt in enumerate(prompts, 1):
+        report.videos.append(VideoReport(prompt, options.seed))
+        count = f"{number}/{len(prompts)}"
+        if options.compare:
+            exact = job.render(prompt, "exact", count)
+            files.add_video(exact)
+        with apply(pipe, options.config):
+            low_bit = job.render(prompt, label, count)
+            report.explanation = _joined(report.explanation, explain(pipe))
+        files.add_video(low_bit)
+        if options.compare:
+            files.add_comparison(exact, low_bit)
     if options.compare:
         report.layer_error_steps = min(LAYER_ERROR_STEPS, settings.get("num_inference_steps", LAYER_ERROR_STEPS))
         with apply(pipe, options.config), record_layer_errors(pipe) as recorder:
             job.call("layer errors", prompts[0], num_inference_steps=report.layer_error_steps, output_type="latent")
         report.layer_errors = recorder.layers()
-    _write(report, job, runs, options.fps or defaults.get("fps", 8))
-    report.save()
+    report.complete = True
+    files.save_report()
     return report
 
 
 @dataclass
 class _Rendering:
+    label: str
     frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN
     nan: float  # the part that was NaN
     seconds: float
@@ -164,43 +189,97 @@ class _Rendering:
 
 
 class _Job:
-    """The same prompts and seed, rendered as often as asked."""
+    """Renders prompts with the same settings and seed."""
 
-    def __init__(
-        self,
-        pipe: DiffusionPipeline,
-        prompts: tuple[str, ...],
-        settings: dict[str, Any],
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.pipe, self.prompts, self.settings, self.seed, self.device = pipe, prompts, settings, seed, device
+    def __init__(self, pipe: DiffusionPipeline, settings: dict[str, Any], seed: int, device: torch.device) -> None:
+        self.pipe, self.settings, self.seed, self.device = pipe, settings, seed, device
 
     def call(self, description: str, prompt: str, **settings: Any) -> Any:
-        """The pipeline's output for a prompt; `settings` go before the job's own."""
-        self.pipe.set_progress_bar_config(desc=description)
+        """The pipeline's output for a prompt; `settings` go before the job's own. Progress is shown in a terminal."""
+        self.pipe.set_progress_bar_config(desc=description, disable=None)
         generator = torch.Generator("cpu").manual_seed(self.seed)
-        return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
+        with layer_progress(self.pipe):
+            return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
 
-    def warm_up(self, attention: Callable[[], AbstractContextManager]) -> None:
-        """Two steps with `attention()` in force, so that nothing is compiled or loaded while time is taken."""
+    def warm_up(self, prompt: str, attention: Callable[[], AbstractContextManager]) -> None:
+        """Two steps with `attention()` in force, so that nothing is compiled or loaded while time is taken.
+
+        Raises:
+            ValueError: the pipeline fails, as with a size that does not fit it; names the settings.
+        """
         with attention():
-            self.call("warm-up", self.prompts[0], num_inference_steps=2, output_type="latent")
+            try:
+                self.call("warm-up", prompt, num_inference_steps=2, output_type="latent")
+            except (torch.OutOfMemoryError, KernelUnavailableError):
+                raise
+            except (ArithmeticError, RuntimeError) as error:
+                settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+                raise ValueError(
+                    f"{type(self.pipe).__name__} fails with {settings or 'its own settings'}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
-    def render(self, label: str) -> tuple[list[_Rendering], Explanation]:
-        """Every prompt's video with the attention now in force, and what ran."""
-        renderings = []
-        for number, prompt in enumerate(self.prompts, 1):
-            with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
-                start = _now(self.device)
-                output = self.call(f"{label}: {number}/{len(self.prompts)}", prompt, output_type="np")
-                seconds = _now(self.device) - start
-            frames = np.asarray(output.frames[0], dtype=np.float32)
-            if nan := float(np.isnan(frames).mean()):
-                logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
-            frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
-            renderings.append(_Rendering(frames, nan, seconds, sum(denoiser_seconds)))
-        return renderings, explain(self.pipe)
+    def render(self, prompt: str, label: str, count: str) -> _Rendering:
+        """Render the prompt's video with the attention now in force; `label` and `count` describe it."""
+        with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
+            start = _now(self.device)
+            output = self.call(f"{label}: {count}", prompt, output_type="np")
+            seconds = _now(self.device) - start
+        frames = np.asarray(output.frames[0], dtype=np.float32)
+        if nan := float(np.isnan(frames).mean()):
+            logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
+        frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
+        return _Rendering(label, frames, nan, seconds, sum(denoiser_seconds))
+
+
+class _Files:
+    """The files of a report, each written as soon as it can be."""
+
+    def __init__(self, report: Report, fps: int, on_written: Callable[[Path], None]) -> None:
+        self._report, self._fps, self._on_written = report, fps, on_written
+        self._written: set[Path] = set()
+        self._sheet: list[tuple[str, dict[str, np.ndarray]]] = []
+
+    def add_video(self, rendering: _Rendering) -> None:
+        """Write the latest prompt's video, and the report with it."""
+        video, label = self._report.videos[-1], rendering.label
+        self._write_video(label, _slug(label), rendering.frames)
+        video.seconds[label] = rendering.seconds
+        video.denoiser_seconds[label] = rendering.denoiser_seconds
+        video.nan[label] = rendering.nan
+        self.save_report()
+
+    def add_comparison(self, exact: _Rendering, low_bit: _Rendering) -> None:
+        """Write the latest prompt's videos side by side, and the sheet and the report with them."""
+        video = self._report.videos[-1]
+        if not any(video.nan.values()):
+            video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
+            video.ssim = ssim(exact.frames, low_bit.frames, data_range=255)
+        captions = _captions([exact.label, low_bit.label], self._report.explanation)
+        captioned = {captions[rendering.label]: rendering.frames for rendering in (exact, low_bit)}
+        self._write_video("side by side", "side-by-side", side_by_side(captioned, video.prompt))
+        self._sheet.append((video.prompt, {label: sample_frames(frames) for label, frames in captioned.items()}))
+        path = self._report.output / "contact-sheet.png"
+        with replacing(path) as part:
+            contact_sheet(self._sheet).save(part)
+        self._note(path)
+        self.save_report()
+
+    def save_report(self) -> None:
+        """Write the report as it is now."""
+        for path in self._report.save():
+            self._note(path)
+
+    def _write_video(self, label: str, slug: str, frames: np.ndarray) -> None:
+        report = self._report
+        path = write_video(frames, report.output / f"{len(report.videos):02d}-{slug}", self._fps)
+        report.videos[-1].files[label] = path.name
+        self._note(path)
+
+    def _note(self, path: Path) -> None:
+        if path not in self._written:
+            self._written.add(path)
+            self._on_written(path)
 
 
 def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
@@ -251,30 +330,14 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _write(report: Report, job: _Job, runs: dict[str, list[_Rendering]], fps: int) -> None:
-    sheet = []
-    for number, prompt in enumerate(job.prompts):
-        video = VideoReport(prompt, job.seed)
-        videos = {label: run[number].frames for label, run in runs.items()}
-        for label, run in runs.items():
-            path = write_video(run[number].frames, report.output / f"{number + 1:02d}-{_slug(label)}", fps)
-            video.files[label] = path.name
-            video.seconds[label] = run[number].seconds
-            video.denoiser_seconds[label] = run[number].denoiser_seconds
-            video.nan[label] = run[number].nan
-        if len(runs) > 1:
-            exact, low_bit = videos.values()
-            if not any(video.nan.values()):
-                video.psnr = psnr(exact, low_bit, data_range=255)
-                video.ssim = ssim(exact, low_bit, data_range=255)
-            captions = _captions(list(videos), report.explanation)
-            captioned = {captions[label]: frames for label, frames in videos.items()}
-            both = side_by_side(captioned, prompt)
-            video.files["side by side"] = write_video(both, report.output / f"{number + 1:02d}-side-by-side", fps).name
-            sheet.append((prompt, captioned))
-        report.videos.append(video)
-    if sheet:
-        contact_sheet(sheet).save(report.output / "contact-sheet.png")
+def _joined(before: Explanation, later: Explanation) -> Explanation:
+    """Return the explanation of both runs of a model: rows that are alike are one, with the calls of both."""
+    calls: Counter[LayerRow] = Counter()
+    for row in (*before.rows, *later.rows):
+        calls[replace(row, calls=0)] += row.calls
+    places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in calls))}
+    rows = sorted((replace(row, calls=count) for row, count in calls.items()), key=lambda row: places[row.layer])
+    return Explanation(tuple(rows), later.compiled)
 
 
 def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:

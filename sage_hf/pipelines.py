@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,17 +45,21 @@ def load_pipeline(
 
     if cpu_offload and device.type == "cpu":
         raise ValueError("CPU offload keeps models off a GPU, and the device is the CPU: use --no-cpu-offload")
+    pretrained = folder_or_name(pretrained)
     folder = Path(pretrained)
-    if not folder.exists() and (
-        folder.is_absolute() or str(pretrained).startswith((".", "~")) or len(folder.parts) > 2
-    ):
-        raise ValueError(
-            f"{pretrained} does not exist: give the folder of a diffusers pipeline, or its name on the Hub"
-        )
     dtype_argument = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
     try:
         pipe = diffusers.DiffusionPipeline.from_pretrained(str(pretrained), **{dtype_argument: dtype})
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        SafetensorError,
+    ) as error:
         damage = "; ".join(damaged_files(folder)) if folder.is_dir() else ""
         raise ValueError(f"cannot load the pipeline {pretrained}: {damage or error}") from error
     _check_complete(pipe, folder)
@@ -67,6 +72,27 @@ def load_pipeline(
     else:
         pipe.to(device)
     return pipe
+
+
+def folder_or_name(pretrained: str | Path) -> str:
+    """Return the folder of a pipeline or model, with `~` expanded, or what can only be its name on the Hub.
+
+    Raises:
+        ValueError: a folder that does not exist, a file, nothing.
+    """
+    if not str(pretrained).strip():
+        raise ValueError("--pretrained must not be empty: give the folder of a model, or its name on the Hub")
+    folder = Path(os.path.expanduser(pretrained))
+    if folder.is_dir():
+        return str(folder)
+    wrong = ""
+    if folder.exists():
+        wrong = "is a file"
+    elif folder.is_absolute() or str(pretrained).startswith((".", "~")) or len(folder.parts) > 2:
+        wrong = "does not exist"
+    if wrong:
+        raise ValueError(f"{pretrained} {wrong}: give the folder of a pipeline or model, or its name on the Hub")
+    return str(pretrained)
 
 
 def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:

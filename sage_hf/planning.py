@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from sage_hf.apply import apply
-from sage_hf.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, default_fallback
+from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
+from sage_hf.pipelines import folder_or_name
 from sage_hf.schedule import timestep_argument
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.recipe import get_recipe
@@ -37,7 +38,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
     Raises:
         ValueError: nothing there that can be loaded, or what `sage_hf.apply` raises.
     """
-    model = _model_on_meta(pretrained)
+    model = _model_on_meta(folder_or_name(pretrained))
     if config.steps:
         for target in find_targets(model):
             timestep_argument(target.model)
@@ -89,12 +90,8 @@ def _layer_rows(
         calls.append((config.training, True, "in training mode"))
     heads, head_dim = _heads(layer)
     causal = bool(getattr(layer, "is_causal", False))
-    refused = head_dim is not None and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM
     softcap = getattr(getattr(layer, "config", None), "attn_logit_softcapping", None)
     for recipe, grad, when in calls:
-        if refused and recipe != "exact":
-            yield LayerRow(label, recipe, "none", reason=f"head_dim {head_dim} is not in {MIN_HEAD_DIM}…{MAX_HEAD_DIM}")
-            continue
         if softcap is not None and recipe != "exact":
             yield LayerRow(label, recipe, "exact", "sdpa", "exact", reason="a softcap bends the logits")
             continue
@@ -111,8 +108,16 @@ def _layer_rows(
             "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not tell"
         )
         reason = "; ".join(part for part in (when, reason) if part)
-        kernels = {"kernel": chosen.kernel, "quantizer": chosen.quantizer, "backward": chosen.backward}
-        yield LayerRow(label, recipe, chosen.recipe, numerics=chosen.numerics, reason=reason, **kernels)
+        yield LayerRow(
+            label,
+            recipe,
+            chosen.recipe,
+            chosen.kernel,
+            chosen.numerics,
+            reason=reason,
+            quantizer=chosen.quantizer,
+            backward=chosen.backward,
+        )
 
 
 def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
@@ -127,7 +132,7 @@ def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
     return heads, head_dim
 
 
-def _model_on_meta(pretrained: str | Path) -> nn.Module | SimpleNamespace:
+def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
     """The model, or what stands for a pipeline with its denoisers, without weights."""
     folder = Path(pretrained)
     try:
@@ -145,14 +150,14 @@ def _model_on_meta(pretrained: str | Path) -> nn.Module | SimpleNamespace:
         ) from error
 
 
-def _denoisers(pretrained: str | Path) -> dict[str, nn.Module]:
+def _denoisers(pretrained: str) -> dict[str, nn.Module]:
     """{} when it is no diffusers pipeline."""
     from diffusers import DiffusionPipeline
 
     if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():
         raise ValueError("the folder holds neither model_index.json nor config.json")
     try:
-        index = DiffusionPipeline.load_config(str(pretrained))
+        index = DiffusionPipeline.load_config(pretrained)
     except OSError:
         if Path(pretrained).is_dir():
             raise
@@ -172,10 +177,10 @@ def _diffusers_model(class_name: str, pretrained: str | Path, subfolder: str | N
     return model_class.from_config(model_class.load_config(str(pretrained), subfolder=subfolder))
 
 
-def _transformers_model(pretrained: str | Path) -> nn.Module:
+def _transformers_model(pretrained: str) -> nn.Module:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(str(pretrained))
+    config = transformers.AutoConfig.from_pretrained(pretrained)
     if not config.architectures:
         return transformers.AutoModel.from_config(config)
     return getattr(transformers, config.architectures[0])(config)

@@ -1,8 +1,8 @@
 """Who ran what: the plan of every attention call, by layer.
 
 The operators of sage_kernels announce each call's plan; this file files it under the layer on whose behalf the call was
-made, logs each reason for a fallback once, and lets others watch the calls (metrics do). Calls inside a compiled graph
-have no layer: what ran in them is counted together.
+made, logs each reason for a fallback once, and once that emulation is slow, and lets others watch the calls (metrics
+do). Calls inside a compiled graph have no layer: what ran in them is counted together.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from sage_kernels.registry import Outcome, Plan, Request, exact_plan
 logger = logging.get_logger(__name__)
 
 PLANS_PER_LAYER = 256
+SLOW_SCORES = 2**26
+"""Scores (batch · heads · q_len · kv_len) of a slow emulated call: a CPU core takes 10 to 40 ns for each."""
 
 Result = TypeVar("Result")
 
@@ -64,7 +66,7 @@ _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 _compiled: Counter[Outcome] = Counter()
 _observers: list[Callable[[AttentionCall], None]] = []
-_logged: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, ...]] = set()
 _lock = threading.Lock()
 
 
@@ -123,7 +125,7 @@ def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
 
 
 def file_plan(plan: Plan) -> None:
-    """File a plan under the current layer, and log its reason if it is a fallback whose reason was not logged yet."""
+    """File a plan under the current layer, and log once what its user should know: a fallback, a slow emulation."""
     _thread.latest = plan
     if _thread.layers:
         _plans.setdefault(_thread.layers[-1], deque(maxlen=PLANS_PER_LAYER)).append(plan)
@@ -131,7 +133,9 @@ def file_plan(plan: Plan) -> None:
         with _lock:
             _compiled[plan.outcome] += 1
     if plan.is_fallback:
-        _log_once(plan.request.recipe, plan.recipe, plan.reason)
+        _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
+    if plan.numerics == "emulated":
+        _log_slow(plan)
 
 
 def notify_observers(call: Callable[[nn.Module | None, Plan], AttentionCall]) -> None:
@@ -154,21 +158,36 @@ def report_exact(request: Request | None, reason: str, recipe: str) -> None:
     if torch.compiler.is_compiling():
         _log_while_compiling(recipe, reason)
     elif request is None:
-        _log_once(recipe, "exact", reason)
+        _log_fallback(recipe, "exact", reason)
     else:
         file_plan(exact_plan(request, ("", reason)))
 
 
 @torch.compiler.assume_constant_result
 def _log_while_compiling(recipe: str, reason: str) -> None:
-    """`_log_once`, run when the compiler traces it."""
-    _log_once(recipe, "exact", reason)
+    """`_log_fallback`, run when the compiler traces it."""
+    _log_fallback(recipe, "exact", reason)
 
 
-def _log_once(asked: str, ran: str, reason: str) -> None:
-    if (asked, ran, reason) not in _logged:
-        _logged.add((asked, ran, reason))
-        logger.warning(f"{asked}: {ran} attention runs instead, because {reason}")
+def _log_fallback(asked: str, ran: str, reason: str) -> None:
+    _log_once((asked, ran, reason), f"{asked}: {ran} attention runs instead, because {reason}")
+
+
+def _log_slow(plan: Plan) -> None:
+    request = plan.request
+    if request.batch * request.q_heads * request.q_len * request.kv_len >= SLOW_SCORES:
+        _log_once(
+            ("emulation",),
+            f"{plan.recipe} is emulated on this {request.device_type.upper()}, which is slow for calls as long as this "
+            f"({request.q_len} queries, {request.kv_len} keys, {request.q_heads} heads): that is for judging its "
+            'quality; where speed counts use fallback="native" on a GPU, or exact attention',
+        )
+
+
+def _log_once(key: tuple[str, ...], message: str) -> None:
+    if key not in _logged:
+        _logged.add(key)
+        logger.warning(message)
 
 
 dispatch.plan_listeners.append(file_plan)

@@ -14,6 +14,7 @@ import torch
 
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation
+from sage_hf.files import replacing
 from sage_hf.layer_errors import LayerErrors
 
 PACKAGES = ("sage-hf", "triton", "diffusers", "transformers", "accelerate")
@@ -53,10 +54,11 @@ class Report:
         settings: arguments of the pipeline's call.
         device, dtype: where and in what it ran.
         explanation: which kernel ran in each layer.
-        videos: one per prompt.
+        videos: one per prompt, as far as rendered.
         layer_errors: of each layer's attention, on its own inputs; empty without comparison.
         layer_error_steps: denoising steps of the pass that measured them.
         output: the folder of the files.
+        complete: everything asked for is there; False while it is being made, and where that was broken off.
     """
 
     pretrained: str
@@ -65,16 +67,18 @@ class Report:
     settings: dict[str, Any]
     device: str
     dtype: str
-    explanation: Explanation
     output: Path
+    explanation: Explanation = field(default_factory=lambda: Explanation(()))
     videos: list[VideoReport] = field(default_factory=list)
     layer_errors: list[LayerErrors] = field(default_factory=list)
     layer_error_steps: int = 0
+    complete: bool = False
     versions: dict[str, str] = field(default_factory=lambda: package_versions())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers that are not finite are strings, as a PSNR of "inf" of equal videos."""
         data = {
+            "complete": self.complete,
             "pretrained": self.pretrained,
             "pipeline": self.pipeline,
             "device": self.device,
@@ -92,21 +96,22 @@ class Report:
         return {key: _plain(value) for key, value in data.items()}
 
     def save(self) -> list[Path]:
-        """Write report.json and report.md into the output folder."""
-        paths = [self.output / "report.json", self.output / "report.md"]
+        """Write report.json and report.md into the output folder, each whole or not at all."""
         data = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        paths[0].write_text(data + "\n", encoding="utf-8")
-        paths[1].write_text(self.to_markdown(), encoding="utf-8")
-        return paths
+        texts = {self.output / "report.json": data + "\n", self.output / "report.md": self.to_markdown()}
+        for path, text in texts.items():
+            with replacing(path) as part:
+                part.write_text(text, encoding="utf-8")
+        return list(texts)
 
     def summary(self) -> str:
         """A short table for the terminal, and what is wrong."""
-        labels = list(self.videos[0].seconds) if self.videos else []
+        labels = self._labels()
         compared = len(labels) > 1
         header = ["prompt", *(f"{label}, s" for label in labels), *(["PSNR, dB", "SSIM"] if compared else [])]
         rows = []
         for video in self.videos:
-            row = [video.prompt, *(f"{video.seconds[label]:.1f}" for label in labels)]
+            row = [_one_line(video.prompt), *(_number(video.seconds.get(label), ".1f") for label in labels)]
             if compared:
                 row += [_number(video.psnr, ".1f"), _number(video.ssim, ".3f")]
             rows.append(row)
@@ -125,17 +130,22 @@ class Report:
         """The whole report for a reader."""
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         lines = [f"# {self.pipeline}: {self.config.recipe}", ""]
+        if not self.complete:
+            lines += ["**Not complete: still being made, or broken off.**", ""]
         lines += [f"{self.pretrained} on {self.device}, {self.dtype}; {packages}.", ""]
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         lines += [f"Settings: {settings}." if settings else "Settings: the pipeline's own.", "", "## Videos", ""]
-        labels = list(self.videos[0].seconds) if self.videos else []
+        labels = self._labels()
         header = ["prompt", "files", *(f"{label}, s (denoiser)" for label in labels), "PSNR, dB", "SSIM"]
         rows = []
         for video in self.videos:
             files = ", ".join(f"[{label}]({name})" for label, name in video.files.items())
-            times = [f"{video.seconds[label]:.2f} ({video.denoiser_seconds[label]:.2f})" for label in labels]
+            times = [
+                f"{_number(video.seconds.get(label), '.2f')} ({_number(video.denoiser_seconds.get(label), '.2f')})"
+                for label in labels
+            ]
             quality = [_number(video.psnr, ".2f"), _number(video.ssim, ".4f")]
-            rows.append([f"{video.prompt} (seed {video.seed})", files, *times, *quality])
+            rows.append([f"{_one_line(video.prompt)} (seed {video.seed})", files, *times, *quality])
         lines += [_markdown_table(header, rows), "", "PSNR and SSIM: against exact attention with the same seed.", ""]
         for warning in self.warnings():
             lines += [f"**{warning}**", ""]
@@ -158,6 +168,10 @@ class Report:
             ]
             lines += [_markdown_table(header, rows), ""]
         return "\n".join(lines)
+
+    def _labels(self) -> list[str]:
+        """What was rendered, of any prompt."""
+        return list(dict.fromkeys(label for video in self.videos for label in video.seconds))
 
 
 def package_versions() -> dict[str, str]:
@@ -191,7 +205,11 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
 
 def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _number(value: float | None, form: str) -> str:

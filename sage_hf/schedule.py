@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.utils import logging
 from torch import Tensor, nn
 
 from sage_hf.config import SageConfig
 
 TIMESTEP_ARGUMENTS = ("timestep", "t")
+PIPELINE_ARGUMENTS = {"self", "components", "pipe", "pipeline"}
+"""Names by which the functions of a denoising loop take the pipeline; `components` in modular pipelines."""
+
+logger = logging.get_logger(__name__)
 
 
 class Switchable(Protocol):
@@ -25,21 +32,27 @@ class Switchable(Protocol):
 class StepSchedule:
     """Assigns `processor.recipe` when the denoising step changes; a forward pre-hook of the denoiser.
 
-    The step is the place of the timestep that the denoiser is called with in the timesteps of the pipeline's scheduler,
-    so calls that share a step (classifier-free guidance), schedules entered in the middle (video to video) and two
-    denoisers that share one schedule (Wan 2.2) are told apart. Where the denoiser is given something else than the
-    scheduler's timesteps, or there is no pipeline, changes of the timestep are counted; one against the direction of
-    those before it starts a new generation. A second-order scheduler may have timesteps between two steps (KDPM2):
-    these belong to the step before them. Every other distinct timestep is a step, also where a scheduler has more of
-    them than it was asked for (PNDM).
+    The step is the place of the timestep that the denoiser is called with in the timesteps of the running pipeline's
+    scheduler, so calls that share a step (classifier-free guidance), schedules entered in the middle (video to video),
+    two denoisers that share one schedule (Wan 2.2) and pipelines that share one denoiser, each with a scheduler of its
+    own, are told apart. Where the denoiser is given something else than the scheduler's timesteps, or there is no
+    pipeline, changes of the timestep are counted; one against the direction of those before it starts a new
+    generation. A second-order scheduler may have timesteps between two steps (KDPM2): these belong to the step before
+    them. Every other distinct timestep is a step, also where a scheduler has more of them than it was asked for (PNDM).
 
-    Pickled, the pipeline is gone: `advance` says so in what is loaded.
+    The running pipeline is found by `running_pipeline`. A call from elsewhere, as from a thread of its own, is taken
+    for one of the pipeline given to `sage_hf.apply`, and that is logged once. Pickled, that pipeline is gone: what is
+    loaded follows the pipeline that runs it, and raises where none does.
+
+    Limits: a loop of your own that runs inside the call of another pipeline is taken for that pipeline's, unless it is
+    in a function that takes its own pipeline. Threads must not run one denoiser at the same time. A configuration is in
+    force for every pipeline that shares the denoiser, and the one that was applied last is.
 
     A processor's recipe is assigned only where it changes, so a compiled layer guards on a string that rarely changes.
     """
 
     def __init__(self, config: SageConfig, processors: Mapping[str, Switchable], pipe: Any = None) -> None:
-        """Args: config; processors by layer name; pipe, whose `scheduler` is read at every generation.
+        """Args: config; processors by layer name; pipe, whose `scheduler` is read where no other pipeline is running.
 
         Raises:
             ValueError: a step rule counts from the end, and there is no pipeline to tell the number of steps.
@@ -52,12 +65,9 @@ class StepSchedule:
         self._config = config
         self._processors = dict(processors)
         self._pipe = None if pipe is None else _PipelineReference(pipe)
-        self._timesteps: Tensor | None = None
-        self._places: list[float] = []
-        self._units: list[Unit] = []
-        self._place = 0
-        self._last: float | None = None
-        self._direction = 0
+        self._generations = _Generations()
+        self._counted = Generation()
+        self._assumed = False
         self.step = 0
         self.num_steps: int | None = None
 
@@ -75,17 +85,87 @@ class StepSchedule:
     @torch.compiler.disable
     def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         place = self._parameters.index(self._argument)
-        self.advance(args[place] if place < len(args) else kwargs[self._argument])
+        pipe = running_pipeline()
+        if pipe is None and self._pipe is not None and not self._assumed:
+            self._assumed = True
+            logger.warning(
+                f"{type(denoiser).__name__} is called from outside a pipeline: its denoising steps are read from the "
+                "scheduler of the pipeline given to sage_hf.apply; if another scheduler is in use, take its pipeline "
+                "as an argument named `pipe` in the function that calls the denoiser"
+            )
+        self.advance(args[place] if place < len(args) else kwargs[self._argument], pipe)
 
-    def advance(self, timestep: Tensor | float) -> None:
-        """Move to the step of `timestep` (of any shape: the largest counts) and assign the recipes of that step.
+    def advance(self, timestep: Tensor | float, pipe: Any = None) -> None:
+        """Move to the step of `timestep` and assign the recipes of that step.
+
+        Args:
+            timestep: of any shape; the largest counts.
+            pipe: the pipeline that is running; None: the one given at the start.
 
         Raises:
-            RuntimeError: the pipeline is gone, and with it the number of steps.
+            RuntimeError: the pipeline given at the start is gone, and with it the number of steps.
         """
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
-        if self._pipe is not None:
-            self._read_scheduler(self._pipe(), value)
+        generation = self._generation(pipe, value)
+        generation.advance(value)
+        self.step, self.num_steps = generation.step, generation.num_steps
+        for layer, processor in self._processors.items():
+            recipe = self._config.resolve(layer, self.step, self.num_steps)
+            if processor.recipe != recipe:
+                processor.recipe = recipe
+
+    def _generation(self, pipe: Any, value: float) -> Generation:
+        """The generation of which `value` is a timestep; a new one if `set_timesteps` was called since the last."""
+        if pipe is None:
+            if self._pipe is None:
+                return self._counted
+            pipe = self._pipe()
+            if pipe is None:
+                raise RuntimeError(
+                    "the pipeline given to sage_hf.apply is gone: keep it, or apply again to what is used now"
+                )
+        scheduler = pipe.scheduler
+        generation = self._generations.get(scheduler)
+        if generation is None or generation.timesteps is not scheduler.timesteps:
+            generation = self._generations[scheduler] = Generation.of_scheduler(scheduler, value)
+        return generation
+
+
+class Generation:
+    """One pass through a scheduler's timesteps, or through timesteps of which nothing is known.
+
+    Attributes:
+        timesteps: the scheduler's own tensor, or None.
+        step: of the latest timestep.
+        num_steps: how many there are, or None.
+    """
+
+    def __init__(self) -> None:
+        self.timesteps: Tensor | None = None
+        self.step = 0
+        self.num_steps: int | None = None
+        self._places: list[float] = []
+        self._units: list[Unit] = []
+        self._place = 0
+        self._last: float | None = None
+        self._direction = 0
+
+    @classmethod
+    def of_scheduler(cls, scheduler: Any, first: float) -> Generation:
+        """Start a generation with the scheduler's timesteps; `first` is what the denoiser is given first."""
+        generation = cls()
+        generation.timesteps = scheduler.timesteps
+        generation._places = list(dict.fromkeys(scheduler.timesteps.tolist()))  # second-order schedulers repeat some
+        generation._units = units(getattr(scheduler, "config", {}).get("num_train_timesteps", 1000))
+        found = generation._find(first)  # 1.0 may be the first timestep in one unit and the last in another: the first
+        generation._units = sorted(found, key=found.__getitem__)
+        generation.num_steps = len(generation._places)
+        if getattr(scheduler, "order", 1) > 1:
+            generation.num_steps = min(generation.num_steps, scheduler.num_inference_steps)
+        return generation
+
+    def advance(self, value: float) -> None:
+        """Move to the step of the timestep `value`."""
         self._count(value)
         found = self._find(value)
         self._units = list(found)
@@ -94,27 +174,6 @@ class StepSchedule:
         self.step = self._place
         if self.num_steps is not None:
             self.step = self._place * self.num_steps // len(self._places)
-        for layer, processor in self._processors.items():
-            recipe = self._config.resolve(layer, self.step, self.num_steps)
-            if processor.recipe != recipe:
-                processor.recipe = recipe
-
-    def _read_scheduler(self, pipe: Any, value: float) -> None:
-        if pipe is None:
-            raise RuntimeError(
-                "the pipeline given to sage_hf.apply is gone: keep it, or apply again to what is used now"
-            )
-        scheduler = pipe.scheduler
-        if scheduler.timesteps is not self._timesteps:  # set_timesteps was called: a new generation
-            self._timesteps = scheduler.timesteps
-            self._places = list(dict.fromkeys(self._timesteps.tolist()))  # second-order schedulers repeat timesteps
-            self._units = units(scheduler.config.get("num_train_timesteps", 1000))
-            found = self._find(value)  # 1.0 may be the first timestep in one unit and the last in another: the first
-            self._units = sorted(found, key=found.__getitem__)
-            self._last, self._direction = None, 0
-            self._place, self.num_steps = 0, len(self._places)
-            if scheduler.order > 1:
-                self.num_steps = min(self.num_steps, scheduler.num_inference_steps)
 
     def _find(self, value: float) -> dict[Unit, int]:
         """The place of `value` in each of the units in which it is one of the scheduler's timesteps."""
@@ -129,6 +188,27 @@ class StepSchedule:
             else:
                 self._place, self._direction = 0, 0
         self._last = value
+
+
+def running_pipeline() -> Any:
+    """Return the pipeline whose denoising loop is calling, or None.
+
+    It is the argument named `self`, `components`, `pipe` or `pipeline`, of the innermost function on the stack that has
+    one with a scheduler that holds timesteps: the `self` of a pipeline's `__call__`, the `components` of a modular
+    pipeline's block, the `pipe` of a function of your own.
+
+    Before Python 3.13 reading `f_locals` keeps a function's locals of that moment, a few latents, until the next
+    reading or the function's end: so only functions with such an argument are read.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        names = PIPELINE_ARGUMENTS.intersection(code.co_varnames[: code.co_argcount])
+        for value in [frame.f_locals.get(name) for name in names]:
+            if isinstance(getattr(getattr(value, "scheduler", None), "timesteps", None), Tensor):
+                return value
+        frame = frame.f_back
+    return None
 
 
 def timestep_argument(denoiser: nn.Module) -> str:
@@ -186,3 +266,10 @@ class _PipelineReference(weakref.ref):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (set(),)  # nothing else holds the set, so that it is gone when loading ends
+
+
+class _Generations(weakref.WeakKeyDictionary):
+    """Generations by scheduler, which it does not keep alive. A pickle brings none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()

@@ -11,6 +11,7 @@ from torch import nn
 from sage_hf import diffusers, transformers
 
 DENOISERS = ("transformer", "transformer_2", "unet")
+CONTROLNETS = ("controlnet",)  # run beside the denoiser at every step; of several, a module that holds them
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Target:
     layers: dict[str, Any]
 
     def label(self, layer: str) -> str:
-        """The layer's name, with that of the model where the pipeline has several denoisers."""
+        """The layer's name, with that of the model where several models of the pipeline are switched."""
         return f"{self.name}.{layer}" if self.name else layer
 
 
 def find_targets(pipe_or_model: object) -> list[Target]:
-    """The denoisers of a diffusers pipeline, or the model itself.
+    """The denoisers of a diffusers pipeline and its ControlNets (those that attend), or the model itself.
 
     Raises:
         TypeError: neither a pipeline with a denoiser nor a model.
@@ -50,6 +51,12 @@ def find_targets(pipe_or_model: object) -> list[Target]:
             f"expected a diffusers pipeline with a {', '.join(DENOISERS[:-1])} or {DENOISERS[-1]}, or a diffusers or "
             f"transformers model, got {type(pipe_or_model).__name__}"
         )
+    for name in CONTROLNETS:
+        controlnet = getattr(pipe_or_model, name, None)
+        if isinstance(controlnet, nn.Module) and diffusers.attention_layers(
+            getattr(controlnet, "_orig_mod", controlnet)
+        ):
+            models[name] = controlnet
     return [_target(name if len(models) > 1 else "", model) for name, model in models.items()]
 
 

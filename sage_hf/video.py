@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from sage_hf.files import replacing
+
 INK, PAPER, FAINT = (28, 30, 34), (255, 255, 255), (110, 114, 122)
 MARGIN = 16
 PANEL_HEIGHT = 256
+SHEET_COLUMNS = 5
 
 
 def can_write_mp4() -> bool:
@@ -28,22 +31,44 @@ def can_write_mp4() -> bool:
 def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
     """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif where no encoder is installed.
 
-    An older file of the other kind is removed.
+    An older file of the other kind is removed. A file is there whole or not at all.
 
     Returns:
         The file written.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
     """
-    from diffusers.utils import export_to_gif, export_to_video
+    from diffusers.utils import export_to_gif
 
     images = [Image.fromarray(frame) for frame in frames]
     mp4, gif = Path(f"{path}.mp4"), Path(f"{path}.gif")
-    if can_write_mp4():
-        gif.unlink(missing_ok=True)
-        even = images[0].width % 2 == 0 and images[0].height % 2 == 0
-        block = 2 if even else 16
-        return Path(export_to_video(images, str(mp4), fps=fps, quality=8, macro_block_size=block))
-    mp4.unlink(missing_ok=True)
-    return Path(export_to_gif(images, str(gif), fps=fps))
+    written, other = (mp4, gif) if can_write_mp4() else (gif, mp4)
+    with replacing(written) as part:
+        if written is mp4:
+            _write_mp4(images, part, fps)
+        else:
+            export_to_gif(images, str(part), fps=fps)
+    other.unlink(missing_ok=True)
+    return written
+
+
+def _write_mp4(images: list[Image.Image], path: Path, fps: int) -> None:
+    """Write the file and read it again: an encoder that cannot write on may end without a word."""
+    from diffusers.utils import export_to_video
+    from imageio_ffmpeg import count_frames_and_secs
+
+    block = 2 if images[0].width % 2 == 0 and images[0].height % 2 == 0 else 16
+    cause = None
+    try:
+        export_to_video(images, str(path), fps=fps, quality=8, macro_block_size=block)
+        complete = count_frames_and_secs(str(path))[0] == len(images)
+    except (OSError, RuntimeError) as error:  # of the pipe to the encoder, of a file without an end
+        complete, cause = False, error
+    if not complete:
+        raise OSError(
+            f"the encoder did not write all of {len(images)} frames: is there room on the disk of {path.parent}?"
+        ) from cause
 
 
 def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
@@ -73,7 +98,7 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
     return np.stack(frames)
 
 
-def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns: int = 5) -> Image.Image:
+def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns: int = SHEET_COLUMNS) -> Image.Image:
     """A picture of a few frames of each video, for pages that show no video.
 
     Args:
@@ -95,11 +120,16 @@ def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns:
         y += 32
         for label, frames in videos.items():
             draw.text((MARGIN, y + panel[1] // 2), label, fill=FAINT, font=small, anchor="lm")
-            for column, frame in enumerate(np.linspace(0, len(frames) - 1, columns).round().astype(int)):
-                page.paste(_resize(frames[frame], panel), (left + column * (panel[0] + gap), y))
+            for column, frame in enumerate(sample_frames(frames, columns)):
+                page.paste(_resize(frame, panel), (left + column * (panel[0] + gap), y))
             y += panel[1] + gap
         y += 8
     return page
+
+
+def sample_frames(frames: np.ndarray, count: int = SHEET_COLUMNS) -> np.ndarray:
+    """Return `count` frames of a video, from the first to the last."""
+    return frames[np.linspace(0, len(frames) - 1, count).round().astype(int)]
 
 
 def _panel_size(video: np.ndarray, height: int = PANEL_HEIGHT) -> tuple[int, int]:
@@ -121,6 +151,8 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """Return the text on one line, cut to `width` pixels."""
+    text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:

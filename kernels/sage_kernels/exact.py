@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 ELEMENTS_PER_CHUNK = 2**22
+ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
+ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
 
 
 def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
@@ -37,7 +39,10 @@ def apply_mask(
     rows, columns = scores.shape[-2:]
     if mask is not None:
         tile = mask[..., first_row : first_row + rows, first_column : first_column + columns]
-        scores = scores.masked_fill(~tile, -torch.inf) if tile.dtype == torch.bool else scores + tile.to(scores.dtype)
+        if tile.dtype == torch.bool:
+            scores = scores.masked_fill(~tile, -torch.inf)
+        else:
+            scores = scores + mask_in_dtype(tile, scores.dtype)
     first_row += causal_offset
     if is_causal and first_column + columns > first_row + 1:
         row = torch.arange(first_row, first_row + rows, device=scores.device).unsqueeze(-1)
@@ -122,6 +127,37 @@ def _score_chunks(
         yield chunk, apply_mask(scores, mask, is_causal, start, 0, causal_offset)
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype in which PyTorch's attention would have x under autocast; None without autocast."""
+    device_type = x.device.type
+    if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors as PyTorch's attention has them under autocast, all on the device of the first."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
+    eligible = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
+
+
+def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask in `dtype`, a bool one as it is; finite numbers beyond what `dtype` holds become its largest.
+
+    A row biased by the lowest number throughout is uniform attention; by -inf it would be none.
+    """
+    if mask.dtype in (torch.bool, dtype):
+        return mask
+    converted = mask.to(dtype)
+    if torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
+        return converted
+    finite = converted.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return torch.where(mask.isinf(), converted, finite)
+
+
 def with_causality(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal_offset: int = 0
 ) -> torch.Tensor:
@@ -174,16 +210,122 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """PyTorch's scaled_dot_product_attention with this package's argument names; shapes as in `attention`.
+    """Call PyTorch's scaled_dot_product_attention with what its kernels compute right, in memory linear in length.
 
     Grouped queries with a mask have their keys and values repeated first, as transformers does: PyTorch's kernels of
-    linear memory take the one or the other, on most devices.
+    linear memory take the one or the other, on most devices. On a GPU `_aligned` copies what those kernels would
+    misread; elsewhere tensors are handed on as they are.
+
+    Args:
+        query, key, value, is_causal, scale: as in `attention`; is_causal not beside a mask.
+        mask: bool or additive of any floating dtype, broadcastable to (batch, q_heads, q_len, kv_len).
+        enable_gqa: q_heads may be a multiple of kv_heads.
+        dropout_p: probability, of the attention weights.
+
+    Returns:
+        (batch, q_heads, q_len, v_head_dim) in query's dtype.
     """
     if enable_gqa and mask is not None:
         group = query.shape[1] // max(1, key.shape[1])
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         enable_gqa = False
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    v_head_dim = value.shape[-1]
+    if mask is not None:
+        mask = _mask_for_sdpa(mask, query, key.shape[-2])
+    if scale is not None and scale <= 0:
+        # PyTorch's kernels mask scores, or take a row's maximum, before they scale them.
+        query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
+    if _on_gpu(query):
+        if 0 in (*query.shape[:3], key.shape[-2]):
+            return nothing_attended(query, key, value)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
+
+
+def nothing_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the output of a call with a size of 0, which is differentiable: empty, or zeros where there are no keys.
+
+    Args:
+        query, key, value: as in `attention`.
+    """
+    group = query.shape[1] // max(1, key.shape[1])
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    return query @ key.transpose(-1, -2) @ value
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+@torch.compiler.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
+def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """Return the mask in a dtype that PyTorch takes beside query, and on a GPU as its kernels read it.
+
+    There it has four dimensions, of size 1 where it is broadcast (PyTorch turns a bool mask into an additive one as
+    large as the mask it is given) but for the last one, whose elements lie one after the other.
+    """
+    if not _on_gpu(query):
+        kept = mask.dtype == torch.float32 and query.dtype != torch.float64 and autocast_dtype(query) is None
+        return mask if kept else mask_in_dtype(mask, query.dtype)
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    mask = mask_in_dtype(_stored(mask), query.dtype)
+    if mask.shape[-1] != kv_len:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
+    if mask.dtype == torch.bool:
+        return mask if mask.stride(-1) == 1 else mask.clone(memory_format=torch.contiguous_format)
+    return mask if _is_aligned(mask) else _aligned(mask, ROW_ELEMENTS).narrow(-1, 0, kv_len)
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    """Return `unexpanded`, or x as it is where each repetition has a gradient of its own."""
+    differentiated = x.requires_grad and torch.is_grad_enabled()
+    return x if differentiated or torch._C._are_functorch_transforms_active() else unexpanded(x)
+
+
+@torch.compiler.allow_in_graph
+def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return x as PyTorch's GPU kernels read it, copied only if it must be: see `_is_aligned`.
+
+    Args:
+        x: (…, elements).
+        multiple: zeros are appended until the number of elements is a multiple of it.
+
+    Returns:
+        (…, elements or more); dimensions of stride 0, but for the last, keep it.
+    """
+    padding = -x.shape[-1] % multiple
+    if not padding and _is_aligned(x):
+        return x
+    stored = _stored(x)
+    stored = stored.expand(*stored.shape[:-1], x.shape[-1])
+    if padding:
+        stored = F.pad(stored, (0, padding))
+    if not _is_aligned(stored):
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.expand(*x.shape[:-1], -1)
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Return whether all rows of x begin at multiples of 16 bytes and their elements lie one after the other.
+
+    The memory-efficient kernel reads 16 bytes at once and checks neither pointers nor, of a dimension of size 1, what
+    it does not read. A storage begins where its allocator aligned it; the pointer itself is not known while tracing.
+    """
+    *strides, last = x.stride()
+    elements = ALIGNMENT // x.element_size()
+    if last != 1:
+        return False
+    for stride in strides:
+        if stride % elements != 0:
+            return False
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    if not plain or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return x.storage_offset() % elements == 0
+    return x.data_ptr() % ALIGNMENT == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from . import backends, dispatch, exact  # noqa: F401 - `backends` registers the kernels
+from . import backends, checks, dispatch, exact  # noqa: F401 - `backends` registers the kernels
 from .call import Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
@@ -45,13 +45,13 @@ def attention(
     """Low-bit attention by the best kernel for the call, chosen when it runs. Forward only.
 
     Args:
-        query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
+        query: (batch, q_heads, q_len, head_dim) float16, bfloat16, float32, or float64 (runs exactly); any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         mask: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
         is_causal: row i attends to keys 0…i + causal_offset. 0 aligns upper left as PyTorch's SDPA does, kv_len - q_len
             lower right as decoding does.
-        scale: default head_dim ** -0.5.
+        scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: a name in `recipe.RECIPES`.
         fallback: see `registry.select`.
         return_lse: compute the log-sum-exp of each row's scores.
@@ -62,10 +62,12 @@ def attention(
         output 0 and lse -inf.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        TypeError: a tensor that is not dense or has another dtype; a scale that is no number.
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward mode.
     """
+    checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
     return torch.ops.sage_kernels.attention(
         query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
@@ -106,10 +108,12 @@ def packed_attention(
         without return_lse.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        TypeError: as `attention`.
+        ValueError: as `attention`, or lengths that do not fit, as far as the host can tell: on a CPU.
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward mode.
     """
+    checks.check_kinds(query, key, value, None, scale)
     refuse_tangents(query, key, value)
     return torch.ops.sage_kernels.packed_attention(
         query,
@@ -170,7 +174,9 @@ def _attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dispatch.check_tensors(query, key, value, mask)
+    checks.check_tensors(query, key, value, mask)
+    if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
+        mask = exact.mask_in_dtype(mask, torch.float32)  # in which kernels add it
     call = Call(
         query,
         key,
@@ -205,8 +211,8 @@ def _packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Sequences are the batch: (1, heads, tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    dispatch.check_tensors(query, key, value, None)
-    dispatch.check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    checks.check_tensors(query, key, value, None)
+    checks.check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     call = Call(
         query,
         key,

@@ -29,6 +29,13 @@ SUBSTITUTES: dict[str, tuple[str, ...]] = {
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64
 
+# Fewer keys, and a GPU gains nothing from low bits beside a mask of scores: exact attention reads such a mask once,
+# a low-bit kernel twice, and its first call waits for a compiler.
+MIN_MASKED_KV_LEN = 1024
+
+# Recipes are defined and tested for these; outside them attention is exact.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -280,6 +287,18 @@ def exact_plan(request: Request, *passed_over: tuple[str, str]) -> Plan:
     return Plan(request, "sdpa", "exact", "exact", passed_over)
 
 
+def _why_too_short(request: Request) -> str:
+    """Return why low bits would not pay for a call without gradients; "" where they may, or gradients are wanted."""
+    if request.grad:
+        return ""
+    if request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN:
+        return f"fewer than {MIN_QUERY_LEN} queries or {MIN_KV_LEN} keys: too short to gain from low-bit attention"
+    # A CPU shows what the recipe does, at any length.
+    if request.device_type == "cuda" and request.mask in ("bool", "additive") and request.kv_len < MIN_MASKED_KV_LEN:
+        return f"fewer than {MIN_MASKED_KV_LEN} keys beside a mask of scores: too short to gain from low-bit attention"
+    return ""
+
+
 @lru_cache(maxsize=4096)
 def select(request: Request, fallback: Fallback = "native") -> Plan:
     """Choose the kernel for a request.
@@ -288,7 +307,8 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         request: the call's facts.
         fallback: "native": the recipe natively, else the best recipe this device runs natively, else exact attention;
             on a CPU the recipe's emulation; very short calls without gradients are exact. "emulate": the recipe's own
-            numerics, natively or emulated, else exact attention. "error": natively or not at all.
+            numerics, natively or emulated, else exact attention. "error": natively or not at all. A head_dim outside
+            MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
 
     Raises:
         ValueError: unknown recipe or fallback.
@@ -299,16 +319,18 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
     if request.recipe == "exact":
         return exact_plan(request)
-    short = request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN
-    if fallback == "native" and short and not request.grad:
-        limit = f"fewer than {MIN_QUERY_LEN} queries or {MIN_KV_LEN} keys: too short to gain from low-bit attention"
-        return exact_plan(request, ("", limit))
+    too_short = _why_too_short(request) if fallback == "native" else ""
+    if too_short:
+        return exact_plan(request, ("", too_short))
     emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
     recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
     passed_over: list[tuple[str, str]] = []
     if request.grad and get_recipe(request.recipe).backward is None:
         recipes = ()
         passed_over.append(("", f"{request.recipe} is forward only and gradients are wanted"))
+    if not all(MIN_HEAD_DIM <= size <= MAX_HEAD_DIM for size in (request.head_dim, request.v_head_dim)):
+        recipes = ()
+        passed_over.append(("", f"head_dim outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"))
     for recipe in recipes:
         candidate = replace(request, recipe=recipe)
         for kernel in sorted(_forwards.values(), key=lambda kernel: not kernel.native):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import dispatch, ops, transforms
+from . import checks, dispatch, ops, transforms
 from .call import BackwardCall, Call, Mask, softmax_scale
 from .layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
 from .operands import Saved
@@ -66,10 +66,12 @@ def attention(
         to nothing gives output 0, lse -inf and no gradient. Gradients have query's dtype and the layout of the output.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; see also `registry.select`.
+        TypeError: as `ops.attention`.
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward mode.
     """
+    checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
     output, *saved = torch.ops.sage_kernels.training_attention(
         query, key, value, valid, None, None, 0, 0, None, is_causal, causal_offset, scale, recipe, fallback
@@ -109,8 +111,10 @@ def packed_attention(
         (total queries, q_heads, v_head_dim) in query's dtype.
 
     Raises:
-        ValueError, KernelUnavailableError, NotImplementedError: as `attention`.
+        TypeError, ValueError, KernelUnavailableError, NotImplementedError: as `attention`; ValueError also as
+            `ops.packed_attention`.
     """
+    checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
@@ -209,9 +213,9 @@ def _training_attention(
     recipe: str,
     fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
-    dispatch.check_tensors(query, key, value, None)
-    dispatch.check_lengths(query, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    dispatch.check_valid(valid, key)
+    checks.check_tensors(query, key, value, None)
+    checks.check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    checks.check_valid(valid, key)
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if lengths is not None and query.shape[0] != 1:
         raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")

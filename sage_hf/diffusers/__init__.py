@@ -17,6 +17,7 @@ _HOME = {
     "UnsupportedAttentionError": "errors",
     "attention_layers": "processor",
     "bind": "processor",
+    "check_parallelism": "parallel",
     "exchange_processor": "processor",
 }
 

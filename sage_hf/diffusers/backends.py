@@ -15,6 +15,10 @@ import torch
 from sage_hf.attention import sage_attention
 from sage_hf.names import NAMES, name_of
 
+from .errors import UnsupportedAttentionError
+from .shards import gather_mask, mask_of_own_heads
+from .skipping import scores_are_skipped
+
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
@@ -36,9 +40,10 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         enable_gqa: bool = False,
         return_lse: bool = False,
         _save_ctx: bool = True,
-        _parallel_config: object = None,
+        _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """One shard's part in diffusers' context parallelism: (B, N, H, D) tensors; LSE is (B, N, H)."""
+        attn_mask = mask_of_own_heads(attn_mask, query.shape[2], _parallel_config.context_parallel_config)
         out = backend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
         return (out[0], out[1].transpose(1, 2).contiguous()) if return_lse else out
 
@@ -58,12 +63,13 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         scale: float | None = None,
         enable_gqa: bool = False,
         return_lse: bool = False,
-        _parallel_config: object = None,
+        _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq). A (B, Nk) mask applies to every head and query."""
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
         if _parallel_config is not None:
+            attn_mask = gather_mask(attn_mask, key.shape[1], _parallel_config.context_parallel_config)
             return dispatch._templated_context_parallel_attention(
                 query,
                 key,
@@ -88,6 +94,12 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
             "fallback": fallback,
         }
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if scores_are_skipped(query, value):
+            if return_lse:
+                raise UnsupportedAttentionError(
+                    "skipped attention scores have no log-sum-exp, which ring attention needs: use Ulysses parallelism"
+                )
+            return value.transpose(1, 2)
         if not return_lse:
             return sage_attention(query, key, value, **arguments).transpose(1, 2)
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)

@@ -24,6 +24,12 @@ def install() -> None:
     when_imported("diffusers.models.attention_processor", _complete_attention_processor)
     when_imported("diffusers.models.attention", _complete_attention)
     when_imported("diffusers.models.modeling_utils", _complete_modeling_utils)
+    when_imported("diffusers.loaders.unet", _complete_loaders)
+    when_imported("diffusers.loaders.transformer_flux", _complete_loaders)
+    when_imported("diffusers.loaders.transformer_sd3", _complete_loaders)
+    when_imported("diffusers.loaders.ip_adapter", _complete_loaders)
+    when_imported("diffusers.hooks._helpers", _complete_hook_helpers)
+    when_imported("diffusers.hooks.layer_skip", _complete_layer_skip)
 
 
 def _complete_dispatch(dispatch: ModuleType) -> None:
@@ -49,8 +55,43 @@ def _complete_attention(module: ModuleType) -> None:
 
 def _complete_modeling_utils(module: ModuleType) -> None:
     from .models import complete_model_class
+    from .parallel import complete_parallelism
 
     complete_model_class(module.ModelMixin)
+    complete_parallelism(module.ModelMixin)
+
+
+def _complete_loaders(module: ModuleType) -> None:
+    """Loading and unloading an IP-Adapter, which makes every processor anew by its class alone, keeps ours."""
+    for cls in vars(module).values():
+        if isinstance(cls, type) and cls.__module__ == module.__name__:
+            for name in ("_load_ip_adapter_weights", "unload_ip_adapter"):
+                if name in vars(cls):
+                    setattr(cls, name, _with_originals_in_place(vars(cls)[name]))
+
+
+def _with_originals_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(change)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from .processor import originals_in_place
+
+        model = self if isinstance(self, torch.nn.Module) else getattr(self, "unet", None) or self.transformer
+        with originals_in_place(model):
+            return change(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _complete_hook_helpers(module: ModuleType) -> None:
+    from .hooks import complete_processor_registry
+
+    complete_processor_registry(module)
+
+
+def _complete_layer_skip(module: ModuleType) -> None:
+    from .skipping import score_skip_modes
+
+    score_skip_modes.append(module.AttentionScoreSkipFunctionMode)
 
 
 def _remembering(set_processor: Callable[..., None]) -> Callable[..., None]:

@@ -7,21 +7,57 @@ import torch
 from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, split_heads
 
 
-def _project_streams(
-    attn: AttentionModule, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Query, key and value, (batch, heads, tokens, head_dim) each: the sample's, and the context's ([] without one)."""
+def project_sample(
+    attn: AttentionModule, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query, key and value of the sample, (batch, heads, tokens, head_dim) each, before the norms."""
     query, key, value = (
         split_heads(project(hidden_states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v)
     )
-    sample = [*normalize_query_key(attn.norm_q, attn.norm_k, query, key), value]
-    if encoder_hidden_states is None:
-        return sample, []
+    return query, key, value
+
+
+def _project_context(attn: AttentionModule, encoder_hidden_states: torch.Tensor) -> list[torch.Tensor]:
     query, key, value = (
         split_heads(project(encoder_hidden_states), attn.heads)
         for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     )
-    return sample, [*normalize_query_key(attn.norm_added_q, attn.norm_added_k, query, key), value]
+    return [*normalize_query_key(attn.norm_added_q, attn.norm_added_k, query, key), value]
+
+
+def _project_streams(
+    attn: AttentionModule, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Query, key and value, (batch, heads, tokens, head_dim) each: the sample's, and the context's ([] without one)."""
+    query, key, value = project_sample(attn, hidden_states)
+    sample = [*normalize_query_key(attn.norm_q, attn.norm_k, query, key), value]
+    return sample, [] if encoder_hidden_states is None else _project_context(attn, encoder_hidden_states)
+
+
+def attend_jointly(
+    attend: Attend,
+    attn: AttentionModule,
+    sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    encoder_hidden_states: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend over [sample, context] as SD 3 does, or over the sample alone.
+
+    Args:
+        sample: what `project_sample` returned.
+
+    Returns:
+        The sample, (batch, tokens, heads · head_dim), before its output projection; the context after its own.
+    """
+    query, key, value = sample
+    length = query.shape[2]
+    query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
+    if encoder_hidden_states is None:
+        return merge_heads(attend(query, key, value)).to(query.dtype), None
+    context = _project_context(attn, encoder_hidden_states)
+    joint = (torch.cat(pair, dim=2) for pair in zip((query, key, value), context, strict=True))
+    states = merge_heads(attend(*joint)).to(query.dtype)
+    states, encoder_states = states[:, :length], states[:, length:]
+    return states, encoder_states if attn.context_pre_only else attn.to_add_out(encoder_states)
 
 
 def joint_attention(
@@ -38,18 +74,9 @@ def joint_attention(
     """
     if attention_mask is not None:
         raise ValueError("joint attention (SD 3) takes no attention_mask: remove it from the call")
-    sample, context = _project_streams(attn, hidden_states, encoder_hidden_states)
-    if context:
-        sample = [torch.cat(pair, dim=2) for pair in zip(sample, context, strict=True)]
-    states = merge_heads(attend(*sample)).to(sample[0].dtype)
-    if encoder_hidden_states is None:
-        return project_out(attn, states)
-
-    length = hidden_states.shape[1]
-    states, encoder_states = states[:, :length], states[:, length:]
-    if not attn.context_pre_only:
-        encoder_states = attn.to_add_out(encoder_states)
-    return project_out(attn, states), encoder_states
+    states, encoder_states = attend_jointly(attend, attn, project_sample(attn, hidden_states), encoder_hidden_states)
+    states = project_out(attn, states)
+    return states if encoder_states is None else (states, encoder_states)
 
 
 def easyanimate_attention(

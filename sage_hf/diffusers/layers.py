@@ -5,7 +5,6 @@ A module's features do not tell families apart (CogVideoX, CogView4 and HunyuanV
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .adapters import joint_ip_adapter_attention, unet_ip_adapter_attention
 from .backends import backend_member
 from .cogvideox import cogvideox_attention, cogview4_attention
 from .cosmos import cosmos_attention
@@ -43,6 +43,12 @@ EXPLICIT: dict[str, Callable[..., Any]] = {
     "MochiAttnProcessor2_0": mochi_attention,
 }
 
+# The same for IP-Adapter processors, whose weights the function is given. FluxIPAdapterAttnProcessor dispatches.
+ADAPTERS: dict[str, Callable[..., Any]] = {
+    "IPAdapterAttnProcessor2_0": unet_ip_adapter_attention,
+    "SD3IPAdapterJointAttnProcessor2_0": joint_ip_adapter_attention,
+}
+
 
 # diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. What arrives
 # depends on the family, so SageAttnProcessor shows the parameters of every family met so far.
@@ -55,11 +61,13 @@ class Layer:
     Attributes:
         original: the processor of diffusers that computes it.
         parameters: names of the arguments.
+        holds_weights: whether `original` is a module (an IP-Adapter), which stays where it is.
     """
 
     def __init__(self, original: Any, parameters: Iterable[str]) -> None:
         self.original = original
         self.parameters = tuple(parameters)
+        self.holds_weights = isinstance(original, torch.nn.Module)
         self._show_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -69,10 +77,26 @@ class Layer:
     def _show_parameters(self) -> None:
         from .processor import SageAttnProcessor
 
-        if not _shown.keys() >= set(self.parameters):
+        if not self.holds_weights and not _shown.keys() >= set(self.parameters):
             _shown.update(dict.fromkeys(self.parameters))
             parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _shown]
             vars(SageAttnProcessor.__call__)["__signature__"] = inspect.Signature(parameters)
+
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError if context parallelism would leave it with the tokens of one process."""
+        raise UnsupportedAttentionError(
+            f"context parallelism is enabled, and {type(self.original).__name__} does not attend through it, so it "
+            "would see the tokens of its own process only: run this model without enable_parallelism()"
+        )
+
+    def parallelize(self, config: Any) -> None:
+        """Attend across processes as diffusers' ParallelConfig says, and so will the original when it is put back.
+
+        Raises:
+            UnsupportedAttentionError: see `check_parallel`.
+        """
+        self.check_parallel()
+        self.original._parallel_config = config
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -86,12 +110,28 @@ class ExplicitLayer(Layer):
         self.function = function
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if sage._parallel_config is not None:
-            raise UnsupportedAttentionError(
-                f"context parallelism is enabled, and {type(attn).__name__} does not go through diffusers' attention "
-                "dispatch, so it would attend to the local shard only: run this model without enable_parallelism()"
-            )
         return self.function(partial(sage.attend, attn), attn, *args, **kwargs)
+
+
+class AdapterLayer(ExplicitLayer):
+    """Attention with an IP-Adapter by one of our own functions, and the adapter's weights."""
+
+    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(sage, attn, self.original, *args, **kwargs)
+
+
+class _StandIn:
+    """`self` of a diffusers processor during one call: its attributes, but for the attention backend of that call.
+
+    Nothing that exists is written to, so a compiled call finds everything as it was traced.
+    """
+
+    def __init__(self, original: Any, backend: Any) -> None:
+        self._original = original
+        self._attention_backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
 
 class DispatchLayer(Layer):
@@ -99,16 +139,16 @@ class DispatchLayer(Layer):
 
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
-        self.processor = copy.copy(original)
+
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError if the family's processor does not hand the configuration to the dispatch."""
+        if "_parallel_config" not in type(self.original).__call__.__code__.co_names:
+            super().check_parallel()
 
     def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        processor = self.processor
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
-        if processor._attention_backend is not backend:
-            processor._attention_backend = backend
-        if sage._parallel_config is not getattr(processor, "_parallel_config", None):
-            processor._parallel_config = sage._parallel_config
-        return processor(attn, *args, **kwargs)
+        stand_in = _StandIn(self.original, backend)
+        return type(self.original).__call__(stand_in, attn, *args, **kwargs)
 
 
 def calls_dispatch(processor: Any) -> bool:
@@ -137,12 +177,18 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
             f"{type(module).__name__} has no processor yet to take over from: construct it with its own, "
             "then set this one"
         )
-    if isinstance(original, torch.nn.Module):
-        reason = "it holds weights of its own (an IP-Adapter or custom diffusion), which replacing it would drop"
-    elif _takes_backend(original):
+    if _takes_backend(original):
         return DispatchLayer(original)
-    elif family in EXPLICIT and type(original).__module__.startswith("diffusers."):
+    of_diffusers = type(original).__module__.startswith("diffusers.")
+    if of_diffusers and family in EXPLICIT:
         return ExplicitLayer(original, EXPLICIT[family])
+    if of_diffusers and family in ADAPTERS:
+        return AdapterLayer(original, ADAPTERS[family])
+    if isinstance(original, torch.nn.Module):
+        reason = (
+            "it holds weights of its own, which replacing it would drop, and is none of the IP-Adapters that can be "
+            f"run in low bits ({', '.join(ADAPTERS)} and those that let their attention backend be chosen)"
+        )
     else:
         reason = (
             f"known are {', '.join(EXPLICIT)}, and every processor that lets its attention backend be chosen "

@@ -11,7 +11,8 @@ from huggingface_hub.utils import logging
 from sage_hf.names import NAMES
 
 from .errors import UnsupportedAttentionError
-from .processor import SageAttnProcessor, attention_layers, bind, layer_of
+from .parallel import check_parallelism
+from .processor import SageAttnProcessor, attention_layers, bind, exchange_processor, layer_for, put_back, sage_of
 
 logger = logging.get_logger(__name__)
 
@@ -31,38 +32,42 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
     for name, module in layers.items():
         try:
             bound[name] = bind(module, recipe, fallback)
+            check_parallelism(model, bound[name]._layer_in(module))
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{name}: {error}") from None
     return bound
 
 
 def _check_supported(model: Any, processor: Any) -> None:
-    """Raise UnsupportedAttentionError if a shared SageAttnProcessor cannot serve a layer that it is meant for."""
+    """Raise UnsupportedAttentionError if a SageAttnProcessor cannot serve a layer that it is meant for."""
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
     for name, module in layers.items():
         chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
-        if isinstance(chosen, SageAttnProcessor) and chosen._layer is None:
+        if isinstance(chosen, SageAttnProcessor):
             try:
-                layer_of(module)
+                check_parallelism(model, layer_for(module, chosen))
             except UnsupportedAttentionError as error:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
 
 
-def _install_backend(module: Any, processor: SageAttnProcessor) -> None:
-    """Set a processor on behalf of `set_attention_backend`, which remembers the one to put back."""
-    before = vars(module).get("_sage_before_backend", module.processor)
-    module.set_processor(processor)
-    module._sage_before_backend = before
-
-
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
-    """Put back the processors that `set_attention_backend` with one of our names replaced; returns what was removed."""
-    modules: list[Any] = [m for m in attention_layers(model).values() if "_sage_before_backend" in vars(m)]
-    removed = [(module, module.processor) for module in modules]
-    for module in modules:
-        module.set_processor(module._sage_before_backend)
+    """Put back the processors that `set_attention_backend` with one of our names replaced; returns what was removed.
+
+    Where another processor of ours was set since then, that one forgets the backend.
+    """
+    removed = []
+    for module in attention_layers(model).values():
+        sage = sage_of(module)
+        if sage is not None and sage._by_backend:
+            put_back(module, sage)
+            removed.append((module, sage))
+        while sage is not None:
+            before = sage._before
+            if isinstance(before, SageAttnProcessor) and before._by_backend:
+                sage._before = before._before
+            sage = before if isinstance(before, SageAttnProcessor) else None
     return removed
 
 
@@ -116,9 +121,9 @@ def complete_model_class(model_class: Any) -> None:
                 set_backend(self, backend)
             except Exception:
                 for module, processor in removed:
-                    _install_backend(module, processor)
+                    exchange_processor(module, processor, by_backend=True)
                 raise
-            kept = sum(isinstance(module.processor, SageAttnProcessor) for module in attention_layers(self).values())
+            kept = sum(sage_of(module) is not None for module in attention_layers(self).values())
             if kept:
                 logger.warning(
                     f'set_attention_backend("{backend}") does not reach the {kept} layers with a SageAttnProcessor: '
@@ -126,7 +131,7 @@ def complete_model_class(model_class: Any) -> None:
                 )
             return
         for name, processor in _bind_all(self, *NAMES[backend.lower()]).items():
-            _install_backend(self.get_submodule(name), processor)
+            exchange_processor(self.get_submodule(name), processor, by_backend=True)
 
     @functools.wraps(reset_backend)
     def reset_attention_backend(self: torch.nn.Module) -> None:

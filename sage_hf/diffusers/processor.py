@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from sage_hf.attention import check_fallback, sage_attention
 from sage_hf.record import run_in_layer
 from sage_kernels.recipe import get_recipe
 
+from .adapters import ServedAdapter, serve
 from .errors import UnsupportedAttentionError
 from .layers import EXPLICIT, Layer, recognize
+from .skipping import scores_are_skipped
 
 logger = logging.get_logger(__name__)
 
@@ -33,13 +37,13 @@ class SageAttnProcessor:
         ValueError: unknown recipe or fallback.
     """
 
-    _parallel_config = None  # set by diffusers' enable_parallelism
-
     def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
         self.recipe = get_recipe(recipe).name
         self.fallback = None if fallback is None else check_fallback(fallback)
         self.training = None if training is None else get_recipe(training).name
-        self._layer: Layer | None = None
+        self._layer: Layer | None = None  # of the one module it is bound to
+        self._before: Any = None  # what `exchange_processor` took out of that module, and
+        self._by_backend = False  # whether it did so for `set_attention_backend`
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
         """The recipe for an attention module, as its mode is."""
@@ -54,7 +58,12 @@ class SageAttnProcessor:
         attn_mask: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """`sage_attention` with this processor's recipe for `attn`, and its fallback; (B, H, N, D) tensors."""
+        """`sage_attention` with this processor's recipe for `attn`, and its fallback; (B, H, N, D) tensors.
+
+        Inside diffusers' score skip the output is `value`.
+        """
+        if scores_are_skipped(query, value):
+            return value
         recipe = self.recipe_of(attn)
         return sage_attention(query, key, value, attn_mask, scale=scale, recipe=recipe, fallback=self.fallback)
 
@@ -63,7 +72,7 @@ class SageAttnProcessor:
         return run_in_layer(attn, self._layer_in(attn), self, attn, *args, **kwargs)
 
     def _layer_in(self, attn: torch.nn.Module) -> Layer:
-        layer = self._layer if self._layer is not None else getattr(attn, "_sage_layer", None)
+        layer = self._known_layer(attn)
         if layer is None:
             raise UnsupportedAttentionError(
                 f"{type(attn).__name__} has {type(self).__name__} as its processor, and not what it computed before: "
@@ -71,6 +80,12 @@ class SageAttnProcessor:
                 "not an assignment to module.processor"
             )
         return layer
+
+    def _known_layer(self, attn: torch.nn.Module) -> Layer | None:
+        if self._layer is not None:
+            return self._layer
+        processor, layer = getattr(attn, "_sage_layer", (None, None))
+        return layer if processor is self else None
 
     @property
     def _attention_backend(self) -> None:
@@ -116,14 +131,35 @@ class SageBwdProcessor(SageAttnProcessor):
         super().__init__(recipe, fallback, training)
 
 
+def sage_of(module: torch.nn.Module) -> SageAttnProcessor | None:
+    """Return the SageAttnProcessor that computes the attention of `module`; None if diffusers does."""
+    present = getattr(module, "processor", None)
+    if isinstance(present, ServedAdapter):
+        return present.sage
+    return present if isinstance(present, SageAttnProcessor) else None
+
+
 def layer_of(module: torch.nn.Module) -> Layer:
     """What `module` computes, from its present processor; `module` is not changed.
 
     Raises:
         UnsupportedAttentionError: that is nothing we know.
     """
-    present = getattr(module, "processor", None)
-    return present._layer_in(module) if isinstance(present, SageAttnProcessor) else recognize(module, present)
+    sage = sage_of(module)
+    return recognize(module, getattr(module, "processor", None)) if sage is None else sage._layer_in(module)
+
+
+def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
+    """Return what `processor` will compute when it is set in `module`, which is not changed.
+
+    One of ours passes its layer on. A processor that was in this module before computes what it did then, whatever
+    has taken its place for a while.
+
+    Raises:
+        UnsupportedAttentionError: it is new to the module, which computes nothing we know.
+    """
+    known = None if sage_of(module) is not None else processor._known_layer(module)
+    return layer_of(module) if known is None else known
 
 
 def bind(
@@ -137,58 +173,101 @@ def bind(
     """
     processor = SageAttnProcessor(recipe, fallback, training)
     processor._layer = layer_of(module)
-    processor._parallel_config = getattr(module.processor, "_parallel_config", None)
     return processor
 
 
 _displacing: set[str] = set()  # processors whose taking over from ours was logged
 
 
-def _is_original(processor: Any, module: torch.nn.Module, present: SageAttnProcessor) -> bool:
-    layer = present._layer or getattr(module, "_sage_layer", None)
-    return layer is not None and processor is layer.original
-
-
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     """Prepare `module` for `module.set_processor(processor)`; returns the processor to set.
 
-    A shared SageAttnProcessor leaves in the module what the module computed so far. A new Fused… processor, which is
-    what diffusers' `fuse_qkv_projections()` sets, does not displace ours, which computes with the separate projections.
-    Another one, as attention slicing or xFormers set, does, and that is logged; putting back the original is not.
+    A shared SageAttnProcessor leaves in the module what the module computed so far, also while another processor stands
+    in for it; the original takes that away. An IP-Adapter's processor stays, and is served by ours. A new Fused…
+    processor, which is what diffusers' `fuse_qkv_projections()` sets, does not displace ours, which computes with the
+    separate projections. Another one, as attention slicing or xFormers set, does, and that is logged.
     """
-    present = getattr(module, "processor", None)
-    vars(module).pop("_sage_before_backend", None)
     if isinstance(processor, SageAttnProcessor):
-        if processor._layer is None:
-            vars(module)["_sage_layer"] = layer_of(module)
-            parallel_config = getattr(present, "_parallel_config", None)
-            if parallel_config is not None:
-                processor._parallel_config = parallel_config
-        return processor
-    if isinstance(present, SageAttnProcessor) and not _is_original(processor, module, present):
+        return _take_over(module, processor, layer_for(module, processor))
+    if isinstance(processor, ServedAdapter):
+        return _take_over(module, processor.sage, recognize(module, processor.adapter))
+    sage, known = sage_of(module), None
+    if sage is not None:
+        known = sage._known_layer(module)
+    elif "_sage_layer" in vars(module):
+        known = vars(module)["_sage_layer"][1]
+    if known is not None and processor is known.original:
+        vars(module).pop("_sage_layer", None)
+    elif sage is not None:
         family = type(processor).__name__
         if family.startswith("Fused") and family in EXPLICIT:
-            return present
+            return module.processor
         if family not in _displacing:
             _displacing.add(family)
             logger.warning(
-                f"{family} replaces {present}: those layers no longer attend in low bits; set it again if needed"
+                f"{family} replaces {sage}: those layers no longer attend in low bits; set it again if needed"
             )
-    vars(module).pop("_sage_layer", None)
     return processor
 
 
-def exchange_processor(module: Any, processor: Any) -> Callable[[], None]:
-    """Set a processor; the returned function puts back all that was there, also what an attention backend remembers."""
-    present, before_backend = module.processor, vars(module).get("_sage_before_backend")
+def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Layer) -> Any:
+    """Have `processor` compute `layer` in `module`; returns what to set as the module's processor."""
+    if processor._layer is not None:
+        processor._layer = layer
+    else:
+        vars(module)["_sage_layer"] = (processor, layer)
+    return serve(layer.original, processor) if layer.holds_weights else processor
 
-    def undo() -> None:
-        module.set_processor(present)
-        if before_backend is not None:
-            module._sage_before_backend = before_backend
 
+def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend: bool = False) -> Callable[[], None]:
+    """Set a processor that is bound to `module`; the returned function puts back what was there.
+
+    An attention backend of ours takes the place of the one before it. Loading and unloading IP-Adapters is not undone:
+    a processor of diffusers comes back as it is now.
+    """
+    before = sage_of(module)
+    if by_backend and before is not None and before._by_backend:
+        processor._before = before._before
+    else:
+        processor._before = module.processor if before is None else before
+    processor._by_backend = by_backend
     module.set_processor(processor)
-    return undo
+    return partial(put_back, module, processor)
+
+
+def put_back(module: Any, processor: SageAttnProcessor) -> None:
+    """Set what `processor` took the place of in `exchange_processor`."""
+    before = processor._before
+    if not isinstance(before, SageAttnProcessor):
+        present = module.processor if sage_of(module) is None else layer_of(module).original
+        if isinstance(present, torch.nn.Module) or isinstance(before, torch.nn.Module):
+            before = present
+    module.set_processor(before)
+
+
+@contextmanager
+def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
+    """Take our processors out of `model` while diffusers rebuilds its own, and have them serve what it built."""
+    layers: list[Any] = list(attention_layers(model).values())
+    served = {module: sage for module in layers if (sage := sage_of(module)) is not None}
+    originals = {module: layer_of(module).original for module in served}
+    for module, original in originals.items():
+        module.set_processor(original)
+    try:
+        yield
+    finally:
+        for module, sage in served.items():
+            try:
+                _set_again(module, sage)
+            except UnsupportedAttentionError as error:
+                logger.warning(f"{sage} cannot serve a layer any more, which now attends as diffusers does: {error}")
+
+
+def _set_again(module: Any, sage: SageAttnProcessor) -> None:
+    """Set a processor of ours, to compute what `module` computes now."""
+    if sage._layer is not None:
+        sage._layer = layer_of(module)
+    module.set_processor(sage)
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

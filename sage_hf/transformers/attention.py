@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sage_hf import record
@@ -138,9 +137,11 @@ def _attend(
         _report_exact(query, key, value, mask, is_causal, recipe, "the model trains with attention dropout")
         if is_causal and mask is not None:
             mask, is_causal = exact.with_causality(mask, query, key), False
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value = exact.in_autocast_dtype(query, key, value)
+        output = exact.sdpa(
+            query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
         )
+        return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
     output, lse = attend(
         query,
         key,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels.exact import apply_mask, rows_per_chunk
+from sage_kernels.exact import apply_mask, nothing_attended, rows_per_chunk
 
 
 def exact_attention(
@@ -41,6 +41,8 @@ def exact_attention(
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
+    if 0 in (batch, q_heads, q_len, kv_len):
+        return nothing_attended(query, key, value)
     scale = head_dim**-0.5 if scale is None else scale
     dtype = torch.promote_types(query.dtype, torch.float32)
     mask = None if attn_mask is None else attn_mask.expand(batch, q_heads, q_len, kv_len)

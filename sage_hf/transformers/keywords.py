@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from types import CodeType
 
 from torch import nn
 
-from sage_hf.transformers.layers import methods, once_per_class
+from sage_hf.transformers.inspection import INTERFACE, methods, once_per_class
+
+NAMED = frozenset(
+    {
+        "module",
+        "query",
+        "key",
+        "value",
+        "attention_mask",
+        "dropout",
+        "scaling",
+        "is_causal",
+        "position_bias",
+        "softcap",
+        "s_aux",
+        "output_attentions",
+    }
+)
+"""Parameters of `sage_attention_forward` that models fill."""
 
 HARMLESS = frozenset(
     {
@@ -60,6 +80,36 @@ def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, o
                 'which sage_hf does not know: call model.set_attn_implementation("sdpa"), or "eager"'
             )
     return for_eager
+
+
+@once_per_class
+def unknown_keywords(module_class: type) -> frozenset[str]:
+    """Return the keywords for which `sort_keywords` would raise TypeError, of those that the class's own code hands on.
+
+    Read from its source, so without what it hands on as `**kwargs`; none where there is no source.
+    """
+    handed = {name for code in methods(module_class) if INTERFACE in code.co_names for name in _handed_on(code)}
+    return frozenset(handed) - NAMED - HARMLESS - _eager_names(module_class)
+
+
+def _handed_on(code: CodeType) -> Iterator[str]:
+    """Yield the keywords of calls of what the function's code has looked up in transformers' attention interface."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except OSError:  # no source file
+        return
+    looked_up = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _mentions(node.value, INTERFACE):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            looked_up |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(_mentions(node.func, name) for name in (*looked_up, INTERFACE)):
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
+
+
+def _mentions(tree: ast.AST, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
 
 
 def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:

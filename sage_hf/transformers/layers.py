@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
-from typing import TypeVar, cast
 
 from torch import nn
 
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The global through which every modelling file of transformers looks up the attention function."""
-
-Result = TypeVar("Result")
-
-_EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils"})
-
-
-def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
-    """`function`, its results kept (functools.cache, whose types know no class that is hashable)."""
-    return cast(Callable[[type], Result], functools.cache(function))
+from sage_hf.transformers.inspection import built_classes, calls_interface, is_module_class, once_per_class
+from sage_hf.transformers.keywords import unknown_keywords
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,7 +22,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if _is_pretrained_model(module):
             refused[name] = refusal(type(module)) is not None
-        if _calls_interface(type(module)) and not _of_nearest_parent(name, refused):
+        if calls_interface(type(module)) and not _of_nearest_parent(name, refused):
             layers[name] = module
     return layers
 
@@ -56,25 +42,26 @@ def refusal(model_class: type) -> str | None:
 
     Transformers lets any registered name through. A model that does not look it up then computes attention by its own
     code with masks meant for ours, which loses causality and padding (Bloom), or fails on a name it has no class for
-    (GPT-J). One that only combines other models passes: they are judged in their turn.
+    (GPT-J). One whose layers leave it to the attention function to pick keys, except with "eager" and "sdpa", would
+    attend to all of them (DeepSeek V3.2). One that only combines other models passes: they are judged in their turn.
     """
     file = model_class.__module__
     namespace = vars(sys.modules[file]) if file in sys.modules else {}
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", file) == file}
-    attention = [value for name, value in own.items() if "Attention" in name and _is_module_class(value)]
+    attention = [value for name, value in own.items() if "Attention" in name and is_module_class(value)]
     if any(isinstance(value, dict) and name.endswith("ATTENTION_CLASSES") for name, value in own.items()):
         return f"{file} chooses among attention classes of its own"
-    if attention and not any(_calls_interface(value) for value in own.values() if _is_module_class(value)):
+    if attention and not any(calls_interface(value) for value in own.values() if is_module_class(value)):
         return f"{file} does not use transformers' attention interface"
     if not (
         getattr(model_class, "_supports_sdpa", False) or getattr(model_class, "_supports_attention_backend", False)
     ):
         return f"{model_class.__name__} supports no attention implementation but its own"
+    for layer in sorted(filter(calls_interface, built_classes(model_class)), key=lambda layer: layer.__name__):
+        if unknown := unknown_keywords(layer):
+            keywords = ", ".join(f"{name}=" for name in sorted(unknown))
+            return f"{layer.__name__} hands {keywords} to its attention function, which sage_hf does not know"
     return None
-
-
-def _is_module_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _is_pretrained_model(module: nn.Module) -> bool:
@@ -86,23 +73,3 @@ def _of_nearest_parent(name: str, of_parents: dict[str, bool]) -> bool:
     while name and name not in of_parents:
         name = name.rpartition(".")[0]
     return of_parents.get(name, False)
-
-
-@once_per_class
-def _calls_interface(module_class: type) -> bool:
-    return any(_INTERFACE in code.co_names for code in methods(module_class))
-
-
-def methods(module_class: type) -> Iterator[CodeType]:
-    """Code of the class's methods, inherited ones included, without those every module or model has."""
-    for name in dir(module_class):
-        function = inspect.unwrap(inspect.getattr_static(module_class, name))
-        if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
-            yield from _nested(function.__code__)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)

@@ -1,13 +1,17 @@
+import errno
 import json
 import runpy
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import tiny_pipelines as tiny
+import torch
 from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig
 
 import sage_hf
+from sage_hf import generate as generation
 from sage_hf.bench import measure
 from sage_hf.cli import main
 from sage_hf.config import SageConfig
@@ -96,12 +100,97 @@ def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, 
     assert (tmp_path / "two" / "contact-sheet.png").is_file()
 
 
+@pytest.fixture
+def write_one(monkeypatch):
+    """Writes the first video, and ends as given from then on."""
+
+    def prepare(end):
+        write = generation.write_video
+
+        def write_first(frames, path, fps):
+            if path.name != "01-exact":
+                end()
+            return write(frames, path, fps)
+
+        monkeypatch.setattr(generation, "write_video", write_first)
+
+    return prepare
+
+
+def compare_two(folder: Path, output: Path) -> int:
+    arguments = ["--pretrained", str(folder), "--prompt", "a", "--prompt", "b", "--steps", "1", "--frames", "9"]
+    return main(["compare", *arguments, "--height", "64", "--width", "64", "--device", "cpu", "--output", str(output)])
+
+
+def test_interrupting_ends_on_one_line_that_says_what_is_written(folder, tmp_path, capsys, write_one):
+    write_one(lambda: signal.raise_signal(signal.SIGINT))
+    assert compare_two(folder, tmp_path) == 130
+    printed = capsys.readouterr()
+    told = f"interrupted; written: 01-exact.mp4, report.json, report.md in {tmp_path}"
+    assert printed.err.splitlines()[-1] == told and "Traceback" not in printed.err and not printed.out
+    assert {path.name for path in tmp_path.iterdir()} == {"01-exact.mp4", "report.json", "report.md"}
+
+
+def test_interrupting_before_anything_is_written_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(generation, "load_pipeline", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert compare_two(folder, tmp_path / "new") == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; written: nothing"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError("all"),
+    ],
+)
+def test_a_machine_without_room_is_told_without_a_traceback(folder, tmp_path, capsys, write_one, error):
+    def end():
+        raise error
+
+    write_one(end)
+    assert compare_two(folder, tmp_path) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert f"wrote {tmp_path / '01-exact.mp4'}" in lines and f"error: {error}" in lines
+
+
+@pytest.mark.parametrize("command", ["explain", "generate"])
+@pytest.mark.parametrize(
+    ("pretrained", "message"),
+    [
+        ("/nonexistent", "/nonexistent does not exist: give the folder"),
+        ("./x", "./x does not exist: give the folder"),
+        ("~/nowhere", "~/nowhere does not exist: give the folder"),
+        ("a/b/c", "a/b/c does not exist: give the folder"),
+        (__file__, "is a file: give the folder"),
+        ("", "--pretrained must not be empty"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_as_what_it_is(tmp_path, capsys, command, pretrained, message):
+    arguments = ["--prompt", "a", "--output", tmp_path / "out"] if command == "generate" else []
+    assert message in refused(capsys, command, "--pretrained", pretrained, *arguments)
+
+
+def test_a_home_folder_that_the_shell_left_alone_is_found(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    pretrained = f"--pretrained=~/{folder.name}"
+    assert main(["explain", pretrained, "--device", "cpu"]) == 0
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--prompt", "a", "--steps", "1", "--frames", "9", "--height", "64", "--width", "64", "--device", "cpu"]
+    assert main(["generate", pretrained, *arguments, "--output=~/videos"]) == 0
+    assert (folder.parent / "videos" / "01-sage3.mp4").is_file() and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--recipe", "sage9"], "unknown recipe 'sage9'; recipes are: exact, sage1, sage2, sage3, sage3_paper"),
         (["--config", "sage9"], "'sage9' is neither a recipe"),
         (["--config", "missing.json"], "cannot read the configuration missing.json"),
+        (["--fallback", ""], "fallback: '' is not one of native, emulate, error"),
+        (["--output", "/proc/sage-hf"], "--output /proc/sage-hf cannot be written"),
         (["--fallback", "maybe"], "fallback: 'maybe' is not one of native, emulate, error"),
         (["--config", "mochi"], "'transformer_blocks.47.*' matches no attention layer"),
         (["--steps", "0"], "--steps must be at least 1"),
@@ -112,6 +201,7 @@ def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, 
 def test_errors_of_the_user_are_one_line_and_exit_code_2(folder, tmp_path, capsys, arguments, message):
     base = ["generate", "--pretrained", folder, "--prompt", "a", "--steps", "1", "--frames", "9", "--width", "64"]
     assert message in refused(capsys, *base, "--height", "64", "--output", tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
 
 
 def test_recipe_and_config_exclude_each_other(capsys):
@@ -156,7 +246,7 @@ def test_env_and_explain_follow_the_processs_default_fallback(capsys):
 
 @pytest.mark.parametrize(
     ("head_dim", "softcap", "ran", "reason"),
-    [(8, None, "none", "head_dim 8 is not in 16…256"), (64, 30.0, "exact", "softcap")],
+    [(8, None, "exact", "head_dim outside 16…256"), (64, 30.0, "exact", "softcap")],
 )
 def test_explain_plans_what_a_transformers_model_will_really_do(tmp_path, capsys, head_dim, softcap, ran, reason):
     config = Gemma2Config(num_hidden_layers=1, head_dim=head_dim, attn_logit_softcapping=softcap)

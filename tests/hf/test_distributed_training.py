@@ -1,6 +1,7 @@
 """Training on several processes: gradients are those of one process with the whole batch."""
 
 import socket
+from collections.abc import Callable
 
 import pytest
 import tiny_pipelines as tiny
@@ -11,16 +12,31 @@ from torch.distributed.fsdp import fully_shard
 
 import sage_hf
 from sage_hf import record
-from sage_hf.transformers import attention_layers
+from sage_hf.targets import find_targets
 
 WORLD = 2
 
 
-def batch() -> dict[str, torch.Tensor]:
+def text() -> dict[str, torch.Tensor]:
     tokens = torch.randint(2, 32, (WORLD, 70), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[1, 50:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def language_loss(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**inputs).loss
+
+
+def video_loss(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**inputs, return_dict=False)[0].square().mean()
+
+
+# The model, the whole batch, and the loss of a batch, which is the mean of its halves'.
+MODELS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "llama": (tiny.llama, text, language_loss),
+    "cogvideox": (tiny.transformer, lambda: tiny.transformer_inputs(batch=WORLD), video_loss),
+}
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
@@ -36,17 +52,19 @@ def work(rank: int, port: int, folder: str) -> None:
             patch.setenv(name, str(value))
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == WORLD
-        mine = {name: tensor[rank : rank + 1] for name, tensor in batch().items()}
-        for kind, distribute in (("ddp", accelerator.prepare), ("fsdp", fully_shard)):
-            model = tiny.llama().train()
-            sage_hf.apply(model, "sage_bwd")
-            layers = attention_layers(model)
-            distributed = distribute(model)
-            accelerator.backward(distributed(**mine).loss)
-            assert {plan.recipe for layer in layers.values() for plan in record.last_plans(layer)} == {"sage_bwd"}
-            found = gradient(model)
-            if accelerator.is_main_process:
-                torch.save(found, f"{folder}/{kind}.pt")
+        for name, (build, batch, loss) in MODELS.items():
+            mine = {key: tensor[rank : rank + 1] for key, tensor in batch().items()}
+            for kind, distribute in (("ddp", accelerator.prepare), ("fsdp", fully_shard)):
+                model = build().train()
+                sage_hf.apply(model, "sage_bwd")
+                (target,) = find_targets(model)
+                distributed = distribute(model)
+                accelerator.backward(loss(distributed, mine))
+                ran = {plan.recipe for layer in target.layers.values() for plan in record.last_plans(layer)}
+                assert ran == {"sage_bwd"}
+                found = gradient(model)
+                if accelerator.is_main_process:
+                    torch.save(found, f"{folder}/{name}-{kind}.pt")
         accelerator.wait_for_everyone()
         accelerator.end_training()
 
@@ -56,12 +74,13 @@ def test_gradients_are_those_of_the_whole_batch(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(work, (port, str(tmp_path)), nprocs=WORLD)
-    model = tiny.llama().train()
-    sage_hf.apply(model, "sage_bwd")
-    model(**batch()).loss.backward()
-    expected = gradient(model)
-    for kind, scales in (("ddp", (1,)), ("fsdp", (1, 1 / WORLD))):  # torch 2.8 does not divide FSDP's sums on a CPU
-        found = torch.load(tmp_path / f"{kind}.pt")
-        errors = [(found * scale - expected).abs().sum() for scale in scales]
-        # Sums over the batch in another order may round a code of Q or K the other way.
-        assert min(errors) <= 1e-3 * expected.abs().sum(), kind
+    for name, (build, batch, loss) in MODELS.items():
+        model = build().train()
+        sage_hf.apply(model, "sage_bwd")
+        loss(model, batch()).backward()
+        expected = gradient(model)
+        for kind, scales in (("ddp", (1,)), ("fsdp", (1, 1 / WORLD))):  # torch 2.8 does not divide FSDP's sums on a CPU
+            found = torch.load(tmp_path / f"{name}-{kind}.pt")
+            errors = [(found * scale - expected).abs().sum() for scale in scales]
+            # Sums over the batch in another order may round a code of Q or K the other way.
+            assert min(errors) <= 1e-3 * expected.abs().sum(), (name, kind)

@@ -17,6 +17,7 @@ from sage_hf import video
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.generate import GenerateOptions, generate
+from sage_hf.report import Report, VideoReport
 from sage_kernels.registry import KernelUnavailableError
 
 
@@ -83,6 +84,76 @@ def test_the_exact_video_is_the_pipelines_own(folder, tmp_path, monkeypatch):
         output_type="np",
     ).frames[0]
     assert np.array_equal(written["01-exact"], (frames * 255).round().astype(np.uint8))
+
+
+def frames_of(path: Path) -> int:
+    return len(imageio.imread(path))
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("after", "videos"), [("01-exact.mp4", []), ("01-sage3.mp4", []), ("02-exact.mp4", ["01-side-by-side.mp4"])]
+)
+def test_what_is_finished_survives_an_error(folder, tmp_path, after, videos):
+    written = []
+
+    def stop(path):
+        written.append(path.name)
+        if path.name == after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        generate(options(folder, tmp_path, prompts=("a red ball", "a"), compare=True, steps=1), stop)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
+    assert all(name in written for name in videos) and written[-1] == after
+    assert all(frames_of(path) == 9 for path in tmp_path.glob("*.mp4"))
+
+
+def test_files_are_told_in_the_order_of_rendering_and_the_report_on_the_way_says_so(folder, tmp_path):
+    written, reports = [], []
+
+    def note(path):
+        written.append(path.name)
+        if (tmp_path / "report.json").exists():
+            reports.append(json.loads((tmp_path / "report.json").read_text()))
+
+    report = generate(options(folder, tmp_path, prompts=("a red ball", "a"), compare=True, steps=1), note)
+    first = ["01-exact.mp4", "report.json", "report.md", "01-sage3.mp4", "01-side-by-side.mp4", "contact-sheet.png"]
+    assert written == [*first, "02-exact.mp4", "02-sage3.mp4", "02-side-by-side.mp4"]
+    assert not any(data["complete"] for data in reports)
+    assert [list(data["videos"][-1]["files"]) for data in (reports[0], reports[-1])] == [["exact"], ["exact", "sage3"]]
+    assert report.complete and json.loads((tmp_path / "report.json").read_text())["complete"]
+    assert "Not complete" not in (tmp_path / "report.md").read_text()
+
+
+def test_a_report_on_the_way_is_told_without_what_is_not_there_yet(tmp_path):
+    report = Report("tiny", "Pipeline", SageConfig("sage3"), {}, "cpu", "float32", tmp_path)
+    times = {"exact": 1.0, "sage3": 2.0}
+    report.videos.append(VideoReport("a", 0, {}, times, times, psnr=30.0, ssim=0.9))
+    report.videos.append(VideoReport("b", 0, {}, {"exact": 1.0}, {"exact": 1.0}))
+    assert [line.split() for line in report.summary().splitlines()[-2:]] == [
+        ["a", "1.0", "2.0", "30.0", "0.900"],
+        ["b", "1.0", "–", "–", "–"],
+    ]
+    text = report.to_markdown()
+    assert "**Not complete" in text and "| b (seed 0) |  | 1.00 (1.00) | – (–) | – | – |" in text
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_pipeline_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(module, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="--output /proc/sage-hf cannot be written"):
+        generate(options(folder, Path("/proc/sage-hf")))
+
+
+def test_a_prompt_of_any_text_is_rendered_and_told_on_one_line(folder, tmp_path):
+    prompt = "a red | ball\nпо-русски 日本語"
+    report = generate(options(folder, tmp_path, prompts=(prompt,), compare=True, steps=1))
+    assert report.videos[0].prompt == prompt
+    assert "| a red \\| ball по-русски 日本語 (seed 0) |" in (tmp_path / "report.md").read_text()
+    assert len(report.summary().splitlines()) == 3
 
 
 def test_without_comparison_one_video_is_written(folder, tmp_path):
@@ -171,6 +242,7 @@ def test_without_encoder_gifs_are_written_and_that_is_said(folder, tmp_path, mon
         ({"guidance_scale": math.nan}, "--guidance-scale must be 0 or more"),
         ({"seed": -1}, "--seed must be in"),
         ({"prompts": ("a", " ")}, "--prompt must not be empty"),
+        ({"prompts": ("a\udcff",)}, "--prompt is not text in UTF-8"),
         ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"device": "gpu"}, "--device 'gpu' is not a device"),
         ({"device": "cuda:99"}, "CUDA devices here"),
@@ -194,6 +266,7 @@ def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path, output):
         ({"prompts": ()}, "--prompt is needed"),
         ({"config": SageConfig("sage3", "error"), "device": "cpu"}, "no native kernel for recipe 'sage3'"),
         ({"height": 60}, "divisible by 8"),
+        ({"height": 8, "width": 8}, "fails with .*height 8, width 8.*: RuntimeError"),
         ({"device": "cpu", "cpu_offload": True}, "--no-cpu-offload"),
         ({"config": SageConfig(layers=(LayerRule("block.9", "exact"),))}, "'block.9' matches no attention layer"),
     ],

@@ -87,3 +87,20 @@ def test_a_layer_can_be_collected_with_its_plans():
     assert len(record._plans) == 1
     del layer
     assert len(record._plans) == 0
+
+
+def test_a_large_emulated_call_is_said_to_be_slow_once_and_a_small_one_is_not(monkeypatch, caplog):
+    monkeypatch.setattr(record, "SLOW_SCORES", 2 * 64 * 64)
+    sage_attention(*draw(63))
+    sage_attention(*draw(), recipe="exact")
+    assert not caplog.records
+    sage_attention(*draw())
+    sage_attention(*draw(), recipe="sage2")
+    (message,) = caplog.messages
+    assert "sage3 is emulated on this CPU, which is slow" in message and "64 queries, 64 keys, 2 heads" in message
+
+
+def test_a_compiled_emulated_call_says_that_it_is_slow(monkeypatch, caplog):
+    monkeypatch.setattr(record, "SLOW_SCORES", 1)
+    torch.compile(sage_attention, fullgraph=True, backend="aot_eager")(*draw())
+    assert [message for message in caplog.messages if "is slow" in message]

@@ -1,11 +1,14 @@
 import copy
 import pickle
+import weakref
 
 import numpy as np
 import pytest
 import tiny_pipelines as tiny
 import torch
 from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXPipeline,
     FlowMatchEulerDiscreteScheduler,
     HeunDiscreteScheduler,
     KDPM2DiscreteScheduler,
@@ -265,3 +268,173 @@ def test_compiled_denoiser_follows_the_steps_without_a_graph_break(compile_pipe,
         assert torch.equal(eager, tiny.latents(pipe, steps=3))
     finally:
         torch._dynamo.reset()
+
+
+class Denoiser(torch.nn.Module):
+    """Notes the recipe in force at every call."""
+
+    def __init__(self, config, pipe=None):
+        super().__init__()
+        self.processor = Processor()
+        self.seen = []
+        StepSchedule(config, {"layer": self.processor}, pipe).attach(self)
+
+    def forward(self, timestep):
+        self.seen.append(self.processor.recipe)
+
+
+class Runner(Pipe):
+    """Denoises as pipelines do; `start` is where image to image enters the schedule."""
+
+    def steps(self, denoiser, steps, start=0, after_step=lambda: None):
+        self.scheduler.set_timesteps(steps)
+        for t in self.scheduler.timesteps[start:]:
+            denoiser(t.expand(2))
+            yield
+            after_step()
+
+    def __call__(self, *args, **kwargs):
+        list(self.steps(*args, **kwargs))
+
+
+def runners():
+    return [Runner(FlowMatchEulerDiscreteScheduler()) for _ in range(2)]
+
+
+def expected(steps, start=0):
+    return [FIRST_AND_LAST.resolve("layer", step, steps) for step in range(start, steps)]
+
+
+def test_pipelines_that_share_a_denoiser_each_count_their_own_steps():
+    first, second = runners()
+    denoiser = Denoiser(FIRST_AND_LAST, first)
+    for pipe, steps, start in ((first, 4, 0), (second, 8, 0), (first, 2, 0), (second, 8, 5), (second, 1, 0)):
+        denoiser.seen.clear()
+        pipe(denoiser, steps, start)
+        assert denoiser.seen == expected(steps, start)
+
+
+def test_steps_of_pipelines_that_take_turns_are_told_apart():
+    first, second = runners()
+    denoiser = Denoiser(FIRST_AND_LAST, first)
+    short, long = first.steps(denoiser, 3), second.steps(denoiser, 6)
+    recipes = {id(short): [], id(long): []}
+    for loop in (long, short, long, long, short, long, short, long, long):
+        next(loop)
+        recipes[id(loop)].append(denoiser.seen[-1])
+    assert recipes == {id(short): expected(3), id(long): expected(6)}
+
+
+def test_a_pipeline_that_runs_inside_another_one_does_not_disturb_its_steps():
+    first, second = runners()
+    denoiser = Denoiser(SageConfig("sage3", steps=(StepRule(2, 3, "exact"),)), first)
+    first(denoiser, 3, after_step=lambda: second(denoiser, 5))
+    inside = ["sage3", "sage3", "exact", "sage3", "sage3"]
+    assert denoiser.seen == ["sage3", *inside, "sage3", *inside, "exact", *inside]
+
+
+def test_a_scheduler_that_replaces_the_pipelines_own_is_followed():
+    pipe, other = runners()
+    denoiser = Denoiser(FIRST_AND_LAST, pipe)
+    pipe(denoiser, 4)
+    pipe.scheduler = other.scheduler
+    denoiser.seen.clear()
+    pipe(denoiser, 3)
+    assert denoiser.seen == expected(3)
+
+
+def test_a_copied_pipeline_counts_its_own_steps_and_one_that_runs_what_was_pickled_does_too():
+    pipe, runner = runners()
+    pipe.denoiser = Denoiser(FIRST_AND_LAST, pipe)
+    pipe(pipe.denoiser, 4)
+    other = copy.deepcopy(pipe)
+    loaded = pickle.loads(pickle.dumps(pipe.denoiser))
+    pipe.scheduler.set_timesteps(2)
+    for owner, denoiser in ((other, other.denoiser), (runner, loaded)):
+        denoiser.seen.clear()
+        owner(denoiser, 5)
+        assert denoiser.seen == expected(5)
+
+
+def test_a_denoiser_given_alone_takes_its_steps_from_the_pipeline_that_runs_it():
+    config = SageConfig("sage3", steps=(StepRule(5, 6, "exact"),))
+    denoiser = Denoiser(config)
+    runners()[0](denoiser, 8, start=4)
+    assert denoiser.seen == ["sage3", "exact", "sage3", "sage3"]
+
+
+def test_a_block_of_a_modular_pipeline_is_asked_for_its_components():
+    def block(components, denoiser, t):
+        denoiser(t)
+
+    first, second = runners()
+    denoiser = Denoiser(SageConfig("sage3", steps=(StepRule(2, 3, "exact"),)), first)
+    first.scheduler.set_timesteps(9)
+    second.scheduler.set_timesteps(5)
+    for t in second.scheduler.timesteps:
+        block(second, denoiser, t)
+    assert denoiser.seen == ["sage3", "sage3", "exact", "sage3", "sage3"]
+
+
+def test_a_loop_outside_of_every_pipeline_is_told_once_whose_steps_are_counted(caplog):
+    pipe, _ = runners()
+    denoiser = Denoiser(FIRST_AND_LAST, pipe)
+    pipe(denoiser, 4)
+    assert not caplog.records
+    pipe.scheduler.set_timesteps(3)
+    denoiser.seen.clear()
+    for t in pipe.scheduler.timesteps:
+        denoiser(t)
+    assert denoiser.seen == expected(3)
+    (message,) = caplog.messages
+    assert "Denoiser is called from outside a pipeline" in message
+
+
+def test_a_scheduler_is_not_kept_alive():
+    pipe, _ = runners()
+    denoiser = Denoiser(FIRST_AND_LAST, pipe)
+    pipe(denoiser, 2)
+    gone = weakref.ref(pipe.scheduler)
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler()
+    assert gone() is None
+
+
+def recipes_of_calls(pipe, steps, **settings):
+    """The recipes of the first layer in the denoiser's calls of one generation."""
+    layer, seen = pipe.transformer.transformer_blocks[0].attn1, []
+    hook = layer.register_forward_pre_hook(lambda *_: seen.append(layer.processor.recipe))
+    try:
+        tiny.latents(pipe, steps=steps, guidance_scale=1.0, **settings)
+    finally:
+        hook.remove()
+    return seen
+
+
+def sharing(pipe):
+    other = CogVideoXPipeline(**{**pipe.components, "scheduler": CogVideoXDDIMScheduler()})
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+def test_real_pipelines_that_share_a_transformer_run_their_own_steps():
+    first = tiny.cogvideox(num_layers=1)
+    second = sharing(first)
+    sage_hf.apply(first, FIRST_AND_LAST)
+    assert recipes_of_calls(first, 2) == expected(2)
+    assert recipes_of_calls(second, 4) == expected(4)
+    assert recipes_of_calls(first, 3) == expected(3)
+
+
+def test_of_two_configurations_the_last_is_in_force_for_every_pipeline_and_is_undone_first():
+    first = tiny.cogvideox(num_layers=1)
+    second = sharing(first)
+    handle = sage_hf.apply(first, FIRST_AND_LAST)
+    later = sage_hf.apply(second, SageConfig("sage1", steps=(StepRule(1, 2, "exact"),)))
+    for pipe, steps in ((second, 3), (first, 4)):
+        assert recipes_of_calls(pipe, steps) == ["sage1", "exact", "sage1", "sage1"][:steps]
+    with pytest.raises(RuntimeError, match="reverse order"):
+        handle.restore()
+    later.restore()
+    assert recipes_of_calls(second, 3) == expected(3)
+    handle.restore()
+    assert not first.transformer._forward_pre_hooks

@@ -1,3 +1,5 @@
+import resource
+
 import imageio.v3 as imageio
 import numpy as np
 import pytest
@@ -51,3 +53,25 @@ def test_contact_sheet_shows_first_and_last_frame_of_every_video():
     blues = (sheet == BLUE).all(-1)
     assert reds.sum() == 4 * blues.sum()
     assert np.argwhere(blues)[:, 1].min() > np.argwhere(reds)[:, 1].max()
+
+
+def test_frames_sampled_once_are_sampled_again_unchanged():
+    frames = np.arange(17)
+    assert video.sample_frames(frames).tolist() == [0, 4, 8, 12, 16]
+    assert np.array_equal(video.sample_frames(video.sample_frames(frames)), video.sample_frames(frames))
+
+
+@pytest.mark.parametrize("encoder", [True, False])
+def test_a_file_that_does_not_fit_on_the_disk_is_an_error_and_leaves_the_one_before(tmp_path, monkeypatch, encoder):
+    monkeypatch.setattr(video, "can_write_mp4", lambda: encoder)
+    frames = np.random.default_rng(0).integers(0, 255, (8, 256, 256, 3), np.uint8)
+    before = video.write_video(clip(RED), tmp_path / "clip", fps=8)
+    content = before.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # as a full disk; also of the encoder's process
+    try:
+        with pytest.raises(OSError):
+            video.write_video(frames, tmp_path / "clip", fps=8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [before] and before.read_bytes() == content

@@ -125,6 +125,20 @@ def test_a_row_of_padding_alone_attends_to_all_of_it():
     assert torch.allclose(output, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_biases_stay_finite_and_nan_stays_nan(dtype):
+    inputs = draw(q_len=20, kv_len=64)
+    mask = torch.zeros(1, 1, 20, 64, dtype=dtype)
+    mask[:, :, 0], mask[:, :, 1] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    mask[:, :, 2, 5], mask[:, :, 3, 7] = torch.finfo(dtype).max, torch.nan
+    expected, _ = reference.attention(*inputs, RECIPES["sage1"], mask=mask, block_n=64)
+    output, _ = attend(new_call(*inputs, "sage1", mask=mask), ADA)
+    finite = [row for row in range(20) if row != 3]
+    assert expected[:, :, finite].isfinite().all()
+    assert torch.allclose(output[:, :, finite], expected[:, :, finite], atol=0.02)  # float16's largest rounds scores
+    assert output[:, :, 3].isnan().all()
+
+
 @pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(recipe, is_causal):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from sage_kernels import dispatch, exact, ops
+from sage_kernels import dispatch, exact, ops, training
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from sage_kernels.registry import KernelUnavailableError
 
 
 def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):
@@ -138,3 +139,96 @@ def test_opcheck_passes_for_packed_sequences():
         torch.ops.sage_kernels.packed_attention.default,
         (query, key, value, *lengths, True, 0, None, "sage2", "native", True),
     )
+
+
+KINDS = {
+    "integers": (lambda x: x.to(torch.int8), "torch.int8; expected a dense one of float16, bfloat16 or float32"),
+    "bools": (lambda x: x > 0, "torch.bool; expected a dense one"),
+    "sparse": (lambda x: x.to_sparse(), "sparse_coo tensor"),
+    "nested": (lambda x: torch.nested.nested_tensor(list(x)), "nested tensor"),
+    "jagged": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "nested tensor"),
+    "lists": (lambda x: x.tolist(), "must be tensors; got list"),
+}
+
+
+@pytest.mark.parametrize("entry", [ops.attention, training.attention, ops.packed_attention, training.packed_attention])
+@pytest.mark.parametrize(("change", "message"), KINDS.values(), ids=KINDS)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_kinds_of_tensors_are_refused_with_what_is_taken(entry, change, message):
+    inputs = draw()
+    lengths = ()
+    if entry in (ops.packed_attention, training.packed_attention):
+        inputs, lengths = [x[0].transpose(0, 1) for x in inputs], (pack([70]), pack([90]), 70, 90)
+    with pytest.raises(TypeError, match=message):
+        entry(*(change(x) for x in inputs), *lengths)
+    for scale, error in (("a", TypeError), (True, TypeError), (torch.ones(()), TypeError), (float("inf"), ValueError)):
+        with pytest.raises(error, match="scale must be"):
+            entry(*inputs, *lengths, scale=scale)
+
+
+def test_a_mask_of_another_kind_is_refused():
+    mask = torch.ones(2, 1, 1, 90, dtype=torch.int32)
+    for bad in (mask, mask.bool().to_sparse()):
+        with pytest.raises(TypeError, match=r"mask is a .*expected a dense one, bool"):
+            ops.attention(*draw(), mask=bad)
+
+
+@pytest.mark.parametrize("recipe", ["sage3", "sage1", "exact"])
+def test_a_row_biased_alike_in_float64_is_uniform(recipe):
+    query, key, value = draw()
+    mask = torch.zeros(1, 1, 70, 90, dtype=torch.float64)
+    mask[:, :, 3], mask[:, :, 4] = torch.finfo(torch.float64).min, torch.finfo(torch.float64).max
+    output, lse = ops.attention(query, key, value, mask=mask, recipe=recipe, return_lse=True)
+    assert lse.isfinite().all()
+    mean = value.mean(2, keepdim=True).repeat_interleave(2, 1)
+    assert (output[:, :, 3:5] - mean).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "sizes", [(0, 4, 2, 70, 90), (2, 0, 0, 70, 90), (2, 0, 2, 70, 90), (2, 4, 2, 0, 90), (2, 4, 2, 70, 0)]
+)
+@pytest.mark.parametrize("fallback", ["native", "emulate"])
+def test_calls_without_elements_give_nothing_in_querys_dtype(recipe, sizes, fallback):
+    batch, q_heads, kv_heads, q_len, kv_len = sizes
+    query = torch.randn(batch, q_heads, q_len, 64, dtype=torch.float16)
+    key, value = (torch.randn(batch, kv_heads, kv_len, d, dtype=torch.float16) for d in (64, 32))
+    for mask in (None, torch.ones(1, 1, 1, kv_len, dtype=torch.bool), torch.zeros(1, 1, q_len, kv_len)):
+        for return_lse in (False, True):
+            output, lse = ops.attention(
+                query, key, value, mask=mask, recipe=recipe, fallback=fallback, return_lse=return_lse
+            )
+            assert (output.shape, output.dtype) == ((batch, q_heads, q_len, 32), torch.float16)
+            assert (lse.shape, lse.dtype) == ((batch, q_heads, q_len) if return_lse else (0,), torch.float32)
+            assert not output.any()
+            assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("q_lengths", "kv_lengths"), [([], []), ([0, 0], [5, 70]), ([70, 3], [0, 0])])
+def test_packed_calls_without_elements_give_nothing_in_querys_dtype(recipe, q_lengths, kv_lengths):
+    query = torch.randn(sum(q_lengths), 4, 64, dtype=torch.float16)
+    key, value = (torch.randn(sum(kv_lengths), 2, d, dtype=torch.float16) for d in (64, 32))
+    lengths = (pack(q_lengths), pack(kv_lengths), max(q_lengths, default=0), max(kv_lengths, default=0))
+    output, lse = ops.packed_attention(query, key, value, *lengths, recipe=recipe, return_lse=True)
+    assert (output.shape, output.dtype) == ((sum(q_lengths), 4, 32), torch.float16)
+    assert (lse.shape, lse.dtype) == ((4, sum(q_lengths)), torch.float32)
+    assert not output.any()
+    if RECIPES[recipe].backward is not None:
+        output = training.packed_attention(query, key, value, *lengths, recipe=recipe)
+        assert (output.shape, output.dtype) == ((sum(q_lengths), 4, 32), torch.float16)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage_bwd"])
+def test_a_head_dim_of_no_recipe_runs_exactly(recipe):
+    query, key, value = (x[..., :8] for x in draw(q_heads=2))
+    heard = []
+    ops.plan_listeners.append(heard.append)
+    try:
+        output, _ = ops.attention(query, key, value, recipe=recipe)
+    finally:
+        ops.plan_listeners.remove(heard.append)
+    assert torch.allclose(output.double(), exact.attention(query, key, value)[0], atol=1e-5)
+    assert [(plan.kernel, plan.reason) for plan in heard] == [("sdpa", "head_dim outside 16…256")]
+    with pytest.raises(KernelUnavailableError, match="head_dim outside"):
+        training.attention(query, key, value)

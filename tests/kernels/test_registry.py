@@ -98,7 +98,6 @@ def test_without_triton_the_plan_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"head_dim": 272}, "head_dim above 256"),
         ({"batch": 65536, "capability": (8, 0)}, "65535"),
         ({"dtype": torch.float64}, "dtype must"),
     ],
@@ -187,6 +186,29 @@ def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_
     assert (plan.kernel, plan.reason) == ("sdpa", "sage2 is forward only and gradients are wanted")
     with pytest.raises(KernelUnavailableError, match="forward only and gradients are wanted"):
         select(replace(GPU, recipe="sage2", grad=True), "error")
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 8}, {"head_dim": 12}, {"v_head_dim": 15}, {"head_dim": 272}])
+@pytest.mark.parametrize("request_", [CPU, GPU, replace(CPU, recipe="sage_bwd", grad=True)])
+def test_a_head_dim_of_no_recipe_runs_exactly_and_says_so_unless_that_is_forbidden(request_, sizes):
+    request_ = replace(request_, **sizes)
+    for fallback in ("native", "emulate"):
+        plan = select(request_, fallback)
+        assert (plan.kernel, plan.reason) == ("sdpa", "head_dim outside 16…256")
+    with pytest.raises(KernelUnavailableError, match="head_dim outside 16…256"):
+        select(request_, "error")
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive"])
+def test_a_mask_of_scores_needs_more_keys_to_gain_from_low_bits_on_a_gpu(mask):
+    short = replace(GPU, recipe="sage1", capability=(8, 0), mask=mask, kv_len=1023)
+    assert select(short).reason.startswith("fewer than 1024 keys beside a mask of scores")
+    for served in (replace(short, kv_len=1024), replace(short, mask="keys"), replace(short, mask="none")):
+        assert select(served).kernel == "int8_forward"
+    for fallback in ("emulate", "error"):
+        assert select(short, fallback).kernel == "int8_forward"
+    assert select(replace(short, recipe="sage_bwd", grad=True)).kernel == "int8_forward"
+    assert select(replace(short, device_type="cpu", capability=None)).kernel == "reference"
 
 
 def test_equal_reasons_compare_equal_whatever_the_sizes():

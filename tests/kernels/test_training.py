@@ -378,6 +378,11 @@ def test_what_no_kernel_can_train_is_refused_with_what_to_do(build, options, err
         ({"cu_seqlens_q": pack([135])[:0], "cu_seqlens_k": pack([321])[:0]}, "both be"),
         ({"seqused_k": torch.tensor([80], dtype=torch.int32)}, r"seqused_k must be \(4,\)"),
         ({"cu_seqlens_q": pack([70, 1, 0, 64]).float()}, "cu_seqlens_q must hold integers"),
+        ({"cu_seqlens_q": pack([70, 1, 0, 64]) + 1}, "cu_seqlens_q must begin at 0"),
+        ({"cu_seqlens_q": pack([70, 1, -1, 65])}, "cu_seqlens_q must .* never decrease"),
+        ({"cu_seqlens_k": pack([90, 33, 70, 129])}, "cu_seqlens_k must .* end at the number of tokens, 321"),
+        ({"cu_seqlens_k": pack([90, 33, 58, 140])}, "a sequence of cu_seqlens_k is longer than max_seqlen_k, 128"),
+        ({"seqused_k": torch.tensor([80, -1, 70, 0], dtype=torch.int32)}, "seqused_k must not be negative"),
     ],
 )
 def test_lengths_of_other_sequences_are_refused(attend, bad, message):

@@ -14,9 +14,10 @@ BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def base_2(bias):
-    """An additive mask's elements for scores in base 2. What is finite stays so, as rows of padding alone need."""
+    """Return an additive mask's elements for scores in base 2; finite ones stay so, as rows of padding alone need."""
     bias = bias.to(tl.float32)
-    return tl.where(bias == float("-inf"), bias, tl.maximum(bias * LOG2E, -FLOAT32_MAX))
+    finite = tl.clamp(bias * LOG2E, -FLOAT32_MAX, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(tl.abs(bias) == float("inf"), bias, finite)
 
 
 @triton.jit

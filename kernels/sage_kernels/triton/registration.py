@@ -22,7 +22,6 @@ from ..registry import (
 )
 from ..toolchain import triton_version
 
-MAX_HEAD_DIM = 256
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
@@ -219,8 +218,6 @@ def _unsupported(request: Request) -> str:
         return f"compute capability {request.capability[0]}.{request.capability[1]} needs Triton {major}.{minor}"
     if request.dtype not in SUPPORTED_DTYPES:
         return f"dtype must be one of {', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
-    if max(request.head_dim, request.v_head_dim) > MAX_HEAD_DIM:
-        return f"head_dim above {MAX_HEAD_DIM}"
     if max(request.batch, request.q_heads) > MAX_GRID:
         return f"more than {MAX_GRID} batch elements or heads"
     if request.batch * request.q_heads * max(request.q_len, request.kv_len) >= 2**36:

@@ -1,55 +1,114 @@
-"""diffusers' context parallelism with our backends: two processes, each with half of the tokens, agree with one."""
+"""diffusers' context parallelism with our attention: two processes agree with one, or it is refused before it runs."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import diffusers
 import pytest
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("diffusers.models._modeling_parallel") is None, reason="this diffusers has none"
-)
-
-WORKER = """
-import sys
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from families import FAMILIES, Family, family
+
 import sage_hf
-from diffusers import ContextParallelConfig
-from diffusers.models._modeling_parallel import ParallelConfig
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from sage_hf import SageAttnProcessor
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, shards
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-qkv = [torch.randn(2, 128, 4, 32) for _ in range(3)]
-for degrees in ({"ulysses_degree": 2}, {"ring_degree": 2}):
-    context = ContextParallelConfig(**degrees)
-    config = ParallelConfig(context_parallel_config=context)
-    mesh = init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-    config.setup(rank, 2, torch.device("cpu"), mesh=mesh)
-    exact, low_bit = AttentionBackendName("sage_exact"), AttentionBackendName("sage3_emulate")
-    shards = [x.chunk(2, dim=1)[rank] for x in qkv]
-    expected = dispatch_attention_fn(*qkv, backend=exact).chunk(2, dim=1)[rank]
-    torch.testing.assert_close(dispatch_attention_fn(*shards, backend=exact, parallel_config=config), expected)
+pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
 
-    whole = dispatch_attention_fn(*qkv, backend=low_bit).chunk(2, dim=1)[rank]
-    sharded = dispatch_attention_fn(*shards, backend=low_bit, parallel_config=config)
-    # a ring quantises each shard of the keys by itself: as many bits, so as large an error
-    assert 0 < (sharded - expected).norm() < 1.5 * (whole - expected).norm(), degrees
-dist.destroy_process_group()
-"""
+WORKER = Path(__file__).with_name("context_parallel.py")
+WITHOUT_PLAN = [
+    case for case in FAMILIES if getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is None
+]
 
 
-def test_two_shards_agree_with_the_whole(tmp_path: Path):
-    command = [sys.executable, "-c", WORKER]
-    workers = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+def test_two_processes_agree_with_one(tmp_path: Path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(WORKER)]
+    workers = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), "cpu", report]) for rank in range(2)]
     try:
         assert [worker.wait(timeout=180) for worker in workers] == [0, 0]
     finally:
         for worker in workers:
             worker.kill()
+    found = json.loads(report.read_text())
+    assert len(found) > 10
+    assert not {case: what for case, what in found.items() if what}
+
+
+@pytest.mark.parametrize("case", WITHOUT_PLAN, ids=str)
+def test_a_family_without_a_plan_is_refused_before_it_is_changed(case: Family):
+    model = case.build()
+    model.set_attn_processor(SageAttnProcessor("sage3"))
+    with pytest.raises(UnsupportedAttentionError, match=case.model_class):
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    assert model._parallel_config is None
+
+
+def test_a_layer_that_does_not_dispatch_is_refused_though_there_is_a_plan():
+    model = family("cogvideox").build()
+    model.set_attn_processor(SageAttnProcessor("sage3"))
+    with pytest.raises(UnsupportedAttentionError, match=r"transformer_blocks\.0\.attn1.*CogVideoXAttnProcessor2_0"):
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2), cp_plan={})
+    assert model._parallel_config is None
+
+
+DOORS = {
+    "shared": lambda model: model.set_attn_processor(SageAttnProcessor("sage3")),
+    "dictionary": lambda model: model.set_attn_processor(
+        {name: SageAttnProcessor("sage3") for name in model.attn_processors}
+    ),
+    "backend": lambda model: model.set_attention_backend("sage3"),
+    "apply": lambda model: sage_hf.apply(model, "sage3"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_layer_that_does_not_dispatch_is_refused_where_tokens_are_split_already(door: str):
+    model = family("cogvideox").build()
+    originals = [layer.processor for layer in attention_layers(model).values()]
+    config = diffusers.ContextParallelConfig(ulysses_degree=2)
+    model._parallel_config = SimpleNamespace(context_parallel_config=config)  # as enable_parallelism leaves it
+    with pytest.raises(UnsupportedAttentionError, match=r"CogVideoXAttnProcessor2_0.*enable_parallelism"):
+        DOORS[door](model)
+    assert [layer.processor for layer in attention_layers(model).values()] == originals
+
+
+def test_a_ring_refuses_a_mask_which_diffusers_would_apply_to_the_keys_of_every_process():
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+
+    states = torch.zeros(1, 8, 2, 16)
+    config = SimpleNamespace(context_parallel_config=diffusers.ContextParallelConfig(ring_degree=2))
+    with pytest.raises(ValueError, match=r"ring_degree=2.*ulysses_degree"):
+        dispatch_attention_fn(
+            states,
+            states,
+            states,
+            attn_mask=torch.ones(1, 8, dtype=torch.bool),
+            backend=AttentionBackendName("sage3"),
+            parallel_config=config,
+        )
+
+
+@pytest.mark.parametrize("lengths", [(3, 2, 2), (2, 2, 3)], ids=str)
+def test_a_mask_is_whole_where_processes_have_unequal_numbers_of_keys(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    whole = torch.tensor([[True, False, True, True, True, False, True]])
+    masks = list(whole.split(lengths, dim=1))
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        theirs = [torch.tensor([length]) for length in lengths] if mine.dtype == torch.int64 else masks
+        for part, sent in zip(parts, theirs, strict=True):
+            part[..., : sent.shape[-1]] = sent
+            part[..., sent.shape[-1] :] = True  # a pad that would be seen
+
+    monkeypatch.setattr(shards.dist, "all_gather", all_gather)
+    config = SimpleNamespace(
+        ring_degree=1, ulysses_degree=3, ulysses_anything=True, _ulysses_mesh=SimpleNamespace(get_group=lambda: None)
+    )
+    for mask in masks:
+        assert torch.equal(shards.gather_mask(mask, mask.shape[1], config), whole)

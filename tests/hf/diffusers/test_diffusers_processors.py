@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention, IPAdapterAttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, CustomDiffusionAttnProcessor2_0
 from families import each_family, family, run
 
 import sage_hf
@@ -154,7 +154,7 @@ def test_a_dictionary_may_leave_unsupported_layers_as_they_are():
     model = family("unet").build()
     name = "mid_block.attentions.0.transformer_blocks.0.attn2"
     attention = model.get_submodule(name)
-    attention.set_processor(IPAdapterAttnProcessor2_0(hidden_size=64, cross_attention_dim=16))
+    attention.set_processor(CustomDiffusionAttnProcessor2_0(hidden_size=64, cross_attention_dim=16))
     with pytest.raises(UnsupportedAttentionError, match=rf"{name}.*weights of its own"):
         model.set_attn_processor(SageAttn3Processor())
 
@@ -162,7 +162,7 @@ def test_a_dictionary_may_leave_unsupported_layers_as_they_are():
     model.set_attn_processor(
         {key: old if key == f"{name}.processor" else shared for key, old in model.attn_processors.items()}
     )
-    assert isinstance(attention.processor, IPAdapterAttnProcessor2_0)
+    assert isinstance(attention.processor, CustomDiffusionAttnProcessor2_0)
     assert sum(processor is shared for processor in model.attn_processors.values()) == len(model.attn_processors) - 1
 
 
@@ -285,16 +285,6 @@ def test_gradients_are_those_of_exact_attention(name):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(), expected, strict=True))
 
 
-def test_context_parallelism_without_dispatch_is_refused():
-    case = family("cogvideox")
-    model, inputs = case.build(), case.make_inputs()
-    processor = SageAttn3Processor()
-    model.set_attn_processor(processor)
-    processor._parallel_config = object()  # as enable_parallelism does
-    with pytest.raises(UnsupportedAttentionError, match="context parallelism"):
-        run(model, inputs)
-
-
 def test_joint_attention_refuses_a_mask_it_would_ignore():
     case = family("sd3")
     model, inputs = case.build(), case.make_inputs()
@@ -319,12 +309,42 @@ def test_other_processors_that_take_over_are_logged(sage_log):
     model = family("unet").build()
     originals = dict(model.attn_processors)
     model.set_attn_processor(SageAttn3Processor())
-    model.set_attn_processor(originals)
+    model.set_attn_processor(dict(originals))
     model.set_attn_processor(SageAttn3Processor())
     assert not sage_log
     model.set_attention_slice("max")
     assert len(sage_log) == 1 and "SlicedAttnProcessor replaces SageAttn3Processor" in sage_log[0]
+    model.set_attn_processor(originals)
     assert not any("sage" in attribute for module in model.modules() for attribute in vars(module))
+
+
+@pytest.mark.parametrize("way", ["set_processor", "assigned", "set_attention_slice"])
+@pytest.mark.parametrize("switch", ["shared", "apply", "backend"])
+def test_putting_back_the_very_processor_that_was_there_works(switch, way):
+    case = family("unet")
+    model, inputs = case.build(), case.make_inputs()
+    if switch == "shared":
+        model.set_attn_processor(SageAttnProcessor("sage2", "emulate"))
+    elif switch == "apply":
+        handle = sage_hf.apply(model, sage_hf.SageConfig("sage2", "emulate"))
+    else:
+        model.set_attention_backend("sage2_emulate")
+    ours, expected = dict(model.attn_processors), run(model, inputs)
+    if way == "assigned":  # as pipelines with perturbed-attention guidance do
+        for module in attention_layers(model).values():
+            module.processor = AttnProcessor()
+    elif way == "set_processor":  # as attend-and-excite and self-attention guidance do
+        model.set_attn_processor(AttnProcessor())
+    else:
+        model.set_attention_slice("max")
+    run(model, inputs)
+    model.set_attn_processor(dict(ours))
+    assert model.attn_processors == ours
+    assert torch.equal(run(model, inputs), expected)
+    if switch == "shared":
+        return
+    handle.restore() if switch == "apply" else model.reset_attention_backend()
+    assert {type(processor).__name__ for processor in model.attn_processors.values()} == {"AttnProcessor2_0"}
 
 
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3.5", "wan-t2v"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from torch import nn
 from sage_hf import record
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.keywords import NAMED
+from sage_kernels import exact
 
 
 class Layer(nn.Module):
@@ -169,6 +173,21 @@ def test_a_keyword_the_layer_hands_on_and_nobody_knows_is_refused() -> None:
         Layer()(
             lambda *args, **kwargs: sage_attention_forward(*args, recipe="sage3", **kwargs), *qkv(), None, picks=[1]
         )
+
+
+def test_rows_without_a_key_are_zero_under_dropout_whatever_pytorch_makes_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exact, "sdpa", lambda query, key, value, **options: query + 7.0)  # as CUDA kernels may
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+    mask[:, :, 3] = False
+    output = attend(Layer(), *qkv(), mask, dropout=0.5)
+    assert not output[:, :, 3].any()
+    assert output[:, :, 4].any()
+
+
+def test_the_named_keywords_are_the_functions_parameters() -> None:
+    assert set(inspect.signature(sage_attention_forward).parameters) == {*NAMED, "recipe", "fallback", "kwargs"}
 
 
 def test_keywords_that_say_nothing_of_attention_pass() -> None:

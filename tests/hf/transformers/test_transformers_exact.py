@@ -91,3 +91,14 @@ def test_dropout_drops_weights_and_keeps_their_mean() -> None:
     torch.testing.assert_close(output[kept], weights[kept] / 0.75)
     # 1768 weights, each dropped with probability 1/4: five standard deviations are 0.052.
     assert abs(kept.float().mean().item() - 0.75) < 0.052
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 5, 7), (2, 0, 5, 7), (2, 4, 0, 7), (2, 4, 5, 0)])
+def test_calls_without_elements_give_nothing_in_querys_dtype(sizes: tuple[int, ...]) -> None:
+    batch, heads, q_len, kv_len = sizes
+    query = torch.randn(batch, heads, q_len, 16, dtype=torch.float16, requires_grad=True)
+    key, value = (torch.randn(batch, heads // 2, kv_len, size, dtype=torch.float16) for size in (16, 32))
+    output = exact.exact_attention(query, key, value, None, is_causal=False, scale=None, softcap=30.0)
+    assert (output.shape, output.dtype) == ((batch, heads, q_len, 32), torch.float16)
+    assert not output.any()
+    assert not torch.autograd.grad(output.sum(), query)[0].any()

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers, register, unsupported
+from sage_hf.transformers.layers import refusal
 
 LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
 
@@ -145,6 +146,52 @@ def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_
     assert torch.equal(run(model, **inputs), expected)
     assert attention_layers(model) == {}
     assert messages[0].endswith(unsupported(model))
+
+
+SPARSE = {
+    "DeepseekV32": (
+        "Attention hands indices=",
+        {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 8, "n_routed_experts": 4, "n_group": 1,
+         "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_model_that_expects_a_kernel_to_pick_keys_runs_as_it_would_by_default(
+    name: str, hf_log: pytest.LogCaptureFixture
+) -> None:
+    reason, sizes = SPARSE[name]
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this transformers has no {name}")
+
+    def sparse(implementation: str | None) -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, **sizes,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation=implementation)
+        return model.eval()
+
+    inputs = {"input_ids": LLAMA.inputs()["input_ids"]}
+    expected = run(sparse(None), **inputs)
+    model = sparse("sage3")
+    assert reason in hf_log.text
+    assert torch.equal(run(model, **inputs), expected)
+    assert reason in str(unsupported(model))
+
+
+def test_the_part_beside_one_that_picks_keys_is_not_refused() -> None:
+    modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    assert "MiniMaxM3VLAttention hands block_indices=" in str(refusal(modeling.MiniMaxM3VLTextModel))
+    assert refusal(modeling.MiniMaxM3VLVisionModel) is None
+
+
+def test_no_served_model_is_refused() -> None:
+    for tiny in SERVED:
+        assert refusal(type(tiny.build("eager"))) is None
 
 
 def test_a_model_that_cannot_run_ours_is_warned_of_when_loaded(

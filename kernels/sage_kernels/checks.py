@@ -1,0 +1,133 @@
+"""Checks of a call's arguments, before any kernel is chosen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from .registry import SUPPORTED_DTYPES
+
+DTYPES = (*SUPPORTED_DTYPES, torch.float64)
+
+
+def check_kinds(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    mask_name: str = "mask",
+) -> None:
+    """Refuse what no operator takes: other things than tensors and numbers, other layouts and dtypes."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"query, key and value must be tensors; got {type(tensor).__name__} as {name}")
+        if not _is_dense(tensor) or tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} is a {_layout(tensor)} tensor of {tensor.dtype}; expected a dense one of float16, bfloat16 or "
+                "float32 (float64 runs exactly): pass the unquantised tensor, quantising is done inside; pad nested "
+                "ones, or pack them for sage_kernels.ops.packed_attention"
+            )
+    if mask is not None:
+        if not isinstance(mask, torch.Tensor):
+            raise TypeError(f"{mask_name} must be a tensor or None; got {type(mask).__name__}")
+        if not _is_dense(mask) or mask.dtype not in (torch.bool, *DTYPES):
+            raise TypeError(
+                f"{mask_name} is a {_layout(mask)} tensor of {mask.dtype}; expected a dense one, bool (True: may "
+                "attend) or floating: use mask.bool()"
+            )
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number or None; got {type(scale).__name__}: use float(scale)")
+    if not torch.compiler.is_compiling() and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout)
+
+
+def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuse what kernels would read out of bounds: they take sizes from one tensor for all."""
+    sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"batch, kv_heads, kv_len and head_dim must agree; got {sizes}")
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    if (q_heads % kv_heads if kv_heads else q_heads) or 0 in (query.shape[3], value.shape[3]):
+        raise ValueError(f"q_heads must be a multiple of kv_heads, and no head_dim 0; got {sizes}")
+    for name, other in (("key", key), ("value", value), ("mask", mask)):
+        if other is not None and other.device != query.device:
+            raise ValueError(f"{name} is on {other.device}, query on {query.device}")
+        if other is not None and name != "mask" and other.dtype != query.dtype:
+            raise ValueError(f"{name} is {other.dtype}, query {query.dtype}")
+    if mask is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
+            raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
+
+
+def check_lengths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+) -> None:
+    """Refuse packed sequences whose lengths a kernel would read out of bounds.
+
+    The values of lengths on a GPU are not checked: the host would wait for them.
+    """
+    if cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
+        return
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError("packed sequences need both cu_seqlens_q and cu_seqlens_k")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] == 0:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must both be (sequences + 1,); "
+            f"got {tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+        )
+    sequences = cu_seqlens_q.shape[0] - 1
+    if seqused_k is not None and seqused_k.shape != (sequences,):
+        raise ValueError(f"seqused_k must be ({sequences},), one for each sequence; got {tuple(seqused_k.shape)}")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
+        if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.device != query.device):
+            raise ValueError(f"{name} must hold integers on {query.device}; got {x.dtype} on {x.device}")
+    if query.device.type != "cpu":
+        return
+    for name, starts, tokens, longest in (
+        ("q", cu_seqlens_q.tolist(), query.shape[2], max_seqlen_q),
+        ("k", cu_seqlens_k.tolist(), key.shape[2], max_seqlen_k),
+    ):
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+        if starts[0] != 0 or starts[-1] > tokens or any(length < 0 for length in lengths):
+            raise ValueError(
+                f"cu_seqlens_{name} must begin at 0, never decrease, and end at the number of tokens, {tokens}; got "
+                f"{starts}"
+            )
+        if max(lengths, default=0) > longest:
+            raise ValueError(f"a sequence of cu_seqlens_{name} is longer than max_seqlen_{name}, {longest}")
+    if seqused_k is not None and bool((seqused_k < 0).any()):
+        raise ValueError(f"seqused_k must not be negative; got {seqused_k.tolist()}")
+
+
+def check_valid(valid: torch.Tensor | None, key: torch.Tensor) -> None:
+    """Refuse a `valid` that does not say of each key whether it exists."""
+    if valid is None:
+        return
+    if valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] not in (1, key.shape[0]):
+        raise ValueError(f"valid must be bool (batch or 1, kv_len); got {valid.dtype} {tuple(valid.shape)}")
+    if valid.shape[1] != key.shape[2] or valid.device != key.device:
+        raise ValueError(
+            f"valid is {tuple(valid.shape)} on {valid.device}, key {tuple(key.shape)} on {key.device}: one for each key"
+        )

@@ -1,0 +1,55 @@
+"""Context parallelism: diffusers splits the tokens of a model among processes, and attention brings them together."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedAttentionError
+from .layers import Layer
+from .processor import attention_layers, layer_of, sage_of
+
+
+def check_parallelism(model: Any, layer: Layer) -> None:
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layer` cannot."""
+    if _splits_tokens(getattr(model, "_parallel_config", None)):
+        layer.check_parallel()
+
+
+def complete_parallelism(model_class: Any) -> None:
+    """Have `enable_parallelism` reach the attention that a SageAttnProcessor stands in for, or refuse at once."""
+    if not hasattr(model_class, "enable_parallelism"):
+        return
+    enable = model_class.enable_parallelism
+
+    @functools.wraps(enable)
+    def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
+        layers = _sage_layers(self) if _splits_tokens(config) else {}
+        if layers and cp_plan is None and self._cp_plan is None:
+            raise UnsupportedAttentionError(
+                f"diffusers has no plan for context parallelism of {type(self).__name__}: pass cp_plan=..., or run "
+                "this model without enable_parallelism()"
+            )
+        for name, layer in layers.items():
+            try:
+                layer.check_parallel()
+            except UnsupportedAttentionError as error:
+                raise UnsupportedAttentionError(f"{name}: {error}") from None
+        enable(self, config=config, cp_plan=cp_plan, **kwargs)
+        for layer in layers.values():
+            layer.parallelize(self._parallel_config)
+
+    model_class.enable_parallelism = enable_parallelism
+
+
+def _splits_tokens(config: Any) -> bool:
+    """Return whether a ParallelConfig, or a part of one, asks for context parallelism; None asks for nothing."""
+    return hasattr(config, "ulysses_degree") or getattr(config, "context_parallel_config", None) is not None
+
+
+def _sage_layers(model: torch.nn.Module) -> dict[str, Layer]:
+    """Return what the layers with a SageAttnProcessor compute, by dotted name."""
+    modules = attention_layers(model).items()
+    return {name: layer_of(module) for name, module in modules if sage_of(module) is not None}

@@ -1,0 +1,51 @@
+"""Masks under context parallelism, where a process has some of the keys and attends with some of the heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gather_mask(mask: torch.Tensor | None, kv_len: int, config: Any) -> torch.Tensor | None:
+    """Return the mask for the keys of all processes, in the order in which diffusers brings the keys together.
+
+    Args:
+        mask: its last dimension is the keys: those of this process, or of all.
+        kv_len: number of keys of this process.
+        config: diffusers' ContextParallelConfig.
+
+    Raises:
+        ValueError: a ring, which would apply this process's mask to the keys of every other one.
+    """
+    if mask is None:
+        return None
+    if config.ring_degree > 1:
+        raise ValueError(
+            f"attn_mask is not supported by ring attention (ring_degree={config.ring_degree}): "
+            "use ContextParallelConfig(ulysses_degree=...) for this model, or call it without a mask"
+        )
+    if mask.shape[-1] != kv_len:
+        return mask
+    group = config._ulysses_mesh.get_group()
+    lengths = [kv_len] * config.ulysses_degree
+    if getattr(config, "ulysses_anything", False):  # the processes' shares may differ
+        shares = [torch.empty(1, dtype=torch.int64, device=mask.device) for _ in lengths]
+        dist.all_gather(shares, torch.full_like(shares[0], kv_len), group=group)
+        lengths = [int(share) for share in shares]
+    padded = torch.nn.functional.pad(mask, (0, max(lengths) - kv_len)).contiguous()
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[..., :length] for part, length in zip(parts, lengths, strict=True)], dim=-1)
+
+
+def mask_of_own_heads(mask: torch.Tensor | None, heads: int, config: Any) -> torch.Tensor | None:
+    """Return the part of a mask (batch, all heads, 1 or q_len, kv_len) for the `heads` that this process attends with.
+
+    Masks that say the same for all heads, (batch, 1, …) or without that dimension, are returned as they are.
+    """
+    if mask is None or mask.dim() < 4 or mask.shape[1] == 1:
+        return mask
+    share = -(-mask.shape[1] // config.ulysses_degree)  # the last processes have fewer if it does not divide
+    return mask.narrow(1, config._ulysses_local_rank * share, heads)

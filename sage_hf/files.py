@@ -1,0 +1,54 @@
+"""Folders that can be written, and files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def check_folder(path: Path, flag: str) -> None:
+    """Raise ValueError if `path`, or a folder on its way, is something else than a folder; missing folders are fine."""
+    for part in (path, *path.parents):
+        if os.path.lexists(part) and not part.is_dir():
+            what = "a file" if part.exists() else "a link to nothing"
+            raise ValueError(f"{flag} must be a folder, and {part} is {what}")
+
+
+@contextmanager
+def writable_folder(path: Path, flag: str) -> Iterator[None]:
+    """Make `path` and try to write in it; folders made for it that are still empty at the end are removed.
+
+    Raises:
+        ValueError: the folder cannot be made, or not be written; names `flag`.
+    """
+    made = [part for part in (path, *path.parents) if not part.exists()]
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(f"{flag} {path} cannot be written ({reason}): give another folder") from error
+        yield
+    finally:
+        with suppress(OSError):  # it holds files, or was never made
+            for part in made:
+                part.rmdir()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write `path` all at once: the block writes the file it is given, which then takes the place of `path`.
+
+    The file has the suffix of `path` and lies beside it; where the block raises, it is removed and `path` is as before.
+    """
+    part = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,179 @@
+"""One of two processes that run diffusers' context parallelism: `context_parallel.py RANK STORE DEVICE REPORT`.
+
+DEVICE is "cpu" (gloo, float32) or "cuda" (NCCL, bfloat16, a GPU for each process). REPORT is the JSON file that the
+first process writes: by case what is wrong, or "" where the processes agree with one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from families import FAMILIES, Family, Inputs, family, run
+
+import sage_hf
+from sage_hf import SageAttnProcessor
+from sage_hf.diffusers import attention_layers
+
+RECIPES = ("exact", "sage3", "sage2")
+MODES: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_degree": 2},
+    "ring": {"ring_degree": 2},
+    "ulysses-anything": {"ulysses_degree": 2, "ulysses_anything": True},
+    "ring-anything": {"ring_degree": 2, "ring_anything": True},
+}
+DOORS: dict[str, Callable[[Any, str], object]] = {
+    "set_attn_processor": lambda model, recipe: model.set_attn_processor(SageAttnProcessor(recipe, "emulate")),
+    "set_attention_backend": lambda model, recipe: model.set_attention_backend(_backend(recipe)),
+    "apply": lambda model, recipe: sage_hf.apply(model, sage_hf.SageConfig(recipe, fallback="emulate")),
+}
+FAILING_PLANS = ("ltx-2", "ltx-2-gated")
+"""diffusers' plan splits the video but not the rotary embedding of its cross-attention: no backend gets there."""
+ODD_LENGTHS = (5, 9, 13, 17)
+"""Token counts of the families that two processes cannot share alike; none is the size of anything else."""
+
+
+def main(rank: int, store: str, device: torch.device, report: str) -> None:
+    """Run every case, and let the first process write what it found."""
+    diffusers.logging.set_verbosity_error()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    if device.type == "cpu":
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+    known = {field.name for field in fields(ContextParallelConfig)}
+    modes = {name: degrees for name, degrees in MODES.items() if known.issuperset(degrees)}
+    found = {}
+    for case in FAMILIES:
+        planned = getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is not None
+        if planned and case.name not in FAILING_PLANS:
+            for name, degrees in modes.items():
+                found[f"{case.name}-{name}"] = agrees_with_one(case, degrees, device)
+    for name in ("ulysses", "ring"):
+        found[f"doors-{name}"] = doors_agree(family("flux"), MODES[name], device)
+    found["restore"] = restores(family("wan-t2v"), device)
+    found["two-models"] = shares_a_processor(family("wan-t2v"), device)
+    dist.destroy_process_group()
+    if rank == 0:
+        with open(report, "w") as file:
+            json.dump(found, file)
+
+
+def _backend(recipe: str) -> str:
+    return "sage_exact" if recipe == "exact" else f"{recipe}_emulate"
+
+
+def _build(case: Family, device: torch.device) -> torch.nn.Module:
+    return case.build(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+
+
+def _inputs(case: Family, degrees: dict[str, Any], device: torch.device) -> Inputs:
+    """Inputs that `degrees` can share: even numbers of tokens, and no mask on a ring."""
+    anything = any(name.endswith("anything") for name in degrees)
+
+    def shared(name: str, value: Any) -> Any:
+        if "mask" in name and "ring_degree" in degrees:
+            return None
+        if isinstance(value, int) and value in ODD_LENGTHS and not anything:
+            return value - 1
+        if not isinstance(value, torch.Tensor):
+            return value
+        for dim, size in enumerate(value.shape):
+            if size in ODD_LENGTHS and not anything:
+                value = value.narrow(dim, 0, size - 1)
+        if case.name == "flux-2" and name.endswith("_ids"):
+            value = value[None]  # as its pipeline has them, and as the plan expects them
+        return value.to(device)
+
+    inputs = case.make_inputs(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return {name: shared(name, value) for name, value in inputs.items()}
+
+
+def _distance(output: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((output.float() - reference.float()).norm() / reference.float().norm())
+
+
+def agrees_with_one(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
+    """Two processes err as much as one does, recipe by recipe."""
+    inputs = _inputs(case, degrees, device)
+    in_float32 = {
+        name: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    reference = run(case.build().to(device), in_float32)
+    model = _build(case, device)
+    alone = {}
+    for recipe in RECIPES:
+        model.set_attention_backend(_backend(recipe))
+        alone[recipe] = _distance(run(model, inputs), reference)
+    model.enable_parallelism(config=ContextParallelConfig(**degrees))
+    wrong = []
+    for recipe in RECIPES:
+        model.set_attention_backend(_backend(recipe))
+        together = _distance(run(model, inputs), reference)
+        # Each process quantises its share by itself: as many bits, so as large an error.
+        rounding = 32 * torch.finfo(torch.float32).eps
+        if not alone[recipe] / 1.5 <= together <= 1.5 * alone[recipe] + rounding:
+            wrong.append(f"{recipe}: error {together:.2e}, of one process {alone[recipe]:.2e}")
+    return "; ".join(wrong)
+
+
+def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
+    """Every way to set a recipe, before and after `enable_parallelism`, computes the same."""
+    inputs = _inputs(case, degrees, device)
+    outputs = {}
+    for door, enter in DOORS.items():
+        for order in ("before", "after"):
+            model = _build(case, device)
+            if order == "before":
+                handle = enter(model, "sage3")
+            model.enable_parallelism(config=ContextParallelConfig(**degrees))
+            if order == "after":
+                handle = enter(model, "sage3")
+            outputs[f"{door} {order}"] = run(model, inputs)
+            del handle
+    first = next(iter(outputs.values()))
+    return ", ".join(name for name, output in outputs.items() if not torch.equal(output, first))
+
+
+def restores(case: Family, device: torch.device) -> str:
+    """What `restore` puts back attends across the processes, though it was not in place when they were joined."""
+    inputs = _inputs(case, MODES["ulysses"], device)
+    model = _build(case, device)
+    expected = run(model, inputs)
+    originals = {name: layer.processor for name, layer in attention_layers(model).items()}
+    handle = sage_hf.apply(model, "sage3_paper")
+    model.enable_parallelism(config=ContextParallelConfig(**MODES["ulysses"]))
+    handle.restore()
+    if any(layer.processor is not originals[name] for name, layer in attention_layers(model).items()):
+        return "another processor came back"
+    distance = _distance(run(model, inputs), expected)
+    return "" if distance < (1e-6 if device.type == "cpu" else 1e-2) else f"distance {distance:.2e}"
+
+
+def shares_a_processor(case: Family, device: torch.device) -> str:
+    """One processor serves a model of two processes and a model of one, whose inputs the other does not see."""
+    inputs = _inputs(case, MODES["ring"], device)
+    processor = SageAttnProcessor("sage3", "emulate")
+    alone, together = _build(case, device), _build(case, device)
+    alone.set_attn_processor(processor)
+    own_inputs = inputs | {"hidden_states": inputs["hidden_states"].roll(dist.get_rank(), dims=-1)}
+    expected = run(alone, own_inputs)
+    together.set_attn_processor(processor)
+    together.enable_parallelism(config=ContextParallelConfig(**MODES["ring"]))
+    run(together, inputs)
+    return "" if torch.equal(run(alone, own_inputs), expected) else "the model of one process sees the other's inputs"
+
+
+if __name__ == "__main__":
+    rank = int(sys.argv[1])
+    device = torch.device(sys.argv[3], rank if sys.argv[3] == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    main(rank, sys.argv[2], device, sys.argv[4])
