@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import sage_hf
+
 ROOT = Path(__file__).parents[1]
 USE = """
 import sage_hf, sage_kernels, sage_kernels.formats, sage_hf.diffusers, sage_hf.transformers
@@ -83,6 +85,14 @@ def test_the_wheel_holds_every_source_file_of_the_two_packages(wheel: Path, sour
         files = source.glob(f"kernels/sage_kernels/**/*.{suffix}")
         expected |= {str(path.relative_to(source / "kernels")) for path in files}
     assert expected <= shipped
+
+
+def test_the_version_is_that_of_sage_hf_and_building_imports_no_torch() -> None:
+    read = (
+        "import sys; from setuptools.config.pyprojecttoml import read_configuration; "
+        "print(read_configuration('pyproject.toml')['project']['version']); assert 'torch' not in sys.modules"
+    )
+    assert run(sys.executable, "-W", "ignore", "-c", read).strip() == sage_hf.__version__
 
 
 def test_the_folder_kernels_is_no_package() -> None:
