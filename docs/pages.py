@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_hf.bench import plots, tables
+from sage_kernels.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = "kernels/benchmarks"
@@ -27,9 +28,10 @@ RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 TREES = ("sage_hf", "kernels/sage_kernels")
 
-sys.path.insert(0, str(ROOT / BENCHMARKS))
+sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
 import error_table  # noqa: E402
 import gradient_table  # noqa: E402
+import training_summary  # noqa: E402
 
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,6 +80,28 @@ def errors() -> str:
 def gradient_errors() -> str:
     """Return the errors of the gradients by recipe."""
     return gradient_table.summary(read_result("cpu-gradient_table")["rows"])
+
+
+def trained_models() -> str:
+    """Return what training in INT8 does to models."""
+    names = ("language_model", "tiny_video")
+    texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in names)
+    return training_summary.summary(*map(json.loads, texts))
+
+
+def recipes() -> str:
+    """Return every recipe's formats and transforms."""
+    rows = [
+        "| recipe | Q·Kᵀ | P·V | mean subtracted of | Q and K rotated | backward pass: P·dO, dS·K, dO·Vᵀ |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe in RECIPES.values():
+        smoothed = [name for name in "qkv" if getattr(recipe, f"smooth_{name}")]
+        backward = recipe.backward
+        gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
+        cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
+        rows.append(f"| {' | '.join([*cells, 'yes' if recipe.rotate else 'no', gradients])} |")
+    return "\n".join(rows)
 
 
 def picture(name: str, message: str) -> str:
@@ -162,6 +186,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
             sources("nvidia-h200-forward_backward"),
         )
     ),
+    "trained-models": trained_models,
+    "recipes": recipes,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "measure": measure_commands,
