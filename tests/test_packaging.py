@@ -145,3 +145,17 @@ def test_the_lower_bounds_are_the_versions_the_oldest_suite_runs_on() -> None:
     assert dependencies
     bounds = dict(re.findall(r'"([a-z]+)>=([0-9.]+)', dependencies.group(1)))
     assert bounds == pins
+
+
+def test_the_linters_before_a_commit_are_those_of_the_tests() -> None:
+    pins = dict(re.findall(r'"(ruff|clang-format)==([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    hooks = dict(
+        re.findall(r"/\S*?(ruff|clang-format)\S*\n +rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    )
+    assert hooks == pins
+
+
+def test_every_command_of_the_integration_runs_on_every_host_of_it() -> None:
+    commands = re.findall(r"^make \S+", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert commands and all(f"- run: {command}\n" in workflow for command in commands)
