@@ -26,6 +26,8 @@ BENCHMARKS = "kernels/benchmarks"
 """The folder of the benchmarks and their results, relative to the repository."""
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+MODELS = "nvidia-h200-models"
+"""The result with the time of whole models' steps."""
 TREES = ("sage_hf", "kernels/sage_kernels")
 
 sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
@@ -51,10 +53,20 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return what a user gains: a step of whole models where one was measured, else a call of attention."""
-    if (RESULTS / "nvidia-h200-models.json").exists():
-        return tables.model_gain(read_result("nvidia-h200-models"))
-    return attention_gain()
+    """Return five rows of what a user gains: steps of whole models where they were measured, else calls of attention."""
+    return tables.model_gain(read_result(MODELS), most=5) if has_models() else attention_gain()
+
+
+def model_gain() -> str:
+    """Return the time of a step of every model that was measured."""
+    if not has_models():
+        return "The steps of whole models are not in a results file yet; the table below times attention alone."
+    return f"{tables.model_gain(read_result(MODELS))}\n\n{sources(MODELS)}"
+
+
+def has_models() -> bool:
+    """Return whether whole models were measured."""
+    return (RESULTS / f"{MODELS}.json").exists()
 
 
 def attention_gain() -> str:
@@ -170,6 +182,7 @@ def _about(path: Path) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "gain": gain,
+    "model-gain": model_gain,
     "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(
         (

@@ -1,10 +1,10 @@
 """The benchmarks of forward and of training: what they measure, and what is made of their results."""
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import forward
 import pages
@@ -270,7 +270,7 @@ def test_the_plot_of_speeds_names_ours_and_three_peers_at_their_lines_ends():
         assert {text.get_text() for text in axes.texts} == {"sage2", "SageAttn2", "FA3", "cuDNN"}
         heights = sorted(text.xy[1] for text in axes.texts)
         gap = plots.LABEL_GAP * axes.get_ylim()[1]
-        assert all(higher - lower >= gap * 0.999 for lower, higher in zip(heights, heights[1:], strict=False))
+        assert all(higher - lower >= gap * 0.999 for lower, higher in itertools.pairwise(heights))
 
 
 def test_the_gain_of_attention_is_pytorchs_fastest_kernel_over_ours():
@@ -298,6 +298,17 @@ def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
     lines = tables.model_gain({**FACTS, "rows": rows}).splitlines()
     assert lines[2:4] == ["| A | eager | 622 | 504 | `sage2` | 1.23× |", "| B | eager | 68 | 103 | `sage2` | 0.66× |"]
     assert lines[4] == "" and "NVIDIA H200" in lines[5]
+
+
+def test_the_gain_of_some_models_goes_from_the_largest_to_the_smallest():
+    rows = [
+        {"model": f"{ours}", "mode": "eager", "provider": provider, "ms": ms}
+        for ours in (70, 10, 30, 20, 60, 50, 40)
+        for provider, ms in (("default", 50.0), ("sage_hf:sage2", float(ours)))
+    ]
+    lines = tables.model_gain({**FACTS, "rows": rows}, most=3).splitlines()
+    assert [line.split()[1] for line in lines[2:5]] == ["10", "40", "70"] and lines[5] == ""
+    assert "3 of 7 measured, from the largest gain to the smallest" in lines[6]
 
 
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, commit: str = "") -> None:
-    """Measure, write <gpu>-forward.json (or -forward_backward) and its pictures into the output folder, print the tables.
+    """Measure, write <gpu>-forward.json (or -forward_backward) and its pictures to the output folder, print tables.
 
     Args:
         args: of `add_arguments`.

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark's JSON, each with one message: speed against length, speed against error, training's speed."""
+"""Pictures of a benchmark's JSON, one message each: speed against length, speed against error, speed of training."""
 
 from __future__ import annotations
 

@@ -73,25 +73,33 @@ def attention_gain(result: dict[str, Any]) -> str:
     return f"{_markdown_table(header, cells)}\n\n{caption}"
 
 
-def model_gain(result: dict[str, Any]) -> str:
+def model_gain(result: dict[str, Any], most: int | None = None) -> str:
     """Return a Markdown table of whole models: the time of a step before and after, and the ratio.
 
     Args:
         result: with rows {"model", "mode", "provider", "ms"}; the provider is "default" for the model as it comes,
-            "sage_hf:<recipe>" for ours. A model that was not measured with both is left out.
+            "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out.
+        most: rows to show at most (2 or more), evenly from the largest gain to the smallest; None: all, in the order
+            of the result.
     """
     times: dict[tuple[str, str], dict[str, float]] = {}
     for row in result["rows"]:
         times.setdefault((row["model"], row["mode"]), {})[row["provider"]] = row["ms"]
-    cells = []
-    for (model, mode), measured_ms in times.items():
-        ours = {name: ms for name, ms in measured_ms.items() if name.startswith("sage_hf:")}
-        if "default" in measured_ms and ours:
-            before, (recipe, after) = measured_ms["default"], min(ours.items(), key=lambda item: item[1])
-            recipe = f"`{recipe.removeprefix('sage_hf:')}`"
-            cells.append([model, mode, _ms(before), _ms(after), recipe, f"{before / after:.2f}×"])
+    gains: list[tuple[float, list[str]]] = []
+    for (model, mode), of_model in times.items():
+        ours = {name: ms for name, ms in of_model.items() if name.startswith("sage_hf:")}
+        if "default" in of_model and ours:
+            before, name = of_model["default"], min(ours, key=ours.__getitem__)
+            after, recipe = ours[name], f"`{name.removeprefix('sage_hf:')}`"
+            gains.append((before / after, [model, mode, _ms(before), _ms(after), recipe, f"{before / after:.2f}×"]))
+    note = ""
+    if most is not None and len(gains) > most:
+        note = f", {most} of {len(gains)} measured, from the largest gain to the smallest"
+        ordered = sorted(gains, reverse=True)
+        gains = [ordered[round(index * (len(ordered) - 1) / (most - 1))] for index in range(most)]
     header = ["model", "mode", "as it comes, ms a step", "with sage-hf, ms a step", "recipe", "faster by"]
-    return f"{_markdown_table(header, cells)}\n\nWhole models, on {result['gpu']}. {_versions(result)}"
+    table = _markdown_table(header, [cells for _, cells in gains])
+    return f"{table}\n\nWhole models on {result['gpu']}{note}. {_versions(result)}"
 
 
 def _ms(number: float) -> str:
