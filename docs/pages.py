@@ -53,7 +53,7 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return five rows of what a user gains: steps of whole models where they were measured, else calls of attention."""
+    """Return five rows of what a user gains: steps of whole models once measured, until then calls of attention."""
     return tables.model_gain(read_result(MODELS), most=5) if has_models() else attention_gain()
 
 

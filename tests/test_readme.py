@@ -74,7 +74,7 @@ def test_every_name_file_and_command_it_mentions_exists(page):
     text = page.read_text()
     for name in re.findall(r"sage_hf\.([a-z_]+)\(", text) + re.findall(r"from sage_hf import (\w+)", text):
         assert hasattr(sage_hf, name), name
-    for path in re.findall(r"(?<![\w/.])(?:examples|kernels|tests|configs|docs|sage_hf)/[\w./-]*\w", text):
+    for path in re.findall(r"(?<![\w/.])(?:benchmarks|configs|docs|examples|kernels|sage_hf|tests)/[\w./-]*\w", text):
         assert "NAME" in path or path in MADE_BY_EXAMPLES or (ROOT / path).exists(), path
     code = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text))
     for target in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE):
