@@ -1,4 +1,4 @@
-"""Prints the README's table of the training experiments, from their results:
+"""Prints the table of the training experiments in docs/training.md, from their results:
 
 python examples/training_summary.py examples/results
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import sage_hf
 from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
 from sage_hf.config import SageConfig
@@ -25,6 +26,7 @@ from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `sage-hf`; return its exit code: 0, 2 after an error told on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="env | explain | generate | compare | bench"
     )

@@ -1,12 +1,13 @@
 """The benchmarks of forward and of training: what they measure, and what is made of their results."""
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import forward
+import pages
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,8 @@ from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import KernelUnavailableError
 from tests.helpers.kernels import StandInForward, StandInQuantizer, only_the_reference
 
-ROOT = Path(__file__).parents[1]
-RESULTS = sorted((ROOT / "kernels/benchmarks/results").glob("*-forward.json"))
-TRAINING_RESULTS = sorted((ROOT / "kernels/benchmarks/results").glob("*-forward_backward.json"))
+RESULTS = sorted(pages.RESULTS.glob("*-forward.json"))
+TRAINING_RESULTS = sorted(pages.RESULTS.glob("*-forward_backward.json"))
 CPU = torch.device("cpu")
 SMALL = Shape("small", 2, 4, 2, 300, 64, causal=True)
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
@@ -258,7 +258,57 @@ def test_rendering_draws_the_plot_and_prints_the_table(monkeypatch, tmp_path, ca
     monkeypatch.setattr("sys.argv", ["forward.py", "--render", str(path)])
     forward.main()
     assert capsys.readouterr().out.strip() == tables.markdown(fake_result())
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("nvidia-h200-forward.png", "nvidia-h200-forward-errors.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_of_speeds_names_ours_and_three_peers_at_their_lines_ends():
+    result = json.loads(RESULTS[0].read_text())
+    figure = plots._length_figure(tables.measured(result), "a GPU")
+    for axes in figure.axes:
+        assert axes.get_legend() is None
+        assert {text.get_text() for text in axes.texts} == {"sage2", "SageAttn2", "FA3", "cuDNN"}
+        heights = sorted(text.xy[1] for text in axes.texts)
+        gap = plots.LABEL_GAP * axes.get_ylim()[1]
+        assert all(higher - lower >= gap * 0.999 for lower, higher in itertools.pairwise(heights))
+
+
+def test_the_gain_of_attention_is_pytorchs_fastest_kernel_over_ours():
+    lines = tables.attention_gain(fake_result()).splitlines()
+    assert len(lines) == 2 + len(tables.MODEL_SHAPES) + 2
+    assert lines[2] == "| HunyuanVideo, 720p | 1×24×119056×128 | 2 | 2 | 1.00× |"
+    result = fake_result()
+    for row in result["rows"]:
+        if row["provider"] == "cudnn":
+            row["ms"] = 1.5
+        if row["provider"] == "sage_hf:sage2" and row["scope"] == "end_to_end":
+            row["ms"] = 0.5
+    assert tables.attention_gain(result).splitlines()[2].endswith("| 1.5 | 0.5 | 3.00× |")
+
+
+def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
+    rows = [
+        {"model": "A", "mode": "eager", "provider": "default", "ms": 622.0},
+        {"model": "A", "mode": "eager", "provider": "sage_hf:sage1", "ms": 560.0},
+        {"model": "A", "mode": "eager", "provider": "sage_hf:sage2", "ms": 504.0},
+        {"model": "A", "mode": "compiled", "provider": "default", "ms": 600.0},
+        {"model": "B", "mode": "eager", "provider": "default", "ms": 68.0},
+        {"model": "B", "mode": "eager", "provider": "sage_hf:sage2", "ms": 103.0},
+    ]
+    lines = tables.model_gain({**FACTS, "rows": rows}).splitlines()
+    assert lines[2:4] == ["| A | eager | 622 | 504 | `sage2` | 1.23× |", "| B | eager | 68 | 103 | `sage2` | 0.66× |"]
+    assert lines[4] == "" and "NVIDIA H200" in lines[5]
+
+
+def test_the_gain_of_some_models_goes_from_the_largest_to_the_smallest():
+    rows = [
+        {"model": f"{ours}", "mode": "eager", "provider": provider, "ms": ms}
+        for ours in (70, 10, 30, 20, 60, 50, 40)
+        for provider, ms in (("default", 50.0), ("sage_hf:sage2", float(ours)))
+    ]
+    lines = tables.model_gain({**FACTS, "rows": rows}, most=3).splitlines()
+    assert [line.split()[1] for line in lines[2:5]] == ["10", "40", "70"] and lines[5] == ""
+    assert "3 of 7 measured, from the largest gain to the smallest" in lines[6]
 
 
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):
@@ -443,9 +493,8 @@ def test_shapes_of_the_other_direction_are_refused(training, shapes, unknown):
 
 
 @pytest.mark.parametrize("path", TRAINING_RESULTS, ids=lambda path: path.stem)
-def test_training_results_are_complete_and_the_readmes_tables_are_theirs(path):
+def test_training_results_are_complete_and_name_their_commit(path):
     result = json.loads(path.read_text())
-    assert tables.markdown(result) in (ROOT / "README.md").read_text()
     found = {(row["shape"], row["provider"]) for row in result["rows"]}
     assert found == {(shape.name, one.name) for shape in TRAINING_SHAPES for one in TRAINING_PROVIDERS}
     assert all(("tflops" in row) != ("unavailable" in row) for row in result["rows"])
@@ -460,11 +509,6 @@ def test_training_in_low_bits_keeps_less_for_the_backward_pass_than_16_bits_do(p
 
 
 # Results on file.
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_readmes_table_is_that_of_the_results_file(path):
-    assert tables.markdown(json.loads(path.read_text())) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import sage_hf
+
 ROOT = Path(__file__).parents[1]
 USE = """
 import sage_hf, sage_kernels, sage_kernels.formats, sage_hf.diffusers, sage_hf.transformers
@@ -85,6 +87,14 @@ def test_the_wheel_holds_every_source_file_of_the_two_packages(wheel: Path, sour
     assert expected <= shipped
 
 
+def test_the_version_is_that_of_sage_hf_and_building_imports_no_torch() -> None:
+    read = (
+        "import sys; from setuptools.config.pyprojecttoml import read_configuration; "
+        "print(read_configuration('pyproject.toml')['project']['version']); assert 'torch' not in sys.modules"
+    )
+    assert run(sys.executable, "-W", "ignore", "-c", read).strip() == sage_hf.__version__
+
+
 def test_the_folder_kernels_is_no_package() -> None:
     """It would shadow Hugging Face's package of that name and make `import transformers` crash."""
     assert not (ROOT / "kernels/__init__.py").exists()
@@ -135,3 +145,17 @@ def test_the_lower_bounds_are_the_versions_the_oldest_suite_runs_on() -> None:
     assert dependencies
     bounds = dict(re.findall(r'"([a-z]+)>=([0-9.]+)', dependencies.group(1)))
     assert bounds == pins
+
+
+def test_the_linters_before_a_commit_are_those_of_the_tests() -> None:
+    pins = dict(re.findall(r'"(ruff|clang-format)==([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    hooks = dict(
+        re.findall(r"/\S*?(ruff|clang-format)\S*\n +rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    )
+    assert hooks == pins
+
+
+def test_both_integrations_run_the_same_commands() -> None:
+    targets = " ".join(re.findall(r"^make (.*)", (ROOT / ".ci/run").read_text(), re.MULTILINE)).split()
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert targets and all(f"- run: make {target}\n" in workflow for target in targets)

@@ -1,33 +1,101 @@
-"""What the README says is so."""
+"""What README.md and the pages of docs/ say is so."""
 
 import json
 import re
 from pathlib import Path
 
-import error_table
-import gradient_table
+import pages
+import pytest
 
 import sage_hf
+from sage_hf import cli
+from sage_kernels import registry
 from sage_kernels.recipe import RECIPES
+from sage_kernels.registry import select
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "kernels/benchmarks/results"
+ADDING = (ROOT / "docs/adding.md").read_text()
+PAGES = [*pages.PAGES, *sorted(ROOT.glob("examples/*/README.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+# What the examples of docs/adding.md make.
+MADE_BY_EXAMPLES = {"kernels/sage_kernels/reference/plain.py", "tests/kernels/test_plain.py"}
 
 
-def test_the_accuracy_table_is_that_of_the_results_file():
-    rows = json.loads((RESULTS / "cpu-error_table.json").read_text())["rows"]
-    assert error_table.markdown(rows) in README
-    assert [row["variant"] for row in rows] == list(error_table.VARIANTS)
+def fragments(page: Path) -> set[str]:
+    """Return what links may name behind # in a page: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_table_of_gradients_is_that_of_the_results_file():
-    assert gradient_table.summary(json.loads((RESULTS / "cpu-gradient_table.json").read_text())["rows"]) in README
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_readme_has_at_most_120_lines():
+    assert len(README.splitlines()) <= 120
+
+
+@each_page
+def test_generated_sections_are_those_of_results_and_code(page):
+    text = page.read_text()
+    assert text == pages.render(text), "run `python docs/pages.py`"
+
+
+def test_every_generated_section_is_on_a_page():
+    found = {name for page in PAGES for name in re.findall(r"<!-- generated: ([\w-]+) -->", page.read_text())}
+    assert found == set(pages.SECTIONS)
+
+
+def test_the_gain_is_that_of_whole_models_once_they_are_measured(monkeypatch, tmp_path):
+    name = "nvidia-h200-forward.json"
+    (tmp_path / name).write_bytes((pages.RESULTS / name).read_bytes())
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.gain() == pages.attention_gain()
+    facts = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0" * 40}
+    row = {"model": "Tiny", "mode": "eager", "provider": "default", "ms": 3.0}
+    result = {**facts, "date": "2026-01-01", "rows": [row, row | {"provider": "sage_hf:sage2", "ms": 2.0}]}
+    (tmp_path / "nvidia-h200-models.json").write_text(json.dumps(result))
+    assert "| Tiny | eager | 3 | 2 | `sage2` | 1.50× |" in pages.gain()
+
+
+@each_page
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            path, _, fragment = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), target
+            assert not fragment or fragment in fragments(linked), target
+
+
+@each_page
+def test_every_name_file_and_command_it_mentions_exists(page):
+    text = page.read_text()
+    for name in re.findall(r"sage_hf\.([a-z_]+)\(", text) + re.findall(r"from sage_hf import (\w+)", text):
+        assert hasattr(sage_hf, name), name
+    for path in re.findall(r"(?<![\w/.])(?:benchmarks|configs|docs|examples|kernels|sage_hf|tests)/[\w./-]*\w", text):
+        assert "NAME" in path or path in MADE_BY_EXAMPLES or (ROOT / path).exists(), path
+    code = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text))
+    for target in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
+    for command in re.findall(r"^sage-hf ([a-z]+)", code, re.MULTILINE):
+        assert command in cli._COMMANDS, command
+
+
+def test_the_recipes_of_the_readme_exist_and_every_recipe_is_explained():
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) <= set(RECIPES)
+    assert set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/usage.md").read_text(), re.MULTILINE)) >= set(RECIPES)
+
+
+def test_every_configuration_that_ships_is_named():
+    usage = (ROOT / "docs/usage.md").read_text()
+    assert all(f"`{name}`" in usage for name in sage_hf.SageConfig.names())
 
 
 def test_sage3_has_at_most_four_fifths_of_the_published_recipes_error_on_trained_models():
     """Geometric mean ≤ 0.80, no model above 0.90."""
-    ratios = list(json.loads((RESULTS / "cpu-error_table.json").read_text())["sage3_over_paper"].values())
+    ratios = list(pages.read_result("cpu-error_table")["sage3_over_paper"].values())
     assert len(ratios) >= 2
     assert max(ratios) <= 0.90
     product = 1.0
@@ -36,23 +104,35 @@ def test_sage3_has_at_most_four_fifths_of_the_published_recipes_error_on_trained
     assert product ** (1 / len(ratios)) <= 0.80
 
 
-def test_every_recipe_is_explained():
-    for name in RECIPES:
-        assert f"| `{name}` |" in README
-
-
-def test_every_name_and_file_it_mentions_exists():
-    for name in re.findall(r"sage_hf\.([a-z_]+)\(", README) + re.findall(r"from sage_hf import (\w+)", README):
-        assert hasattr(sage_hf, name), name
-    for path in re.findall(r"(?:examples|kernels|tests|configs)/[\w./-]*\w", README):
-        assert (ROOT / path).exists(), path
-    for target in re.findall(r"make ([a-z-]+) ", README):
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
-
-
 def test_the_tiny_models_scores_are_those_on_file():
     scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text())
     for recipe in ("exact", "sage3"):
         assert scores[recipe]["prompts"] == 48
         assert {scores[recipe][attribute] for attribute in ("colour", "shape", "direction")} == {48}
-    assert "in all 48 clips with exact attention, and in all 48 with `sage3`" in " ".join(README.split())
+    accuracy = " ".join((ROOT / "docs/accuracy.md").read_text().split())
+    assert "in all 48 clips with exact attention, and in all 48 with `sage3`" in accuracy
+
+
+def test_the_recipe_that_the_page_adds_runs(monkeypatch, capsys):
+    recipe, use, *_ = python_blocks(ADDING)
+    scope = dict(vars(__import__("sage_kernels.recipe", fromlist=["Recipe"])))
+    added = eval(recipe.partition("\n")[2].strip().rstrip(","), scope)
+    monkeypatch.setitem(RECIPES, added.name, added)
+    exec(use, {})
+    assert "kernel='reference', recipe='sage1_v', numerics='emulated'" in capsys.readouterr().out
+
+
+def test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds(monkeypatch):
+    (kernel,) = (block for block in python_blocks(ADDING) if "class PlainForward" in block)
+    (its_test,) = (block for block in python_blocks(ADDING) if "def test_the_one_tile" in block)
+    module = {"__package__": "sage_kernels.reference", "__name__": "sage_kernels.reference.plain"}
+    exec(kernel, module)
+    monkeypatch.setattr(registry, "_forwards", {"plain": module["PlainForward"](), **registry._forwards})
+    select.cache_clear()
+    scope: dict = {}
+    exec(its_test, scope)
+    try:
+        scope["test_the_one_tile_kernel_computes_what_the_reference_does"]()
+    finally:
+        monkeypatch.undo()
+        select.cache_clear()

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace, commit: str = "") -> None:
-    """Measure, write <gpu>-forward.json (or -forward_backward) and .png into the output folder, print the tables.
+    """Measure, write <gpu>-forward.json (or -forward_backward) and its pictures to the output folder, print tables.
 
     Args:
         args: of `add_arguments`.
@@ -59,8 +59,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
     path = args.output / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
     path.write_text(tables.to_json(result), encoding="utf-8")
     print(tables.text(result))
-    plots.plot(result, path.with_suffix(".png"))
-    print(f"\nwrote {path} and {path.with_suffix('.png').name}")
+    pictures = plots.plot(result, path.with_suffix(".png"))
+    print(f"\nwrote {path}, {', '.join(picture.name for picture in pictures)}")
 
 
 def _names(known: Sequence[Named]) -> str:

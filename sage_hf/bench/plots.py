@@ -1,4 +1,4 @@
-"""Speed against length or by shape, and speed against error, from a benchmark's JSON."""
+"""Pictures of a benchmark's JSON, one message each: speed against length, speed against error, speed of training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from sage_hf.bench.shapes import Shape
 from sage_hf.bench.tables import common_shape, heading, is_training, measured
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Columns = dict[Provider, dict[Shape, dict[str, Any]]]
+
+COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
+"""Of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
+OUR_COLOR = "#d1402f"
+OTHER_COLOR = "#8c8c8c"
+LABEL_GAP = 0.045  # of the height of the axes: labels nearer than this are moved apart
 
 
 def require_matplotlib() -> None:
@@ -22,8 +29,13 @@ def require_matplotlib() -> None:
         raise ValueError('the plot needs matplotlib: pip install "sage-hf[benchmarks]"')
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw the result of `measure.run` or `measure_training.run` into an image file.
+def plot(result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw the result of `measure.run` or `measure_training.run`; return the files written.
+
+    Args:
+        result: the benchmark's JSON.
+        path: of the picture of speeds. Of forward passes a second one shows speed against error: its name ends in
+            "-errors".
 
     Raises:
         ValueError: matplotlib is not installed, or nothing was measured.
@@ -32,74 +44,155 @@ def plot(result: dict[str, Any], path: Path) -> None:
     columns = measured(result)
     if not columns:
         raise ValueError("no provider measured anything, so there is nothing to plot")
-    figure = _training_figure(columns) if is_training(result) else _forward_figure(columns)
-    handles = {
-        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, fontsize="small")
-    for axes in figure.axes:
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    what = "forward and backward" if is_training(result) else "forward"
-    note = "" if is_training(result) else " (solid: end to end; dashed, hollow: kernel alone)"
-    figure.suptitle(f"Attention {what}, {result['gpu']}{note}")
-    figure.savefig(path, dpi=120)
+    if is_training(result):
+        figures = {path: _training_figure(columns, result["gpu"])}
+    else:
+        errors = path.with_stem(f"{path.stem}-errors")
+        figures = {path: _length_figure(columns, result["gpu"]), errors: _error_figure(columns, result["gpu"])}
+    for file, figure in figures.items():
+        figure.savefig(file, dpi=120)
+    return list(figures)
 
 
-def _forward_figure(columns: Columns) -> Figure:
-    from matplotlib import colormaps
+def _length_figure(columns: Columns, gpu: str) -> Figure:
+    """Draw speed against length of our fastest recipe and of its peers, named where their lines end."""
     from matplotlib.figure import Figure
 
-    head_dims = sorted({shape.head_dim for rows in columns.values() for shape in rows}, reverse=True)
-    figure = Figure(figsize=(6 * (len(head_dims) + 1), 5), layout="constrained")
-    *by_length, by_error = figure.subplots(1, len(head_dims) + 1)
-    names = dict.fromkeys(one.name for one in columns)
-    colors = {name: colormaps["tab20"](index % 20) for index, name in enumerate(names)}
-
-    def style(one: Provider) -> dict[str, Any]:
-        return {
-            "color": colors[one.name],
-            "marker": "s" if one.name.startswith("sage_hf") else "o",
-            "linestyle": "--" if one.scope == "kernel" else "-",
-            "markerfacecolor": "none" if one.scope == "kernel" else colors[one.name],
-        }
-
-    for axes, head_dim in zip(by_length, head_dims, strict=True):
-        for one, rows in columns.items():
+    ours = _our_fastest(columns)
+    drawn = {one: rows for one, rows in columns.items() if one is ours or _is_drawn_peer(one)}
+    head_dims = sorted({shape.head_dim for rows in drawn.values() for shape in rows}, reverse=True)
+    figure = Figure(figsize=(5.5 * len(head_dims), 4.2), layout="constrained")
+    labels: dict[Axes, dict[Provider, tuple[float, float]]] = {}
+    panels = figure.subplots(1, len(head_dims), squeeze=False, sharey=True)
+    for axes, head_dim in zip(panels[0], head_dims, strict=True):
+        ends: dict[Provider, tuple[float, float]] = {}
+        for one, rows in drawn.items():
             points = sorted(
                 (shape.tokens, row["tflops"])
                 for shape, row in rows.items()
                 if shape.head_dim == head_dim and not shape.causal
             )
             if points:
-                axes.plot(*zip(*points, strict=True), label=heading(one), **style(one))
+                width = 2.6 if one is ours else 1.5
+                axes.plot(*zip(*points, strict=True), color=_color(one, ours), marker="o", markersize=4, lw=width)
+                ends[one] = points[-1]
+        _frame(axes, f"head_dim {head_dim}")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda tokens, position: f"{tokens / 1024:g}k")
-        axes.set(xlabel="tokens", ylabel="TFLOP/s", title=f"head_dim {head_dim}, not causal")
-    shape = common_shape(columns)
-    for one, rows in columns.items():
-        if shape in rows:
-            by_error.plot(rows[shape]["rel_l1_biased"], rows[shape]["tflops"], label=heading(one), **style(one))
-    by_error.set(xscale="log", xlabel="rel-L1 error, K and V biased", ylabel="TFLOP/s", title=str(shape))
+        axes.set(xlabel="tokens")
+        labels[axes] = ends
+    panels[0][0].set(ylabel="TFLOP/s")
+    for axes, ends in labels.items():
+        _label_ends(axes, ends, ours)
+    figure.suptitle(f"Attention on {gpu}: forward, bfloat16 in and out, quantisation included")
     return figure
 
 
-def _training_figure(columns: Columns) -> Figure:
+def _label_ends(axes: Axes, ends: dict[Provider, tuple[float, float]], ours: Provider | None) -> None:
+    """Write each line's name behind its end, from the lowest upwards, moved apart where they would overlap."""
+    top = axes.get_ylim()[1]
+    lowest = 0.0
+    for one, (tokens, speed) in sorted(ends.items(), key=lambda item: item[1][1]):
+        height = max(speed, lowest)
+        lowest = height + LABEL_GAP * top
+        axes.annotate(
+            heading(one),
+            (tokens, height),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            color=_color(one, ours),
+            fontweight="bold" if one is ours else "normal",
+            annotation_clip=False,
+        )
+
+
+def _error_figure(columns: Columns, gpu: str) -> Figure:
+    """Draw speed against error of every provider at one shape, ours in colour and named on the left."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    by_shape, by_error = figure.subplots(1, 2, width_ratios=(2, 1))
+    shape = common_shape(columns)
+    # Each provider once: end to end where it was measured so.
+    by_name: dict[str, Provider] = {}
+    for one in sorted(columns, key=lambda one: one.scope == "end_to_end"):
+        if shape in columns[one] and not one.name.endswith("_triton"):
+            by_name[one.name] = one
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for one in by_name.values():
+        row = columns[one][shape]
+        is_ours = one.name.startswith("sage_hf")
+        color = OUR_COLOR if is_ours else OTHER_COLOR
+        place = (row["rel_l1_biased"], row["tflops"])
+        axes.plot(*place, "o", color=color, markerfacecolor=color if one.scope == "end_to_end" else "none")
+        axes.annotate(
+            heading(one),
+            place,
+            xytext=(-8 if is_ours else 8, 0),
+            textcoords="offset points",
+            ha="right" if is_ours else "left",
+            va="center",
+            color=color,
+            fontweight="bold" if is_ours else "normal",
+        )
+    axes.set_xscale("log")
+    axes.margins(x=0.25)
+    axes.set(xlabel="relative L1 error, where K and V have means", ylabel="TFLOP/s")
+    _frame(axes, f"{shape}, quantisation included; hollow: without")
+    figure.suptitle(f"Speed against error on {gpu}")
+    return figure
+
+
+def _training_figure(columns: Columns, gpu: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots()
     shapes = list(dict.fromkeys(shape for rows in columns.values() for shape in rows))
-    common, width = common_shape(columns), 0.8 / len(columns)
+    width = 0.8 / len(columns)
     for index, (one, rows) in enumerate(columns.items()):
         places = [
             place + (index - (len(columns) - 1) / 2) * width for place, shape in enumerate(shapes) if shape in rows
         ]
         speeds = [rows[shape]["tflops"] for shape in shapes if shape in rows]
-        by_shape.bar(places, speeds, width, color=f"C{index}", label=heading(one))
-        if row := rows.get(common):
-            by_error.plot(max(row[f"{name}_rel_l1"] for name in ("dq", "dk", "dv")), row["tflops"], f"C{index}o")
-    by_shape.set_xticks(range(len(shapes)), [str(shape).replace(", ", "\n") for shape in shapes])
-    by_shape.set(ylabel="TFLOP/s")
-    by_error.set(xscale="log", xlabel="largest rel-L1 error of dQ, dK, dV", ylabel="TFLOP/s", title=str(common))
+        bars = axes.bar(places, speeds, width * 0.94, color=_bar_color(one))
+        axes.bar_label(bars, [heading(one)] * len(speeds), rotation=90, label_type="center", color="w", fontsize=8)
+    axes.set_xticks(range(len(shapes)), [str(shape).replace(", ", "\n") for shape in shapes])
+    axes.set(ylabel="TFLOP/s")
+    _frame(axes, "")
+    figure.suptitle(f"Attention on {gpu}: forward and backward, bfloat16, every pass included")
     return figure
+
+
+def _our_fastest(columns: Columns) -> Provider | None:
+    """Return the provider of ours that is fastest end to end where most were measured; None where none was."""
+    shape = common_shape(columns)
+    speeds = {
+        one: rows[shape]["tflops"]
+        for one, rows in columns.items()
+        if one.name.startswith("sage_hf") and one.scope == "end_to_end" and shape in rows
+    }
+    return max(speeds, key=speeds.__getitem__, default=None)
+
+
+def _is_drawn_peer(one: Provider) -> bool:
+    """Return whether a provider is drawn beside ours: cuDNN, FA3 and SageAttention2, end to end."""
+    return one.scope == "end_to_end" and one.name in ("cudnn", "fa3", "sageattention2")
+
+
+def _color(one: Provider, ours: Provider | None) -> str:
+    return OUR_COLOR if one is ours else COLORS[one.name]
+
+
+def _bar_color(one: Provider) -> str:
+    if one.name.startswith("sage_hf"):
+        return OUR_COLOR if one.name == "sage_hf:sage_bwd" else "#e58e83"
+    return COLORS[one.name]
+
+
+def _frame(axes: Axes, title: str) -> None:
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize="medium")

@@ -12,6 +12,16 @@ from sage_hf.bench.training_peers import TRAINING_PROVIDERS
 from sage_hf.report import text_table
 
 MISSING = "–"
+# Shapes that models send, by the name of the model.
+MODEL_SHAPES = {
+    "hunyuanvideo-720p": "HunyuanVideo, 720p",
+    "cogvideox-2b": "CogVideoX-2B",
+    "mochi": "Mochi",
+    "flux": "Flux, 1024²",
+    "llama-3-prefill": "Llama 3 8B, prefill of 32k",
+}
+PYTORCH = ("sdpa_fa2", "cudnn")
+OURS = "sage_hf:sage2"
 
 
 def to_json(result: dict[str, Any]) -> str:
@@ -39,6 +49,61 @@ def markdown(result: dict[str, Any]) -> str:
         shape = common_shape(columns)
         parts += [_markdown_table(*_training_at_shape(columns, shape)), _training_caption(shape)]
     return "\n\n".join(parts)
+
+
+def attention_gain(result: dict[str, Any]) -> str:
+    """Return a Markdown table of one attention call at each model's shape: PyTorch's time, ours, the ratio."""
+    times: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        if row["scope"] == "end_to_end" and "ms" in row:
+            times.setdefault(row["shape"], {})[row["provider"]] = row["ms"]
+    shapes = {row["shape"]: shape_of(row) for row in result["rows"]}
+    header = ["one attention call of", "batch × heads × tokens × head_dim", "PyTorch, ms", "`sage2`, ms", "faster by"]
+    cells = []
+    for name, model in MODEL_SHAPES.items():
+        of_shape = times.get(name, {})
+        before = min((of_shape[provider] for provider in PYTORCH if provider in of_shape), default=None)
+        if before is not None and OURS in of_shape:
+            after = of_shape[OURS]
+            cells.append([model, str(shapes[name]), _ms(before), _ms(after), f"{before / after:.2f}×"])
+    caption = (
+        f"Attention alone, on {result['gpu']}, bfloat16 in and out, quantisation included; PyTorch: the faster of its "
+        f"FlashAttention 2 and cuDNN kernels. {_versions(result)}"
+    )
+    return f"{_markdown_table(header, cells)}\n\n{caption}"
+
+
+def model_gain(result: dict[str, Any], most: int | None = None) -> str:
+    """Return a Markdown table of whole models: the time of a step before and after, and the ratio.
+
+    Args:
+        result: with rows {"model", "mode", "provider", "ms"}; the provider is "default" for the model as it comes,
+            "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out.
+        most: rows to show at most (2 or more), evenly from the largest gain to the smallest; None: all, in the order
+            of the result.
+    """
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result["rows"]:
+        times.setdefault((row["model"], row["mode"]), {})[row["provider"]] = row["ms"]
+    gains: list[tuple[float, list[str]]] = []
+    for (model, mode), of_model in times.items():
+        ours = {name: ms for name, ms in of_model.items() if name.startswith("sage_hf:")}
+        if "default" in of_model and ours:
+            before, name = of_model["default"], min(ours, key=ours.__getitem__)
+            after, recipe = ours[name], f"`{name.removeprefix('sage_hf:')}`"
+            gains.append((before / after, [model, mode, _ms(before), _ms(after), recipe, f"{before / after:.2f}×"]))
+    note = ""
+    if most is not None and len(gains) > most:
+        note = f", {most} of {len(gains)} measured, from the largest gain to the smallest"
+        ordered = sorted(gains, reverse=True)
+        gains = [ordered[round(index * (len(ordered) - 1) / (most - 1))] for index in range(most)]
+    header = ["model", "mode", "as it comes, ms a step", "with sage-hf, ms a step", "recipe", "faster by"]
+    table = _markdown_table(header, [cells for _, cells in gains])
+    return f"{table}\n\nWhole models on {result['gpu']}{note}. {_versions(result)}"
+
+
+def _ms(number: float) -> str:
+    return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
 def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
@@ -162,8 +227,6 @@ def heading(provider: Provider) -> str:
 
 
 def _caption(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
-    source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
     sizes = "batch × heads (query/key) × tokens × head_dim"
     if is_training(result):
         what = f"forward and backward, 3.5 × forward's operations; {sizes}; bfloat16 in and out, every pass included"
@@ -172,7 +235,13 @@ def _caption(result: dict[str, Any]) -> str:
             f"forward; {sizes}; bfloat16 in and out with quantisation included; (kernel): quantised before, attention "
             "alone"
         )
-    return f"TFLOP/s on {result['gpu']}, {what}. {versions}, {source}{result['date']}."
+    return f"TFLOP/s on {result['gpu']}, {what}. {_versions(result)}"
+
+
+def _versions(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
+    source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
+    return f"{versions}, {source}{result['date']}."
 
 
 def _unavailable(result: dict[str, Any]) -> list[str]:

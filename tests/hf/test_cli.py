@@ -42,6 +42,13 @@ def refused(capsys, *argv: object) -> str:
     return message
 
 
+def test_the_version_is_told_without_a_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"sage-hf {sage_hf.__version__}\n"
+
+
 def test_env_tells_versions_and_what_each_recipe_runs(capsys):
     assert main(["env"]) == 0
     text = capsys.readouterr().out

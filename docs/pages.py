@@ -1,0 +1,225 @@
+"""Fill in what README.md and the pages of docs/ take from results and from the code.
+
+python docs/pages.py            rewrite the generated sections, and draw the pictures again
+python docs/pages.py --tree     print the tree of the source, as docs/architecture.md shows it
+
+A section stands between `<!-- generated: NAME -->` and `<!-- end -->`, where NAME is one of SECTIONS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sage_hf.bench import plots, tables
+from sage_kernels.recipe import RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = "kernels/benchmarks"
+"""The folder of the benchmarks and their results, relative to the repository."""
+RESULTS = ROOT / BENCHMARKS / "results"
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+MODELS = "nvidia-h200-models"
+"""The result with the time of whole models' steps."""
+TREES = ("sage_hf", "kernels/sage_kernels")
+
+sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
+import error_table  # noqa: E402
+import gradient_table  # noqa: E402
+import training_summary  # noqa: E402
+
+_MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str) -> str:
+    """Return a page with its generated sections made anew.
+
+    Raises:
+        KeyError: a section that is not in SECTIONS.
+    """
+    return _MARKED.sub(lambda match: f"{match[1]}\n{SECTIONS[match[2]]()}\n\n{match[3]}", text)
+
+
+def read_result(name: str) -> dict[str, Any]:
+    """Return the JSON of that name in RESULTS."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def gain() -> str:
+    """Return five rows of what a user gains: steps of whole models once measured, until then calls of attention."""
+    return tables.model_gain(read_result(MODELS), most=5) if has_models() else attention_gain()
+
+
+def model_gain() -> str:
+    """Return the time of a step of every model that was measured."""
+    if not has_models():
+        return "The steps of whole models are not in a results file yet; the table below times attention alone."
+    return f"{tables.model_gain(read_result(MODELS))}\n\n{sources(MODELS)}"
+
+
+def has_models() -> bool:
+    """Return whether whole models were measured."""
+    return (RESULTS / f"{MODELS}.json").exists()
+
+
+def attention_gain() -> str:
+    """Return PyTorch's time and ours of one attention call of several models."""
+    return tables.attention_gain(read_result("nvidia-h200-forward"))
+
+
+def speed() -> str:
+    """Return every provider's forward speed at every shape."""
+    return tables.markdown(read_result("nvidia-h200-forward"))
+
+
+def training_speed() -> str:
+    """Return every provider's speed, errors and memory in training."""
+    return tables.markdown(read_result("nvidia-h200-forward_backward"))
+
+
+def errors() -> str:
+    """Return the error of the output by choice in the recipes."""
+    return error_table.markdown(read_result("cpu-error_table")["rows"])
+
+
+def gradient_errors() -> str:
+    """Return the errors of the gradients by recipe."""
+    return gradient_table.summary(read_result("cpu-gradient_table")["rows"])
+
+
+def trained_models() -> str:
+    """Return what training in INT8 does to models."""
+    names = ("language_model", "tiny_video")
+    texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in names)
+    return training_summary.summary(*map(json.loads, texts))
+
+
+def recipes() -> str:
+    """Return every recipe's formats and transforms."""
+    rows = [
+        "| recipe | Q·Kᵀ | P·V | mean subtracted of | Q and K rotated | backward pass: P·dO, dS·K, dO·Vᵀ |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe in RECIPES.values():
+        smoothed = [name for name in "qkv" if getattr(recipe, f"smooth_{name}")]
+        backward = recipe.backward
+        gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
+        cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
+        rows.append(f"| {' | '.join([*cells, 'yes' if recipe.rotate else 'no', gradients])} |")
+    return "\n".join(rows)
+
+
+def picture(name: str, message: str) -> str:
+    """Return the Markdown of a picture in RESULTS, for a page of docs/."""
+    return f"![{message}](../{BENCHMARKS}/results/{name}.png)"
+
+
+def sources(*names: str) -> str:
+    """Return a line that links the results a section is made of, for a page of docs/."""
+    return "Source: " + ", ".join(f"[{name}.json](../{BENCHMARKS}/results/{name}.json)" for name in names) + "."
+
+
+def measure_commands() -> str:
+    """Return the commands that measure the speeds again."""
+    return f"""```bash
+python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
+python docs/pages.py    # the tables and pictures of these pages
+```"""
+
+
+def error_commands() -> str:
+    """Return the commands that measure the errors again."""
+    return f"""```bash
+python {BENCHMARKS}/error_table.py --video examples/tiny_video      # the output's; add --text FOLDER_OR_ID
+python {BENCHMARKS}/gradient_table.py --video examples/tiny_video   # the gradients'; likewise
+```"""
+
+
+def tree() -> str:
+    """Return the folders and files of the two packages, each with the first sentence that it says of itself."""
+    lines = []
+    for top in TREES:
+        lines += [_line(0, f"{top}/", _about(ROOT / top / "__init__.py")), *_branches(ROOT / top, 1), ""]
+    return "```\n" + "\n".join(lines).rstrip() + "\n```"
+
+
+def _branches(folder: Path, depth: int) -> Iterator[str]:
+    files = (path for suffix in ("py", "cu", "cuh") for path in folder.glob(f"*.{suffix}"))
+    for path in sorted(files):
+        if path.name != "__init__.py":
+            yield _line(depth, path.name, _about(path))
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if any(path.glob("**/*.py")) or any(path.glob("*.cu*")):
+            yield _line(depth, f"{path.name}/", _about(path / "__init__.py"))
+            yield from _branches(path, depth + 1)
+
+
+def _line(depth: int, name: str, about: str) -> str:
+    return f"{'  ' * depth + name:<28} {about}".rstrip()
+
+
+def _about(path: Path) -> str:
+    """Return the first sentence of a module's docstring, or of the comment that a CUDA file begins with."""
+    if not path.exists():
+        return ""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+    else:
+        comment = re.match(r"(?://[^\n]*\n)+", text)
+        text = "" if comment is None else re.sub(r"^// ?", "", comment[0], flags=re.MULTILINE)
+    sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
+    return textwrap.shorten(sentence, 96, placeholder=" …")
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "gain": gain,
+    "model-gain": model_gain,
+    "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
+    "speed": lambda: "\n\n".join(
+        (
+            picture("nvidia-h200-forward", "Speed against length: sage2, FlashAttention 3, cuDNN, SageAttention2"),
+            speed(),
+            picture("nvidia-h200-forward-errors", "Speed against error of every provider"),
+            sources("nvidia-h200-forward"),
+        )
+    ),
+    "training-speed": lambda: "\n\n".join(
+        (
+            picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),
+            training_speed(),
+            sources("nvidia-h200-forward_backward"),
+        )
+    ),
+    "trained-models": trained_models,
+    "recipes": recipes,
+    "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
+    "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
+    "measure": measure_commands,
+    "measure-errors": error_commands,
+    "tree": tree,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", action="store_true", help="print the tree of the source and write nothing")
+    if parser.parse_args().tree:
+        print(tree())
+        return
+    for name in ("nvidia-h200-forward", "nvidia-h200-forward_backward"):
+        plots.plot(read_result(name), RESULTS / f"{name}.png")
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

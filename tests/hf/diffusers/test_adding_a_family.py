@@ -1,0 +1,30 @@
+"""The family of models that docs/adding.md adds is served."""
+
+import re
+from pathlib import Path
+
+import families
+import torch
+from families import Family, run
+
+from sage_hf.diffusers import SageAttnProcessor, joint, layers
+
+ADDING = (Path(__file__).parents[3] / "docs/adding.md").read_text()
+
+
+def test_the_family_that_the_page_adds_equals_the_original_to_the_bit(monkeypatch):
+    (block,) = re.findall(r"```python\n# sage_hf/diffusers/joint\.py\n(.*?)```", ADDING, re.DOTALL)
+    function, entry, case = re.split(r"\n+# [^\n]*\n", block)
+    scope = dict(vars(joint))
+    exec(function, scope)
+    (name, added), *_ = eval(f"{{{entry}}}", scope).items()
+    monkeypatch.setitem(layers.EXPLICIT, name, added)
+    ((family,),) = (eval(f"({case})", dict(vars(families))),)
+
+    assert isinstance(family, Family)
+    model, inputs = family.build(torch.float32), family.make_inputs(torch.float32)
+    expected = run(model, inputs)
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    assert torch.equal(run(model, inputs), expected)
+    model.set_attn_processor(SageAttnProcessor("sage3", "emulate"))
+    assert not torch.equal(run(model, inputs), expected)
