@@ -22,7 +22,7 @@ from sage_hf.bench import plots, tables
 from sage_kernels.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = "kernels/benchmarks"
+BENCHMARKS = "benchmarks"
 """The folder of the benchmarks and their results, relative to the repository."""
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -8,7 +8,7 @@ Needs a GPU.
 
 import sys
 
-from sage_hf.cli import generate_main
+from sage_hf.app.cli import generate_main
 
 if __name__ == "__main__":
     sys.exit(

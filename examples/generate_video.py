@@ -18,7 +18,7 @@ In your own code it takes one line more than without:
 
 import sys
 
-from sage_hf.cli import generate_main
+from sage_hf.app.cli import generate_main
 
 if __name__ == "__main__":
     sys.exit(generate_main(description=__doc__))

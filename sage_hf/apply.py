@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from sage_hf import record
+from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.config import SageConfig
 from sage_hf.names import name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
@@ -172,10 +173,10 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
             undo.append(partial(setattr, model_config, name, getattr(model_config, name)))
         model.set_attn_implementation(implementation)
         for name, layer in target.layers.items():
-            _set_attribute(layer, "sage_recipe", _recipe(config, name), undo)
-            _set_attribute(layer, "sage_training", config.training_recipe(name), undo)
-            _set_attribute(layer, "sage_fallback", config.fallback, undo)
-            _set_attribute(layer, "sage_implementation", implementation, undo)
+            _set_attribute(layer, RECIPE, _recipe(config, name), undo)
+            _set_attribute(layer, TRAINING, config.training_recipe(name), undo)
+            _set_attribute(layer, FALLBACK, config.fallback, undo)
+            _set_attribute(layer, IMPLEMENTATION, implementation, undo)
 
     return change
 

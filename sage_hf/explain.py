@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from sage_hf import record
+from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.names import NAMES
 from sage_hf.targets import Target, find_targets
@@ -143,9 +144,9 @@ def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
         return "", f"attn_implementation is {implementation!r}: sage_hf.apply changes that"
     recipe, _ = NAMES[implementation]
     training = None
-    if getattr(layer, "sage_implementation", implementation) == implementation:
-        recipe = getattr(layer, "sage_recipe", None) or recipe
-        training = getattr(layer, "sage_training", None)
+    if getattr(layer, IMPLEMENTATION, implementation) == implementation:
+        recipe = getattr(layer, RECIPE, None) or recipe
+        training = getattr(layer, TRAINING, None)
     return asked(recipe, training), ""
 
 

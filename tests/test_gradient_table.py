@@ -12,7 +12,7 @@ from sage_kernels import exact
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
 
-RESULT = Path(__file__).parents[1] / "kernels/benchmarks/results/cpu-gradient_table.json"
+RESULT = Path(__file__).parents[1] / "benchmarks/results/cpu-gradient_table.json"
 
 
 def sample(kv_heads=2, is_causal=False):

@@ -8,7 +8,7 @@ import pages
 import pytest
 
 import sage_hf
-from sage_hf import cli
+from sage_hf.app import cli
 from sage_kernels import registry
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import select

@@ -1,1 +1,1 @@
-"""`sage-hf bench`: low-bit attention beside its peers, on the GPU that is here. Also the code of kernels/benchmarks."""
+"""`sage-hf bench`: low-bit attention beside its peers, on the GPU that is here. Also the code of benchmarks."""

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from sage_hf.app.report import text_table
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
-from sage_hf.report import text_table
 
 MISSING = "–"
 # Shapes that models send, by the name of the model.

@@ -8,51 +8,44 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from .adapters import joint_ip_adapter_attention, unet_ip_adapter_attention
 from .backends import backend_member
-from .cogvideox import cogvideox_attention, cogview4_attention
-from .cosmos import cosmos_attention
 from .errors import UnsupportedAttentionError
-from .generic import generic_attention, lumina2_attention
-from .joint import easyanimate_attention, hunyuan_video_attention, joint_attention
-from .mochi import mochi_attention
+from .families import ADAPTERS, FAMILIES
 
-if TYPE_CHECKING:
-    from .processor import SageAttnProcessor
 
-# Processors of diffusers whose attention backend cannot be chosen (they call torch's scaled_dot_product_attention), and
-# our counterparts. The fused ones differ in computing the same projections by one matrix product; the separate
-# projections stay in the module.
-EXPLICIT: dict[str, Callable[..., Any]] = {
-    "AllegroAttnProcessor2_0": generic_attention,
-    "AttnProcessor2_0": generic_attention,
-    "CogVideoXAttnProcessor2_0": cogvideox_attention,
-    "CogView4AttnProcessor": cogview4_attention,
-    "CosmosAttnProcessor2_0": cosmos_attention,
-    "EasyAnimateAttnProcessor2_0": easyanimate_attention,
-    "FusedAttnProcessor2_0": generic_attention,
-    "FusedCogVideoXAttnProcessor2_0": cogvideox_attention,
-    "FusedJointAttnProcessor2_0": joint_attention,
-    "HunyuanVideoAttnProcessor2_0": hunyuan_video_attention,
-    "JointAttnProcessor2_0": joint_attention,
-    "Lumina2AttnProcessor2_0": lumina2_attention,
-    "MochiAttnProcessor2_0": mochi_attention,
-}
+class Sage(Protocol):
+    """What a layer asks of the processor that runs it."""
 
-# The same for IP-Adapter processors, whose weights the function is given. FluxIPAdapterAttnProcessor dispatches.
-ADAPTERS: dict[str, Callable[..., Any]] = {
-    "IPAdapterAttnProcessor2_0": unet_ip_adapter_attention,
-    "SD3IPAdapterJointAttnProcessor2_0": joint_ip_adapter_attention,
-}
+    fallback: str | None
+
+    def recipe_of(self, attn: torch.nn.Module) -> str:
+        """Return the recipe for an attention module, as its mode is."""
+
+    def attend(self, attn: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attend with that recipe; (B, H, N, D) tensors."""
 
 
 # diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. What arrives
-# depends on the family, so SageAttnProcessor shows the parameters of every family met so far.
+# depends on the family, so our processors show the parameters of every family met so far.
 _shown = dict.fromkeys(("self", "attn"))
+_shown_by: list[Callable[..., Any]] = []
+
+
+def show_parameters_of_families(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the signature of `call`, a processor's `__call__`, name the parameters of every family met so far."""
+    _shown_by.append(call)
+    _write_signatures()
+    return call
+
+
+def _write_signatures() -> None:
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _shown]
+    for call in _shown_by:
+        vars(call)["__signature__"] = inspect.Signature(parameters)
 
 
 class Layer:
@@ -75,12 +68,9 @@ class Layer:
         self._show_parameters()
 
     def _show_parameters(self) -> None:
-        from .processor import SageAttnProcessor
-
         if not self.holds_weights and not _shown.keys() >= set(self.parameters):
             _shown.update(dict.fromkeys(self.parameters))
-            parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _shown]
-            vars(SageAttnProcessor.__call__)["__signature__"] = inspect.Signature(parameters)
+            _write_signatures()
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if context parallelism would leave it with the tokens of one process."""
@@ -98,7 +88,7 @@ class Layer:
         self.check_parallel()
         self.original._parallel_config = config
 
-    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -109,14 +99,14 @@ class ExplicitLayer(Layer):
         super().__init__(original, tuple(inspect.signature(function).parameters)[1:])
         self.function = function
 
-    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.function(partial(sage.attend, attn), attn, *args, **kwargs)
 
 
 class AdapterLayer(ExplicitLayer):
     """Attention with an IP-Adapter by one of our own functions, and the adapter's weights."""
 
-    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(sage, attn, self.original, *args, **kwargs)
 
 
@@ -145,7 +135,7 @@ class DispatchLayer(Layer):
         if "_parallel_config" not in type(self.original).__call__.__code__.co_names:
             super().check_parallel()
 
-    def __call__(self, sage: SageAttnProcessor, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         stand_in = _StandIn(self.original, backend)
         return type(self.original).__call__(stand_in, attn, *args, **kwargs)
@@ -180,8 +170,8 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
     if _takes_backend(original):
         return DispatchLayer(original)
     of_diffusers = type(original).__module__.startswith("diffusers.")
-    if of_diffusers and family in EXPLICIT:
-        return ExplicitLayer(original, EXPLICIT[family])
+    if of_diffusers and family in FAMILIES:
+        return ExplicitLayer(original, FAMILIES[family])
     if of_diffusers and family in ADAPTERS:
         return AdapterLayer(original, ADAPTERS[family])
     if isinstance(original, torch.nn.Module):
@@ -191,7 +181,7 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
         )
     else:
         reason = (
-            f"known are {', '.join(EXPLICIT)}, and every processor that lets its attention backend be chosen "
+            f"known are {', '.join(FAMILIES)}, and every processor that lets its attention backend be chosen "
             "(linear attention has no softmax to quantise)"
         )
     raise UnsupportedAttentionError(

@@ -11,12 +11,14 @@ import torch
 from huggingface_hub.utils import logging
 
 from sage_hf.attention import check_fallback, sage_attention
+from sage_hf.attributes import LAYER
 from sage_hf.record import run_in_layer
 from sage_kernels.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve
 from .errors import UnsupportedAttentionError
-from .layers import EXPLICIT, Layer, recognize
+from .families import FAMILIES
+from .layers import Layer, recognize, show_parameters_of_families
 from .skipping import scores_are_skipped
 
 logger = logging.get_logger(__name__)
@@ -67,6 +69,7 @@ class SageAttnProcessor:
         recipe = self.recipe_of(attn)
         return sage_attention(query, key, value, attn_mask, scale=scale, recipe=recipe, fallback=self.fallback)
 
+    @show_parameters_of_families
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Attention of `attn`. All arguments go to what its family computes, which rejects those it does not know."""
         return run_in_layer(attn, self._layer_in(attn), self, attn, *args, **kwargs)
@@ -84,7 +87,7 @@ class SageAttnProcessor:
     def _known_layer(self, attn: torch.nn.Module) -> Layer | None:
         if self._layer is not None:
             return self._layer
-        processor, layer = getattr(attn, "_sage_layer", (None, None))
+        processor, layer = getattr(attn, LAYER, (None, None))
         return layer if processor is self else None
 
     @property
@@ -194,13 +197,13 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     sage, known = sage_of(module), None
     if sage is not None:
         known = sage._known_layer(module)
-    elif "_sage_layer" in vars(module):
-        known = vars(module)["_sage_layer"][1]
+    elif LAYER in vars(module):
+        known = vars(module)[LAYER][1]
     if known is not None and processor is known.original:
-        vars(module).pop("_sage_layer", None)
+        vars(module).pop(LAYER, None)
     elif sage is not None:
         family = type(processor).__name__
-        if family.startswith("Fused") and family in EXPLICIT:
+        if family.startswith("Fused") and family in FAMILIES:
             return module.processor
         if family not in _displacing:
             _displacing.add(family)
@@ -215,7 +218,7 @@ def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Lay
     if processor._layer is not None:
         processor._layer = layer
     else:
-        vars(module)["_sage_layer"] = (processor, layer)
+        vars(module)[LAYER] = (processor, layer)
     return serve(layer.original, processor) if layer.holds_weights else processor
 
 

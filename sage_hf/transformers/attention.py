@@ -7,6 +7,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attention import attend
+from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
@@ -68,11 +69,11 @@ def sage_attention_forward(
         ValueError: a paged cache, or what `sage_hf.sage_attention` refuses.
     """
     name, padding_comes_alone = name_of(recipe, fallback), get_recipe(recipe).backward is not None
-    if getattr(module, "sage_implementation", name) == name:
-        recipe = getattr(module, "sage_recipe", None) or recipe
+    if getattr(module, IMPLEMENTATION, name) == name:
+        recipe = getattr(module, RECIPE, None) or recipe
         if module.training:
-            recipe = getattr(module, "sage_training", None) or recipe
-        fallback = getattr(module, "sage_fallback", None) or fallback
+            recipe = getattr(module, TRAINING, None) or recipe
+        fallback = getattr(module, FALLBACK, None) or fallback
     for_eager = sort_keywords(module, kwargs)
 
     if query.shape[0] != key.shape[0]:

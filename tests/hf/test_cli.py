@@ -11,9 +11,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig
 
 import sage_hf
-from sage_hf import generate as generation
+from sage_hf.app import generate as generation
+from sage_hf.app.cli import main
 from sage_hf.bench import measure
-from sage_hf.cli import main
 from sage_hf.config import SageConfig
 from sage_kernels.recipe import RECIPES
 

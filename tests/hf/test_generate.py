@@ -12,12 +12,12 @@ import tiny_pipelines as tiny
 import torch
 from diffusers import CogVideoXPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
 
-from sage_hf import generate as module
-from sage_hf import video
+from sage_hf.app import generate as module
+from sage_hf.app import video
+from sage_hf.app.generate import GenerateOptions, generate
+from sage_hf.app.report import Report, VideoReport
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.explain import Explanation, LayerRow
-from sage_hf.generate import GenerateOptions, generate
-from sage_hf.report import Report, VideoReport
 from sage_kernels.registry import KernelUnavailableError
 
 

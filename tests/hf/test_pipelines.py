@@ -5,7 +5,7 @@ import tiny_pipelines as tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from sage_hf.pipelines import generation_defaults, load_pipeline, pick_device
+from sage_hf.app.pipelines import generation_defaults, load_pipeline, pick_device
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import tiny_pipelines as tiny
 
-from sage_hf import progress
+from sage_hf.app import progress
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,7 @@ import imageio.v3 as imageio
 import numpy as np
 import pytest
 
-from sage_hf import video
+from sage_hf.app import video
 
 RED, BLUE = (200, 30, 30), (30, 30, 200)
 

@@ -7,18 +7,19 @@ import families
 import torch
 from families import Family, run
 
-from sage_hf.diffusers import SageAttnProcessor, joint, layers
+from sage_hf.diffusers import SageAttnProcessor
+from sage_hf.diffusers.families import FAMILIES
 
 ADDING = (Path(__file__).parents[3] / "docs/adding.md").read_text()
+PACKAGE = "sage_hf.diffusers.families"
 
 
 def test_the_family_that_the_page_adds_equals_the_original_to_the_bit(monkeypatch):
-    (block,) = re.findall(r"```python\n# sage_hf/diffusers/joint\.py\n(.*?)```", ADDING, re.DOTALL)
-    function, entry, case = re.split(r"\n+# [^\n]*\n", block)
-    scope = dict(vars(joint))
-    exec(function, scope)
-    (name, added), *_ = eval(f"{{{entry}}}", scope).items()
-    monkeypatch.setitem(layers.EXPLICIT, name, added)
+    (block,) = re.findall(r"```python\n# sage_hf/diffusers/families/aura_flow\.py\n(.*?)```", ADDING, re.DOTALL)
+    source, case = re.split(r"\n+# tests/hf/diffusers/families.py[^\n]*\n", block)
+    monkeypatch.setitem(FAMILIES, "AuraFlowAttnProcessor2_0", None)
+    del FAMILIES["AuraFlowAttnProcessor2_0"]  # until the test ends
+    exec(source, {"__name__": f"{PACKAGE}.aura_flow", "__package__": PACKAGE})
     ((family,),) = (eval(f"({case})", dict(vars(families))),)
 
     assert isinstance(family, Family)

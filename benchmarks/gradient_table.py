@@ -1,7 +1,7 @@
 """What each choice in the recipes with gradients is worth: errors of O, dQ, dK, dV against float64 attention.
 
-python kernels/benchmarks/gradient_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
-kernels/benchmarks/results/cpu-gradient_table.json
+python benchmarks/gradient_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
+benchmarks/results/cpu-gradient_table.json
 
 All tensors are bfloat16. dO is Gaussian where tensors are drawn; on trained models it is what the layer gets: of the
 video model from a Gaussian gradient of its output, of the language model from its loss.

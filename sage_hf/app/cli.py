@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 import sage_hf
+from sage_hf.app.generate import DTYPES, GenerateOptions, format_outcome, generate
+from sage_hf.app.pipelines import pick_device
+from sage_hf.app.planning import nominal_request, plan
+from sage_hf.app.report import device_name, package_versions, text_table
 from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
 from sage_hf.config import SageConfig
-from sage_hf.generate import DTYPES, GenerateOptions, format_outcome, generate
-from sage_hf.pipelines import pick_device
-from sage_hf.planning import nominal_request, plan
-from sage_hf.report import device_name, package_versions, text_table
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
 

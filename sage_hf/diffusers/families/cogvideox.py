@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+from .registry import computes
 
 
+@computes("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
 def cogvideox_attention(
     attend: Attend,
     attn: AttentionModule,
@@ -43,6 +45,7 @@ def cogvideox_attention(
     return video, text
 
 
+@computes("CogView4AttnProcessor")
 def cogview4_attention(
     attend: Attend,
     attn: AttentionModule,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from .layout import Attend, AttentionModule, merge_heads, project_out, split_heads
+from .registry import computes
 
 
+@computes("CosmosAttnProcessor2_0")
 def cosmos_attention(
     attend: Attend,
     attn: AttentionModule,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_hf import record
-from sage_hf.metrics import ErrorSums, TensorErrors
+from sage_hf.app.metrics import ErrorSums, TensorErrors
 from sage_hf.targets import find_targets
 from sage_kernels import exact
 

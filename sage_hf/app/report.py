@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from sage_hf.app.files import replacing
+from sage_hf.app.layer_errors import LayerErrors
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation
-from sage_hf.files import replacing
-from sage_hf.layer_errors import LayerErrors
 
 PACKAGES = ("sage-hf", "triton", "diffusers", "transformers", "accelerate")
 

@@ -1,7 +1,7 @@
 """Forward attention: our recipes beside SDPA, cuDNN, FA3 and the authors' SageAttention, on this machine's GPU.
 
-python kernels/benchmarks/forward.py --output kernels/benchmarks/results
-python kernels/benchmarks/forward.py --render kernels/benchmarks/results/nvidia-h200-forward.json
+python benchmarks/forward.py --output benchmarks/results
+python benchmarks/forward.py --render benchmarks/results/nvidia-h200-forward.json
 
 The first measures and writes <gpu>-forward.json and .png, as `sage-hf bench` does on a user's GPU. The second draws
 the plot of a JSON again and prints the README's table.

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_hf.app.pipelines import folder_or_name
 from sage_hf.apply import apply
 from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
-from sage_hf.pipelines import folder_or_name
 from sage_hf.schedule import timestep_argument
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.recipe import get_recipe

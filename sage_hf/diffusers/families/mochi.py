@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layout import Attend, AttentionModule, project_out
+from .registry import computes
 
 
 def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -13,6 +14,7 @@ def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
     return torch.stack(rotated, dim=-1).flatten(-2)
 
 
+@computes("MochiAttnProcessor2_0")
 def mochi_attention(
     attend: Attend,
     attn: AttentionModule,

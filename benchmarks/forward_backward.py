@@ -1,7 +1,7 @@
 """Attention forward and backward: our recipes with gradients beside SDPA, cuDNN and FA3, on this machine's GPU.
 
-python kernels/benchmarks/forward_backward.py --output kernels/benchmarks/results
-python kernels/benchmarks/forward_backward.py --render kernels/benchmarks/results/nvidia-h200-forward_backward.json
+python benchmarks/forward_backward.py --output benchmarks/results
+python benchmarks/forward_backward.py --render benchmarks/results/nvidia-h200-forward_backward.json
 
 The first measures and writes <gpu>-forward_backward.json and .png, as `sage-hf bench --training` does on a user's GPU.
 The second draws the plot of a JSON again and prints the README's tables.

@@ -1,6 +1,6 @@
 """What each choice in the FP4 and INT8 recipes is worth: relative L1 error of the output against float64 attention.
 
-python kernels/benchmarks/error_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
+python benchmarks/error_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
 results/error_table.json
 """
 

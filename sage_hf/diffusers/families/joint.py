@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, split_heads
+from .registry import computes
 
 
 def project_sample(
@@ -60,6 +61,7 @@ def attend_jointly(
     return states, encoder_states if attn.context_pre_only else attn.to_add_out(encoder_states)
 
 
+@computes("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
 def joint_attention(
     attend: Attend,
     attn: AttentionModule,
@@ -79,6 +81,7 @@ def joint_attention(
     return states if encoder_states is None else (states, encoder_states)
 
 
+@computes("EasyAnimateAttnProcessor2_0")
 def easyanimate_attention(
     attend: Attend,
     attn: AttentionModule,
@@ -112,6 +115,7 @@ def easyanimate_attention(
     return hidden_states, encoder_hidden_states
 
 
+@computes("HunyuanVideoAttnProcessor2_0")
 def hunyuan_video_attention(
     attend: Attend,
     attn: AttentionModule,

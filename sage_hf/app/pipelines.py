@@ -16,7 +16,7 @@ from torch import nn
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-TINY_VIDEO = Path(__file__).resolve().parent.parent / "examples" / "tiny_video"
+TINY_VIDEO = Path(__file__).resolve().parents[2] / "examples" / "tiny_video"
 """The small trained pipeline of a checkout; a wheel does not hold it."""
 
 

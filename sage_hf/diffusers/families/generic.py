@@ -7,8 +7,10 @@ import math
 import torch
 
 from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+from .registry import computes
 
 
+@computes("AttnProcessor2_0", "AllegroAttnProcessor2_0", "FusedAttnProcessor2_0")
 def generic_attention(
     attend: Attend,
     attn: AttentionModule,
@@ -60,6 +62,7 @@ def generic_attention(
     return states / attn.rescale_output_factor
 
 
+@computes("Lumina2AttnProcessor2_0")
 def lumina2_attention(
     attend: Attend,
     attn: AttentionModule,

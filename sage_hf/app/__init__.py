@@ -1,0 +1,1 @@
+"""The application: the command line, rendering, reports; what a model calls does not import it."""

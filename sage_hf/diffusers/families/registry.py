@@ -1,0 +1,38 @@
+"""Our counterparts of diffusers' processors that do not let their attention backend be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Attention = TypeVar("Attention", bound=Callable[..., Any])
+
+FAMILIES: dict[str, Callable[..., Any]] = {}
+"""Class name of diffusers' processor -> function(attend, attn, …), which takes the arguments of its `__call__`."""
+ADAPTERS: dict[str, Callable[..., Any]] = {}
+"""The same for processors with weights of their own, IP-Adapters: function(attend, attn, adapter, …)."""
+
+
+def computes(*processors: str) -> Callable[[Attention], Attention]:
+    """Register a function as what diffusers' processors of these class names compute.
+
+    Raises:
+        ValueError: one of them has a function already.
+    """
+    return _into(FAMILIES, processors)
+
+
+def computes_adapter(*processors: str) -> Callable[[Attention], Attention]:
+    """Register a function as what diffusers' IP-Adapter processors of these class names compute; see `computes`."""
+    return _into(ADAPTERS, processors)
+
+
+def _into(table: dict[str, Callable[..., Any]], names: tuple[str, ...]) -> Callable[[Attention], Attention]:
+    if known := [name for name in names if name in FAMILIES or name in ADAPTERS]:
+        raise ValueError(f"{known[0]} has a function already")
+
+    def register(function: Attention) -> Attention:
+        table.update(dict.fromkeys(names, function))
+        return function
+
+    return register
