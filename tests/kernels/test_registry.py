@@ -191,7 +191,7 @@ def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_
     add_kernel("both", "sage2", trains=True)
     plan = select(replace(GPU, recipe="sage2", grad=True))
     assert plan.kernel == "sdpa" and "sage2" in plan.reason and "gradients" in plan.reason
-    with pytest.raises(KernelUnavailableError, match="sage2.*gradients"):
+    with pytest.raises(KernelUnavailableError, match=r"sage2.*gradients"):
         select(replace(GPU, recipe="sage2", grad=True), "error")
 
 
