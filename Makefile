@@ -33,7 +33,7 @@ test: lint types
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run --Werror kernels/sage_kernels/cuda/*.cu kernels/sage_kernels/cuda/*.cuh
+	$(BIN)/clang-format --dry-run --Werror kernels/sage_kernels/cuda/src/*.cu kernels/sage_kernels/cuda/include/*.cuh
 
 types: setup
 	$(BIN)/mypy

@@ -111,6 +111,7 @@ class Packer:
                 end = start + field.offset + field.type.size
                 self._fields.append(replace(field, path=f"{name}.{field.path}".rstrip(".")))
         self._struct = struct.Struct(format + f"{ends[-1] - end}x")
+        # The values behind the class: of one name alone, attrgetter would return no tuple.
         self._values = attrgetter("__class__", *(field.path for field in self._fields))
         self._pointers = [(place, field) for place, field in enumerate(self._fields) if field.type.is_pointer]
 
@@ -121,9 +122,9 @@ class Packer:
             TypeError: the parameters are another dataclass's.
             ValueError: a tensor of another device, a number that its field cannot hold.
         """
-        given, *values = self._values(parameters)
-        if given is not self.parameters:
-            raise TypeError(f"{self.parameters} is needed, was given {given}")
+        if parameters.__class__ is not self.parameters:
+            raise TypeError(f"{self.parameters} is needed, was given {parameters.__class__}")
+        _, *values = self._values(parameters)
         for place, field in self._pointers:
             tensor = values[place]
             if tensor is None:
@@ -169,7 +170,7 @@ def header(parameters: Mapping[str, type]) -> str:
         names = []
         for name, member in members(described).items():
             _declare(member, structs)
-            names.append(f"const __grid_constant__ {_name(member)} {name}")
+            names.append(f"__grid_constant__ {_name(member)} const {name}")
         macros += f"#define {kernel.upper()}_PARAMETERS {', '.join(names)}\n"
     return "\n".join(("#pragma once", '#include "tma.cuh"\n', *structs.values(), macros))
 
