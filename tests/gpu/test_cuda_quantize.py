@@ -7,10 +7,12 @@ import pytest
 import torch
 from layouts import lay_out
 
+from sage_kernels.call import Call
 from sage_kernels.cuda import compiler, quantize
-from sage_kernels.layout import Sequences
+from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import RECIPES
-from sage_kernels.triton import int8_forward
+from sage_kernels.triton.quantize.int8 import quantize_int8_operands
 
 pytestmark = [
     pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
@@ -39,13 +41,13 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
 
 
 def triton_operands(query, key, value, pv="fp8", return_lse=False):
-    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    return int8_forward.quantize_operands(query, key, value, RECIPE_OF_PV[pv], *lengths, None, return_lse)
+    return quantize_int8_operands(Call(query, key, value, RECIPE_OF_PV[pv], return_lse=return_lse), None)
 
 
-def quantized(inputs, pv="fp8", **call):
-    assert quantize.serves(*inputs)
-    return quantize.quantize_operands(*inputs, pv=pv, **call)
+def quantized(inputs, pv="fp8", return_lse=False, **options):
+    call = Call(*inputs, RECIPE_OF_PV[pv], return_lse=return_lse)
+    assert HopperQuantizer().unsupported(request_of(call)) == ""
+    return quantize.quantize_operands(call, **options)
 
 
 def differing(actual, expected):
@@ -95,7 +97,8 @@ def test_operands_are_those_of_triton(case, pv, device, monkeypatch):
             x[0, 0, :, 11] = torch.nan
         inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
     return_lse = choose.random() < 0.5
-    monkeypatch.setattr(quantize, "EARLY", choose.choice((0, 1, 7, quantize.EARLY, 10**6)))
+    leading = choose.choice((0, 1, 7, quantize.LEADING_QUERY_BLOCKS, 10**6))
+    monkeypatch.setattr(quantize, "LEADING_QUERY_BLOCKS", leading)
     actual, expected = quantized(inputs, pv, return_lse=return_lse), triton_operands(*inputs, pv, return_lse)
     assert differing(actual, expected) == []
     assert (actual.mean_score is not None) == return_lse
