@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # One thread a process: the tests run in parallel processes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint types test-oldest wheel clean
+.PHONY: setup demo test audit lint types test-oldest wheel clean
 
 setup: $(VENV)/ready
 
@@ -27,8 +27,12 @@ demo: setup
 	$(BIN)/python examples/generate_video.py --compare --output demo_output
 
 test: lint types
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not audit"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n auto
+
+# What the kernels compile to, on every architecture.
+audit: setup
+	$(BIN)/python -m pytest -n auto -m audit
 
 lint: setup
 	$(BIN)/ruff check

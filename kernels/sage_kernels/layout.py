@@ -17,6 +17,8 @@ MIN_CHANNELS = 32
 """Channels of an INT8 operand at least: as deep as one INT8 matrix instruction."""
 ALIGNMENT = 16
 """Bytes at whose multiples 128-bit loads and the tensor memory accelerator begin."""
+MAX_GRID = 65535
+"""Programs along the second and third axis of a launch at most."""
 
 
 def ceil_div(a: int, b: int) -> int:

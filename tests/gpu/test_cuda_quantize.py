@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import lay_out
 
-from sage_kernels.call import Call
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch import request_of
-from sage_kernels.recipe import RECIPES
-from sage_kernels.triton.quantize.int8 import quantize_int8_operands
+from tests.helpers import triton_calls
+from tests.helpers.layouts import lay_out
 
 pytestmark = [
     pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
@@ -20,7 +18,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-RECIPE_OF_PV = {"fp8": RECIPES["sage2"], "fp16": RECIPES["sage1"]}
+RECIPE_OF_PV = {"fp8": "sage2", "fp16": "sage1"}
 OPERANDS = ("query", "query_scale", "key", "key_scale", "value", "value_scale", "value_mean")
 LAYOUTS = ("contiguous", "tokens first", "packed", "one head for all")
 FULL_SIZES = [(4, 32, 4096, 128), (4, 32, 4096, 64), (2, 32, 16_384, 128), (1, 24, 119_056, 128)]
@@ -41,13 +39,13 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
 
 
 def triton_operands(query, key, value, pv="fp8", return_lse=False):
-    return quantize_int8_operands(Call(query, key, value, RECIPE_OF_PV[pv], return_lse=return_lse), None)
+    return triton_calls.quantize(triton_calls.new_call(query, key, value, RECIPE_OF_PV[pv], return_lse=return_lse))
 
 
-def quantized(inputs, pv="fp8", return_lse=False, **options):
-    call = Call(*inputs, RECIPE_OF_PV[pv], return_lse=return_lse)
+def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
+    call = triton_calls.new_call(*inputs, RECIPE_OF_PV[pv], return_lse=return_lse)
     assert HopperQuantizer().unsupported(request_of(call)) == ""
-    return quantize.quantize_operands(call, **options)
+    return quantize.quantize_operands(call, leaves_query=leaves_query)
 
 
 def differing(actual, expected):

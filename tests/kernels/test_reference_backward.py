@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gradients import BWD, BWD_INT8, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names, relative_l1
 
 from sage_kernels import exact
 from sage_kernels.layout import Lengths
 from sage_kernels.reference import backward as subject
+from tests.helpers.gradients import BWD, BWD_INT8, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names, relative_l1
 
 
 @names
@@ -244,8 +244,8 @@ def test_chunks_of_rows_do_not_change_the_result(recipe, monkeypatch):
 
 MEMORY_PROBE = """
 import resource, torch
-from sage_kernels import reference_backward
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import backward as reference_backward
 def run(tokens):
     query, key, value, gradient = (torch.randn(1, 4, tokens, 32) for _ in range(4))
     recipe = RECIPES["sage_bwd_int8"]
