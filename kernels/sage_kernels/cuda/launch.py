@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Source:
         """Return why the machine code cannot be had, compiled now or from the cache; "" when it can."""
         return compiler.why_not(self.file, self.macros, arch, self._generated)
 
-    @property
+    @cached_property
     def _generated(self) -> dict[str, str]:
         return {HEADER: header(self.parameters)}
 

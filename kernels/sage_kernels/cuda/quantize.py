@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -115,7 +116,7 @@ def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> tup
         "STATISTICS_THREADS": statistics_threads,
         "QUANTIZE_THREADS": THREADS,
         "LARGEST_E4M3": E4M3_MAX,
-        "FLOAT16_HEADROOM": FP16_HEADROOM,
+        "HEADROOM_EXPONENT": int(math.log2(FP16_HEADROOM)),
         "MIN_MEAN": MIN_MEAN,
         "ERROR_STEP": ERROR_STEP,
         "LARGEST_MOVE": LARGEST_MOVE,

@@ -19,16 +19,12 @@
 #include "wgmma.cuh"
 
 static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "WARPGROUPS that attend must be 2 or 3: registers are shared out so");
-static_assert(THREADS == 128 * (WARPGROUPS + 1),
-              "THREADS of a block must be 128 for each warpgroup that attends, and "
-              "128 that bring tiles");
+static_assert(THREADS == 128 * (WARPGROUPS + 1), "THREADS must be those of WARPGROUPS, and of one that brings tiles");
 static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, those of a matrix instruction");
 static_assert(BLOCK_N == 96 || BLOCK_N == 128, "BLOCK_N keys of a tile must be 96 or 128: see INT8_PRODUCT");
 static_assert(STAGES == 2, "STAGES must be 2: steps of even and odd tiles name their stages");
 static_assert(KEY_BLOCK == 64 && KEYS_PER_SCALE == 16,
               "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: a thread has 16 of a row's scores with 64 keys");
-static_assert(LARGEST_P_LOG2 == (PV_FLOAT16 ? 15.0f : 8.807354922057604f),
-              "LARGEST_P_LOG2 must be 15 in float16, and that of 448 in e4m3");
 static_assert(LINE_BYTES == 128, "LINE_BYTES of V in float16 and of the output must be 128, the widest swizzle");
 static_assert((VALUE_WIDTH == 128 || VALUE_WIDTH == 32) && BLOCK_N % VALUE_WIDTH == 0,
               "VALUE_WIDTH keys of V in e4m3, side by side in shared memory, must be 128 or 32, and divide a tile");
@@ -51,8 +47,7 @@ constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
-constexpr int SUMS_BYTES =
-    WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: its sums, or its outputs
+constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
 static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES,
               "SHARED_BYTES must be those of the stages of Q, K and V, and of the sums");
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
@@ -66,6 +61,8 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
 constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = LARGEST_P_LOG2 - SLACK;
+static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
+              "LARGEST_P_LOG2 must be above SLACK, and within the format of P");
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];

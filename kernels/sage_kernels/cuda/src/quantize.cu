@@ -20,7 +20,7 @@ static_assert(SHARERS == 8,
 static_assert(VALUE_CHANNELS == 64, "VALUE_CHANNELS of V in e4m3 must be 64: 8 for each of the 8 threads of a row");
 static_assert(STATISTICS_THREADS == CHANNELS, "STATISTICS_THREADS must be CHANNELS: one for each");
 static_assert(QUANTIZE_THREADS == 128, "QUANTIZE_THREADS must be 128: 4 warps");
-static_assert(FLOAT16_HEADROOM == 32768.0, "FLOAT16_HEADROOM of V in float16 must be 2 to the power of 15");
+static_assert(HEADROOM_EXPONENT > 0 && HEADROOM_EXPONENT <= 15, "HEADROOM_EXPONENT of V in float16 must be 1 to 15");
 static_assert(LARGEST_E4M3 == 448.0, "LARGEST_E4M3 must be 448");
 static_assert(MIN_MEAN > 0.0 && MIN_MEAN < 1.0, "MIN_MEAN must be a fraction of the largest distance from the mean");
 static_assert(ERROR_STEP == 1.0 / 32.0, "ERROR_STEP must be 1/32, the distance of float16 numbers around 48");
@@ -32,7 +32,6 @@ ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
 
 constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
 constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
-constexpr int HEADROOM_EXPONENT = 15;
 constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
                  LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
 
@@ -396,7 +395,7 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
 DEVICE float exp2_of_integer(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
 // Scale HALF_BLOCK tokens of V of one pair in float16, 16 consecutive ones a warp: divide them by the least power of
-// two, within 2^±126, that brings the largest finite magnitude within FLOAT16_HEADROOM.
+// two, within 2^±126, that brings the largest finite magnitude within 2^HEADROOM_EXPONENT.
 template <bool WHOLE>
 DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
