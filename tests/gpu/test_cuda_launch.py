@@ -2,53 +2,50 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated
 
 import pytest
 import torch
 
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda import launch as jit
+from sage_kernels.cuda.launch import Kernel, Source
+from sage_kernels.cuda.launch import launch as launch_kernel
+from sage_kernels.cuda.parameters import Bytes, ConstFloats, CType, Float, Int, Int64, Map
+from sage_kernels.cuda.tensor_map import tensor_map
 
-pytestmark = pytest.mark.skipif(bool(jit.why_not()), reason=jit.why_not())
+pytestmark = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 
 SOURCE = "kernels.cu"
 KERNELS = """
-typedef unsigned long long uint64;
-typedef unsigned char byte;
+#include "parameters.cuh"
 
-extern "C" __global__ void add(int* x, int value) { x[threadIdx.x] += value * TIMES; }
+extern "C" __global__ void add(ADD_PARAMETERS) { x[threadIdx.x] += value * TIMES; }
 
-struct Arguments { const void* pointer; const void* null; uint64 wide; int narrow; float real; };
-extern "C" __global__ void arguments(
-    Arguments* out, const void* pointer, const void* null, int narrow, long long wide, float real) {
-  *out = {pointer, null, (uint64)wide, narrow, real};
-}
-extern "C" __global__ void structure(Arguments* out, const __grid_constant__ Arguments given, int more) {
-  *out = given;
-  out->narrow += more;
+extern "C" __global__ void copy(COPY_PARAMETERS) {
+  Given* copied = reinterpret_cast<Given*>(out);
+  *copied = given;
+  copied->narrow += more;
 }
 
-extern "C" __global__ void visit(int* visits) {
-  int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-  atomicAdd(visits + block * blockDim.x * blockDim.y * blockDim.z + thread, 1);
-}
+extern "C" __global__ void visit(VISIT_PARAMETERS) { atomicAdd(x + blockIdx.x * blockDim.x + threadIdx.x, 1); }
 
-extern "C" __global__ void last_byte(byte* out, int bytes) {
-  extern __shared__ byte memory[];
+extern "C" __global__ void unlike(int* x, int64 value) {}
+
+extern "C" __global__ void last_byte(LAST_BYTE_PARAMETERS) {
+  extern __shared__ uint8 memory[];
   memory[bytes - 1] = 7;
   __syncthreads();
   *out = memory[bytes - 1];
 }
 
 #if HOPPER
-struct __align__(64) Map { uint64 words[16]; };
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-extern "C" __global__ void read_box(
-    const __grid_constant__ Map map, byte* out, int bytes, int c0, int c1, int c2, int c3, int c4) {
-  extern __shared__ __align__(1024) byte box[];
+extern "C" __global__ void read_box(READ_BOX_PARAMETERS) {
+  extern __shared__ __align__(1024) uint8 box[];
   unsigned to = (unsigned)__cvta_generic_to_shared(box), barrier = to + bytes;
   if (to % 1024) __trap();  // swizzles follow the address
   if (threadIdx.x == 0) {
@@ -66,20 +63,90 @@ extern "C" __global__ void read_box(
   for (int i = threadIdx.x; i < bytes; i += blockDim.x) out[i] = box[i];
 }
 
-extern "C" __global__ void produce(volatile int* flag) {
+extern "C" __global__ void produce(PRODUCE_PARAMETERS) {
   asm volatile("griddepcontrol.launch_dependents;");
   for (long long start = clock64(); clock64() - start < 100000000;) {}
-  *flag = 1;
+  *static_cast<volatile int*>(flag) = 1;
 }
 
-extern "C" __global__ void consume(volatile int* flag, int* seen) {
-  seen[0] = *flag;
+extern "C" __global__ void consume(CONSUME_PARAMETERS) {
+  seen[0] = *static_cast<volatile int*>(flag);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  seen[1] = *flag;
+  seen[1] = *static_cast<volatile int*>(flag);
 }
 #endif
 """
 SLEEP = 100_000_000  # clocks
+Ints = Annotated[torch.Tensor | None, CType("int*", "Q", 8)]
+
+
+@dataclass(slots=True)
+class Add:
+    x: Ints
+    value: Int
+
+
+@dataclass(slots=True)
+class Given:
+    """Of 40 bytes, some of which hold nothing."""
+
+    narrow: Int
+    pointer: ConstFloats
+    null: ConstFloats
+    real: Float
+    wide: Int64
+
+
+@dataclass(slots=True)
+class Copy:
+    out: Bytes
+    given: Given
+    more: Int
+
+
+@dataclass(slots=True)
+class Visit:
+    x: Ints
+
+
+@dataclass(slots=True)
+class LastByte:
+    out: Bytes
+    bytes: Int
+
+
+@dataclass(slots=True)
+class ReadBox:
+    map: Map
+    out: Bytes
+    bytes: Int
+    c0: Int
+    c1: Int
+    c2: Int
+    c3: Int
+    c4: Int
+
+
+@dataclass(slots=True)
+class Produce:
+    flag: Ints
+
+
+@dataclass(slots=True)
+class Consume:
+    flag: Ints
+    seen: Ints
+
+
+PARAMETERS = {
+    "add": Add,
+    "copy": Copy,
+    "visit": Visit,
+    "last_byte": LastByte,
+    "read_box": ReadBox,
+    "produce": Produce,
+    "consume": Consume,
+}
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -100,42 +167,51 @@ def hopper(device: torch.device) -> None:
         pytest.skip("needs a tensor memory accelerator")
 
 
+@cache
+def source(macros: tuple[tuple[str, int | str], ...]) -> Source:
+    return Source(SOURCE, PARAMETERS, dict(macros))
+
+
+@cache
+def kernel(name: str, threads: int, shared_bytes: int, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
+    return Kernel(source(macros), name, threads, shared_bytes)
+
+
 def launch(
-    kernel: str, *args, grid=(1,), block=(1,), shared_bytes=0, device=None, dependent=False, **macros: int | str
+    name: str, *args, blocks=1, threads=1, shared_bytes=0, device=None, dependent=False, **macros: int | str
 ) -> None:
     device = args[-1].device if device is None else device
     macros = {"TIMES": 1, "HOPPER": 0, **macros}
-    jit.launch(SOURCE, kernel, macros, grid, block, shared_bytes, args, device, dependent=dependent)
+    launched = kernel(name, threads, shared_bytes, tuple(macros.items()))
+    launch_kernel(launched, blocks, PARAMETERS[name](*args), device, dependent=dependent)
 
 
 def add(x: torch.Tensor, value: int = 1, **macros: int | str) -> None:
-    launch("add", x, value, block=(x.numel(),), device=x.device, **macros)
+    launch("add", x, value, threads=x.numel(), device=x.device, **macros)
 
 
-@pytest.mark.parametrize("kernel", ["arguments", "structure"])
-def test_a_kernel_gets_its_arguments(kernel, device):
+def test_a_kernel_gets_its_parameters(device):
     x = torch.zeros(4, device=device)
-    out = torch.zeros(32, dtype=torch.uint8, device=device)
-    if kernel == "arguments":
-        launch(kernel, out, x[1:], None, -5, jit.Int64(-(2**40)), 0.1, device=device)
-    else:
-        launch(kernel, out, (x[1:], None, jit.Int64(-(2**40)), -8, 0.1), 3, device=device)
-    assert out[:24].view(torch.int64).tolist() == [x.data_ptr() + 4, 0, -(2**40)]
-    assert out[24:28].view(torch.int32).item() == -5
-    assert torch.equal(out[28:].view(torch.float32).cpu(), torch.tensor([0.1]))
+    out = torch.zeros(40, dtype=torch.uint8, device=device)
+    given = Given(narrow=-8, pointer=x[1:], null=None, real=0.1, wide=-(2**40))
+    launch("copy", out, given, 3, device=device)
+    assert out[:4].view(torch.int32).item() == -5
+    assert out[8:24].view(torch.int64).tolist() == [x.data_ptr() + 4, 0]
+    assert torch.equal(out[24:28].view(torch.float32).cpu(), torch.tensor([0.1]))
+    assert out[32:].view(torch.int64).item() == -(2**40)
 
 
-@pytest.mark.parametrize(("grid", "block"), [((3,), (5,)), ((2, 3), (4, 5)), ((2, 3, 4), (5, 6, 7))])
-def test_every_thread_of_every_block_runs_once(grid, block, device):
-    threads = torch.Size(grid).numel() * torch.Size(block).numel()
-    visits = torch.zeros(threads + 1, dtype=torch.int32, device=device)
-    launch("visit", visits, grid=grid, block=block)
-    assert visits.tolist() == [1] * threads + [0]
+@pytest.mark.parametrize(("blocks", "threads"), [(3, 5), (70_000, 32)])
+def test_every_thread_of_every_block_runs_once(blocks, threads, device):
+    visits = torch.zeros(blocks * threads + 1, dtype=torch.int32, device=device)
+    launch("visit", visits, blocks=blocks, threads=threads)
+    assert (visits[:-1] == 1).all()
+    assert visits[-1].item() == 0
 
 
 def test_no_blocks_run_nothing(device):
     visits = torch.zeros(1, dtype=torch.int32, device=device)
-    launch("visit", visits, grid=(2, 0))
+    launch("visit", visits, blocks=0)
     assert visits.item() == 0
 
 
@@ -192,7 +268,7 @@ def test_each_device_has_its_own_kernel_and_the_current_device_stays():
         add(x)
     assert torch.cuda.current_device() == 0
     assert [x.tolist() for x in tensors] == [[1] * 32] * 3
-    with pytest.raises(ValueError, match="runs on cuda:0, but argument 0 is on cuda:1"):
+    with pytest.raises(ValueError, match="x is on cuda:1, but the kernel runs on cuda:0"):
         launch("add", tensors[0], 1, device=torch.device("cuda:0"))
 
 
@@ -232,8 +308,8 @@ def read_box(x: torch.Tensor, box: tuple[int, ...], swizzle: int, start: tuple[i
     coordinates = [*reversed(start), *[0] * (5 - rank)]
     names = ", ".join(f"%{3 + axis}" for axis in range(rank))
     launch(
-        *("read_box", jit.tensor_map(x, box, swizzle), out, out.numel(), *coordinates),
-        block=(128,),
+        *("read_box", tensor_map(x, box, swizzle), out, out.numel(), *coordinates),
+        threads=128,
         shared_bytes=out.numel() + 8,
         device=x.device,
         HOPPER=1,
@@ -301,28 +377,31 @@ def test_tma_reads_tensors_of_each_device(hopper):
 
 def test_a_box_that_tma_cannot_read_is_refused(device, hopper):
     with pytest.raises(ValueError, match=r"box \(257, 16\).*CUDA_ERROR_INVALID_VALUE"):
-        jit.tensor_map(torch.zeros(512, 16, dtype=torch.int8, device=device), (257, 16), 0)
+        tensor_map(torch.zeros(512, 16, dtype=torch.int8, device=device), (257, 16), 0)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kernel": "absent"}, RuntimeError, "absent of kernels.cu.*CUDA_ERROR_NOT_FOUND"),
-        ({"args": ()}, TypeError, r"add of kernels.cu has parameters of \(8, 4\) bytes, was given \(\)"),
-        ({"args": (1, 1)}, TypeError, r"\(8, 4\) bytes, was given \(4, 4\)"),
-        ({"args": (torch.zeros(1), 1)}, ValueError, "argument 0 is on cpu"),
-        ({"block": (2048,)}, RuntimeError, r"add of kernels.cu: .*block \(2048,\).*CUDA_ERROR_INVALID_VALUE"),
-        ({"shared_bytes": 2**20}, RuntimeError, r"add of kernels.cu: .*1048576 bytes.*CUDA_ERROR_INVALID_VALUE"),
-        ({"grid": (1, 1, 1, 1)}, ValueError, "values to unpack"),
-        ({"macros": {}}, jit.CompileError, "TIMES"),
+        ({"name": "absent"}, RuntimeError, r"absent of kernels\.cu.*CUDA_ERROR_NOT_FOUND"),
+        ({"name": "unlike"}, TypeError, r"unlike of kernels\.cu has parameters of \[8, 8\] .*the host packs \[8, 4\]"),
+        ({"given": Visit(None)}, TypeError, r"Add.* is needed, was given .*Visit"),
+        ({"given": Add(torch.zeros(1), 1)}, ValueError, "x is on cpu"),
+        ({"threads": 2048}, RuntimeError, r"add of kernels\.cu: 1 blocks of 2048 threads.*CUDA_ERROR_INVALID_VALUE"),
+        ({"shared_bytes": 2**20}, RuntimeError, r"add of kernels\.cu: .*1048576 bytes.*CUDA_ERROR_INVALID_VALUE"),
+        ({"macros": {}}, compiler.CompileError, "TIMES"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_a_wrong_launch_is_an_error_that_leaves_the_gpu_usable(change, error, message, device):
     x = torch.zeros(1, dtype=torch.int32, device=device)
-    call = {"kernel": "add", "macros": {"TIMES": 1, "HOPPER": 0}, "grid": (1,), "block": (1,), "shared_bytes": 0}
-    call |= {"source": SOURCE, "args": (x, 1), "device": device}
+    macros, right = {"TIMES": 1, "HOPPER": 0}, Add(x, 1)
+
+    def run(name="add", given=right, threads=1, shared_bytes=0, macros=macros):
+        described = {**PARAMETERS, name: Add}
+        launch_kernel(Kernel(Source(SOURCE, described, macros), name, threads, shared_bytes), 1, given, device)
+
     with pytest.raises(error, match=message):
-        jit.launch(**{**call, **change})
-    jit.launch(**call)
+        run(**change)
+    run()
     assert x.item() == 1

@@ -5,13 +5,19 @@ import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
-from sage_kernels.cuda import compiler, int8_forward
+from sage_kernels.call import Call, Mask
+from sage_kernels.cuda import compiler, int8_forward, quantize
+from sage_kernels.cuda.parameters import NO_TENSOR_MAP
+from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
+from sage_kernels.operands import KeyPadding
+from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, select
 
 # Of `Config.of`: head_dim, format of P·V and kv_len.
@@ -45,7 +51,7 @@ def test_int8_forward_overlaps_its_matrix_products(
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, _ = size
     config = int8_forward.Config.of(*size, is_causal, padded)
-    cubin = compiler.compile(int8_forward.SOURCE, config.macros(is_causal, return_lse, dtype, quantizes_query))
+    cubin = int8_forward.kernel(config, is_causal, return_lse, dtype, quantizes_query).source.compile()
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
     assert f"Used {168 if config.warpgroups == 2 else 128} registers" in cubin.log
@@ -122,3 +128,87 @@ def test_int8_forward_says_what_it_lacks(monkeypatch):
     select.cache_clear()
     assert plan.kernel == "int8_forward"
     assert ("sage2 by int8_forward_hopper", "no NVRTC here") in plan.passed_over
+
+
+@pytest.fixture
+def forbidden(tmp_path, monkeypatch):
+    """Return a function that forbids compiling, with an empty cache so far."""
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_compile", lambda program: compiler.Cubin(b"", str(program)))
+    monkeypatch.setattr(compiler, "_outdated", lambda nvrtc: "")
+    select.cache_clear()
+
+    def forbid():
+        monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
+        monkeypatch.setattr(compiler, "_missing", lambda: "no NVRTC here")
+        select.cache_clear()
+
+    yield forbid
+    select.cache_clear()
+
+
+class OtherQuantizer(HopperQuantizer):
+    """Stands for the Triton quantiser, which needs a GPU: what its operands hold does not matter here."""
+
+    name = "int8_quantize"
+
+    def quantize(self, call, valid=None):
+        return quantize.quantize_operands(call)
+
+    def read_padding(self, valid):
+        return KeyPadding(valid, torch.empty(valid.shape[0], 3, dtype=torch.int32, device=valid.device))
+
+
+def sources_of(request, monkeypatch):
+    """Return the sources that a request's call launches, and those of its forward kernel alone."""
+    launched = {quantize: [], int8_forward: []}
+    for module, kernels in launched.items():
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, to=kernels, **__: to.append(kernel.source))
+    monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+
+    def new(heads, tokens, channels):
+        return torch.empty(request.batch, heads, tokens, channels, dtype=request.dtype, device="meta")
+
+    query = new(request.q_heads, request.q_len, request.head_dim)
+    key = new(request.kv_heads, request.kv_len, request.head_dim)
+    value = new(request.kv_heads, request.kv_len, request.v_head_dim)
+    valid = torch.empty(request.batch, request.kv_len, dtype=torch.bool, device="meta")
+    mask = Mask.of_keys(valid if request.mask == "keys" else None)
+    call = Call(query, key, value, get_recipe(request.recipe), mask, request.is_causal, return_lse=request.return_lse)
+    hopper = not HopperQuantizer().unsupported(request)
+    kernel, quantizer = HopperForward(), HopperQuantizer() if hopper else OtherQuantizer()
+    (kernel.attend_and_save if request.grad else kernel.attend)(call, quantizer)
+    return [*(launched[quantize] if hopper else []), *launched[int8_forward]]
+
+
+@pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(LONG, aligned=True),
+        replace(LONG, aligned=True, kv_len=4096),  # Q is quantised by the forward kernel
+        replace(LONG, kv_len=4096),
+        replace(LONG, aligned=True, kv_len=4096, is_causal=True),
+        replace(LONG, mask="keys", head_dim=64, v_head_dim=64),
+        replace(LONG, aligned=True, recipe="sage_bwd", grad=True),
+        replace(LONG, aligned=True, recipe="sage1", return_lse=True, dtype=torch.float16),
+    ],
+)
+def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_, forbidden, monkeypatch):
+    sources = sources_of(request_, monkeypatch)
+    for source in sources:
+        source.compile()
+    forbidden()
+    plan = select(request_)
+    assert plan.kernel == "int8_forward_hopper"
+    assert plan.quantizer == ("int8_quantize_hopper" if len(sources) == 3 else "int8_quantize")
+    for source in sources:
+        assert source.compile()
+    for change in (
+        {"head_dim": 192 - request_.head_dim, "v_head_dim": 192 - request_.head_dim},
+        {"dtype": torch.float16 if request_.dtype == torch.bfloat16 else torch.bfloat16},
+    ):
+        other = select(replace(request_, **change))
+        assert "hopper" not in other.kernel
+        assert any("SAGE_KERNELS_COMPILE=0" in reason for _, reason in other.passed_over)

@@ -27,7 +27,7 @@ def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, 
     Of 16 bytes each: a thread of `quantize` has one for each 16 channels, one of `statistics` has 16.
     """
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    cubin = compiler.compile(quantize.SOURCE, quantize.macros(channels, dtype, pv, return_lse))
+    cubin = quantize.kernels(channels, dtype, pv, return_lse)[0].source.compile()
     assert "warning" not in cubin.log.lower(), cubin.log
     assert re.findall(r"(\d+) bytes spill stores", cubin.log) == ["0", "0"], cubin.log
     registers = {

@@ -1,1 +1,1 @@
-"""GPU kernels in CUDA C++, compiled at first use. `jit` compiles and launches them; nothing is imported here."""
+"""GPU kernels in CUDA C++, compiled at first use: `compiler` and `launch`. Nothing is imported here."""

@@ -1,10 +1,13 @@
-"""Compiling the CUDA C++ of this folder by NVRTC, and keeping the machine code in the user's cache folder.
+"""Compile the CUDA C++ of this folder by NVRTC, and keep the machine code in the user's cache folder.
 
 PyTorch's CUDA wheels of 2.10 and newer install NVRTC and `cuda.bindings`; `why_not` says what is missing elsewhere.
 Compiling needs no GPU. Two environment variables are read at every use:
 
     SAGE_KERNELS_CACHE     the cache folder, else sage-hf/cuda in $XDG_CACHE_HOME or ~/.cache
     SAGE_KERNELS_COMPILE   0 forbids compiling; what is in the cache still serves
+
+Where nothing can be compiled, for that or for want of NVRTC, the cache serves the newest NVRTC's machine code that the
+driver can run.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +37,10 @@ HEADERS = Path(__file__).parent / "include"
 FLAGS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 OLDEST_DRIVER = 12040  # the first that tells the sizes of a kernel's parameters; as cuDriverGetVersion counts
 
+Macro = int | float | str
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+_VERSION = re.compile(r"(\d+)\.(\d+)\.cubin")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _lock = threading.Lock()
 _unstored: dict[Path, Cubin] = {}
@@ -56,42 +64,50 @@ class Cubin:
     log: str
 
 
-def why_not(source: str | None = None, macros: Mapping[str, int | str] | None = None, arch: str = "sm_90a") -> str:
-    """Why nothing can be compiled for the GPUs here, and what to do about it; "" when it can. Touches no GPU.
+def why_not(
+    source: str | None = None,
+    macros: Mapping[str, Macro] = NONE,
+    arch: str = "sm_90a",
+    generated: Mapping[str, str] = NONE,
+) -> str:
+    """Return why nothing can be compiled for the GPUs here, and what to do about it; "" when it can. Touch no GPU.
 
-    With a source (macros and arch as of `compile`): why that cannot be had, compiled now or from the cache. The cache
-    is read only where compiling is forbidden.
+    With a source (parameters as of `compile`) return why its machine code cannot be had, compiled now or from the
+    cache. The cache is read only where nothing can be compiled.
     """
-    if reason := _missing() or _outdated():
+    if reason := _unlaunchable():
         return reason
-    forbidden = _forbidden()
-    if forbidden and source and _cached(_Program.read(source, macros or {}, arch).path):
-        return ""
-    return forbidden
+    reason = _forbidden() or _missing()
+    if not reason:
+        return _outdated(_nvrtc_version())
+    return "" if source and _cached(_Program.read(source, macros, arch, generated)) else reason
 
 
-def compile(source: str, macros: Mapping[str, int | str], arch: str = "sm_90a") -> Cubin:
-    """The machine code of a source of this folder, from the cache or the compiler.
+def compile(
+    source: str, macros: Mapping[str, Macro], arch: str = "sm_90a", generated: Mapping[str, str] = NONE
+) -> Cubin:
+    """Return the machine code of a source of this folder, from the cache or the compiler.
 
     Of all threads and processes that want the same, one compiles and the others wait.
 
     Args:
-        source: the file's name. It may `#include "x.cuh"` of `include/`; there are no other headers.
+        source: the file's name. It may `#include "x.cuh"` of `include/`, or a generated one; there are no others.
         macros: values by name, as `#define` gives them.
         arch: the GPU's architecture, as ptxas names it.
+        generated: texts of headers by name.
 
     Raises:
-        CompileError: it does not compile, or compiling is forbidden, or impossible here.
+        CompileError: it does not compile, or it is not in the cache and compiling is forbidden, or impossible here.
     """
-    if missing := _missing():
-        raise CompileError(f"{source} cannot be compiled: {missing}")
-    program = _Program.read(source, macros, arch)
-    path = program.path
+    program = _Program.read(source, macros, arch, generated)
+    if reason := _unlaunchable():
+        raise CompileError(f"{program} cannot be had: {reason}")
     with _lock:
-        if cubin := _cached(path):
+        if cubin := _cached(program):
             return cubin
-        if reason := _forbidden():
-            raise CompileError(f"{program} is not in {path.parent}, and {reason}")
+        if reason := _forbidden() or _missing():
+            raise CompileError(f"{program} is not in {_cache_folder()}, and {reason}")
+        path = program.path(_nvrtc_version())
         with _file_lock(path.with_suffix(".lock")):
             if cubin := _load(path):
                 return cubin
@@ -113,7 +129,7 @@ def compile(source: str, macros: Mapping[str, int | str], arch: str = "sm_90a") 
 
 
 def checked(call: str, answer: tuple[Any, ...]) -> Any:
-    """The value behind the status that a function of `cuda.bindings` returns, None when there is none.
+    """Return the value behind the status that a function of `cuda.bindings` returns, None when there is none.
 
     Raises:
         RuntimeError: the status is an error, which the message names after `call`.
@@ -134,13 +150,14 @@ class _Program:
     options: tuple[str, ...]
 
     @classmethod
-    def read(cls, source: str, macros: Mapping[str, int | str], arch: str) -> _Program:
+    def read(cls, source: str, macros: Mapping[str, Macro], arch: str, generated: Mapping[str, str]) -> _Program:
+        """Read a source and the headers that it includes."""
         texts = {source: (SOURCES / source).read_text(encoding="utf-8")}
         unread = [source]
         while unread:
             for name in _INCLUDE.findall(texts[unread.pop()]):
-                if name not in texts and (HEADERS / name).is_file():
-                    texts[name] = (HEADERS / name).read_text(encoding="utf-8")
+                if name not in texts and (name in generated or (HEADERS / name).is_file()):
+                    texts[name] = generated.get(name) or (HEADERS / name).read_text(encoding="utf-8")
                     unread.append(name)
         text = texts.pop(source)
         # A bool is a number to the preprocessor, which takes the word True for 0.
@@ -151,12 +168,23 @@ class _Program:
     def __str__(self) -> str:
         return " ".join((self.source, *self.options))
 
-    @property
-    def path(self) -> Path:
-        """Of the cubin in the cache."""
-        parts = (self.source, self.text, self.headers, self.options, _nvrtc_version())
+    def path(self, nvrtc: tuple[int, int]) -> Path:
+        """Return the file in the cache of what that version of NVRTC compiles."""
+        return _cache_folder() / f"{self.prefix}{nvrtc[0]}.{nvrtc[1]}.cubin"
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Return the versions of NVRTC whose machine code is in the cache folder, or not stored, newest first."""
+        folder = _cache_folder()
+        paths = [*folder.glob(f"{self.prefix}*.cubin"), *(path for path in _unstored if path.parent == folder)]
+        found = (_VERSION.fullmatch(path.name.removeprefix(self.prefix)) for path in paths)
+        return sorted({(int(match[1]), int(match[2])) for match in found if match}, reverse=True)
+
+    @cached_property
+    def prefix(self) -> str:
+        """Return what the names of its files in the cache begin with: all but the compiler's version."""
+        parts = (self.source, self.text, self.headers, self.options)
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-        return _cache_folder() / f"{Path(self.source).stem}-{self.arch}-{digest}.cubin"
+        return f"{Path(self.source).stem}-{self.arch}-{digest}-nvrtc"
 
 
 def _compile(program: _Program) -> Cubin:
@@ -188,41 +216,53 @@ def _forbidden() -> str:
 
 
 @lru_cache(maxsize=1)
-def _missing() -> str:
-    """What compiling lacks here."""
+def _unlaunchable() -> str:
+    """Return what loading and launching machine code lacks here."""
     if sys.platform != "linux":
         return "CUDA C++ kernels are for Linux only"
-    if (torch.version.cuda or "").startswith("12."):
-        packages = "'cuda-bindings==12.*' nvidia-cuda-nvrtc-cu12"
-    else:
-        packages = "'cuda-bindings==13.*' 'nvidia-cuda-nvrtc==13.*'"
     try:
-        _nvrtc_version()
-    except (ImportError, RuntimeError) as error:
-        return f"NVRTC, CUDA's run-time compiler, is not available ({error}): pip install {packages}"
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError as error:
+        return f"CUDA's Python bindings are not available ({error}): pip install {_packages()}"
     return ""
 
 
 @lru_cache(maxsize=1)
-def _outdated() -> str:
-    """Why the driver here cannot run what is compiled; "" also where there is none."""
+def _missing() -> str:
+    """Return what compiling lacks here."""
+    try:
+        _nvrtc_version()
+    except (ImportError, RuntimeError) as error:
+        return f"NVRTC, CUDA's run-time compiler, is not available ({error}): pip install {_packages()}"
+    return ""
+
+
+def _packages() -> str:
+    if (torch.version.cuda or "").startswith("12."):
+        return "'cuda-bindings==12.*' nvidia-cuda-nvrtc-cu12"
+    return "'cuda-bindings==13.*' 'nvidia-cuda-nvrtc==13.*'"
+
+
+@cache
+def _outdated(nvrtc: tuple[int, int]) -> str:
+    """Return why the driver here cannot run what that version of NVRTC compiles; "" also where there is none."""
     from cuda.bindings import driver
 
     try:
         version = checked("cuDriverGetVersion", driver.cuDriverGetVersion())
     except RuntimeError:
         return ""
-    needed = max(OLDEST_DRIVER, 1000 * _nvrtc_version()[0])
+    needed = max(OLDEST_DRIVER, 1000 * nvrtc[0])
     if version < needed:
         have, need = (f"{number // 1000}.{number % 1000 // 10}" for number in (version, needed))
-        major, minor = _nvrtc_version()
+        major, minor = nvrtc
         return f"CUDA kernels by NVRTC {major}.{minor} need a driver for CUDA {need} or newer, this one is for {have}"
     return ""
 
 
 @lru_cache(maxsize=1)
 def _nvrtc_version() -> tuple[int, int]:
-    """(major, minor); ImportError or RuntimeError when there is none."""
+    """Return (major, minor); ImportError or RuntimeError when there is none."""
     from cuda.bindings import nvrtc
 
     result, major, minor = nvrtc.nvrtcVersion()
@@ -238,7 +278,7 @@ def _cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time, where the file system can: otherwise several compile the same, which is safe."""
+    """Hold a lock that one process has at a time, where the file system can; else several compile the same: safe."""
     import fcntl
 
     with contextlib.ExitStack() as stack:
@@ -248,12 +288,18 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _cached(path: Path) -> Cubin | None:
-    return _unstored.get(path) or _load(path)
+def _cached(program: _Program) -> Cubin | None:
+    """Return what the NVRTC here compiled before; where nothing can be compiled, what the newest one did that suits."""
+    if not (_forbidden() or _missing()):
+        versions = [_nvrtc_version()]
+    else:
+        versions = [version for version in program.versions() if not _outdated(version)]
+    found = (_unstored.get(path) or _load(path) for path in map(program.path, versions))
+    return next(filter(None, found), None)
 
 
 def _load(path: Path) -> Cubin | None:
-    """What `_store` wrote there, None when there is nothing or something else."""
+    """Return what `_store` wrote there, None when there is nothing or something else."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -266,7 +312,7 @@ def _load(path: Path) -> Cubin | None:
 
 
 def _store(path: Path, cubin: Cubin) -> None:
-    """A digest, the log, a zero and the image, under their final name at once."""
+    """Write a digest, the log, a zero and the image, under their final name at once."""
     payload = cubin.log.encode() + b"\0" + cubin.image
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:

@@ -1,24 +1,32 @@
-"""INT8 attention on Hopper: operands of `quantize`, or of `triton.int8_forward`, attended to by `int8_forward.cu`."""
+"""Attend in INT8 on Hopper: operands of `quantize`, or of `triton.int8_forward`, by `int8_forward.cu`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from ..call import Call
-from ..layout import ceil_div
+from ..formats.fp16 import FP16_HEADROOM
+from ..formats.weights import P_SCALE
+from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
-from ..registry import Quantizer
+from ..recipe import get_recipe
+from ..registry import Quantizer, Request
 from ..saving import saving
-from . import quantize
-from .launch import Argument, launch, tensor_map
+from . import quantize, tokens
+from .launch import Kernel, Source, launch
+from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Map
+from .tensor_map import tensor_map
+from .tokens import NO_TOKENS, Tokens
 
-SOURCE = "int8_forward.cu"
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
 
-
+WARPGROUP_ROWS = 64  # of Q, that a warpgroup attends to
+LINE_BYTES = 128  # side by side in shared memory, of V in float16 and of the output
+LINE_CHANNELS = LINE_BYTES // 2
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 LONG_KV_LEN = 8192  # keys
@@ -30,8 +38,10 @@ MEDIUM_KV_LEN = 2048
 
 @dataclass(frozen=True)
 class Config:
-    """Of heads with `head_dim` channels, 64 or 128, blocks of two or three warpgroups that attend to 64 rows each, and
-    P·V in e4m3 ("fp8") or float16 ("fp16"). `padded`: keys may not exist.
+    """How blocks of the grid attend.
+
+    Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
+    float16 ("fp16"); `padded`: keys may not exist.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -46,43 +56,143 @@ class Config:
 
     @classmethod
     def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool) -> Config:
-        """The fastest one."""
+        """Return the fastest one."""
         if head_dim == 128:
             return cls(head_dim, 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3, pv, padded)
         return cls(head_dim, 2 if padded and pv == "fp16" else 3, pv, padded)
 
     @property
     def block_m(self) -> int:
-        """Query rows of an item."""
-        return 64 * self.warpgroups
+        """Return the query rows of an item."""
+        return WARPGROUP_ROWS * self.warpgroups
 
     @property
     def block_n(self) -> int:
-        """Keys a tile; a multiple of 64 where tiles need not begin with the first key."""
+        """Return the keys of a tile."""
         return 96 if self.warpgroups == 3 and (self.head_dim == 128 or self.pv == "fp16") else 128
 
     @property
+    def value_width(self) -> int:
+        """Return the keys of V in e4m3 that lie side by side in shared memory: the bytes of a swizzle."""
+        return 128 if self.block_n % 128 == 0 else 32
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block: one warpgroup of it brings tiles to the others."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
     def shared_bytes(self) -> int:
-        """Tiles of Q, K and V, and the float32 sums, or the outputs."""
+        """Return the bytes of the tiles of Q, K and V, and of the float32 sums, or the outputs."""
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
         return (STAGES * (self.block_m + (1 + value) * self.block_n) + sums * self.block_m) * self.head_dim
 
-    def macros(
-        self, is_causal: bool, return_lse: bool, dtype: torch.dtype, quantizes_query: bool = False
-    ) -> dict[str, int]:
-        """The compile-time constants of int8_forward.cu."""
-        return {
-            "CHANNELS": self.head_dim,
-            "WARPGROUPS": self.warpgroups,
-            "BLOCK_N": self.block_n,
-            "PV_FLOAT16": int(self.pv == "fp16"),
-            "SUMMED_TILES": SUMMED_KEYS // self.block_n,
-            "CAUSAL": int(is_causal),
-            "PADDED": int(self.padded),
-            "LSE": int(return_lse),
-            "FLOAT16": int(dtype == torch.float16),
-            "QUANTIZES_QUERY": int(quantizes_query),
-        }
+
+@dataclass(slots=True)
+class Arguments:
+    """The tensors that the kernel reads by address, and writes, and numbers.
+
+    Attributes:
+        query_scale: (batch, q_heads, q_rows), unless Q comes in 16 bits.
+        key_scale: bfloat16 (batch, kv_heads, kv_rows / KEY_BLOCK, 4): thread i of a quad has the i-th.
+        value_scale, value_mean: (batch, kv_heads, CHANNELS).
+        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets; or None.
+        lse: (batch, q_heads, q_len), or None.
+        valid: (batch or 1, kv_len): keys that exist; tiles that lack some need a mask. None without padding.
+        spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
+        heads_at_once: whose causal items are worked through together.
+        valid_stride, spans_stride: from batch element to batch element.
+        head_dim: of Q.
+    """
+
+    query_scale: ConstFloats
+    key_scale: ConstHalfWords
+    value_scale: ConstFloats
+    value_mean: ConstFloats
+    mean_score: ConstFloats
+    lse: Floats
+    valid: ConstBytes
+    spans: ConstInts
+    batch: Int
+    q_heads: Int
+    kv_heads: Int
+    q_len: Int
+    kv_len: Int
+    q_rows: Int
+    kv_rows: Int
+    causal_offset: Int
+    heads_at_once: Int
+    valid_stride: Int
+    spans_stride: Int
+    head_dim: Int
+    softmax_scale: Float
+
+
+@dataclass(slots=True)
+class Parameters:
+    """What the kernel is given.
+
+    Attributes:
+        query: Q in INT8, of boxes (WARPGROUP_ROWS, CHANNELS); NO_TENSOR_MAP where it comes in 16 bits.
+        key: boxes (BLOCK_N, CHANNELS).
+        value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
+        output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
+        query_tokens: Q in 16 bits, or NO_TOKENS.
+        arguments: the others.
+    """
+
+    query: Map
+    key: Map
+    value: Map
+    output: Map
+    query_tokens: Tokens
+    arguments: Arguments
+
+
+@cache
+def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, quantizes_query: bool) -> Kernel:
+    """Return `int8_forward` with outputs of that dtype, which is Q's where the kernel quantises it."""
+    largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
+    macros = {
+        **tokens.macros(config.head_dim, dtype),
+        "WARPGROUPS": config.warpgroups,
+        "THREADS": config.threads,
+        "WARPGROUP_ROWS": WARPGROUP_ROWS,
+        "BLOCK_N": config.block_n,
+        "STAGES": STAGES,
+        "SHARED_BYTES": config.shared_bytes,
+        "KEY_BLOCK": KEY_BLOCK,
+        "KEYS_PER_SCALE": THREAD_TOKENS,
+        "LINE_BYTES": LINE_BYTES,
+        "VALUE_WIDTH": config.value_width,
+        "SUMMED_TILES": SUMMED_KEYS // config.block_n,
+        "LARGEST_P_LOG2": f"{math.log2(largest_p)}f",
+        "PV_FLOAT16": config.pv == "fp16",
+        "CAUSAL": is_causal,
+        "PADDED": config.padded,
+        "LSE": return_lse,
+        "QUANTIZES_QUERY": quantizes_query,
+    }
+    source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
+    return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
+
+
+def unavailable(request: Request, quantizes_query: bool) -> str:
+    """Return why the kernel of a request that `registration.HopperForward` serves cannot be had; "" when it can.
+
+    Args:
+        request: the request.
+        quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
+    """
+    pv, padded, return_lse = get_recipe(request.recipe).pv, request.mask == "keys", request.return_lse or request.grad
+    config = Config.of(power_of_two(request.head_dim), pv, request.kv_len, request.is_causal, padded)
+    quantizes_query &= _quantizes_query(pv, padded, request.is_causal, return_lse, request.kv_len)
+    return kernel(config, request.is_causal, return_lse, request.dtype, quantizes_query).source.why_not()
+
+
+def _quantizes_query(pv: str, padded: bool, is_causal: bool, return_lse: bool, kv_len: int) -> bool:
+    """Return whether Q's quantisation hides in the kernel, where `quantize` makes the other operands."""
+    return pv == "fp8" and not (padded or is_causal or return_lse) and MEDIUM_KV_LEN <= kv_len < LONG_KV_LEN
 
 
 def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -105,8 +215,8 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    plain = call.recipe.pv == "fp8" and padding is None and lse is None and not call.is_causal
-    if plain and quantizer.name == "int8_quantize_hopper" and MEDIUM_KV_LEN <= call.kv_len < LONG_KV_LEN:
+    hides = _quantizes_query(call.recipe.pv, padding is not None, call.is_causal, lse is not None, call.kv_len)
+    if hides and quantizer.name == "int8_quantize_hopper":
         operands = quantize.quantize_operands(call, leaves_query=True)
     else:
         operands = quantizer.quantize(call, None if padding is None else padding.valid)
@@ -140,50 +250,52 @@ def forward(
     kv_heads, kv_rows, channels = operands.key.shape[1:]
     config = Config.of(channels, PV_OF_DTYPE[operands.value.dtype], kv_len, is_causal, padding is not None)
     if config.pv == "fp16":
-        value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, 64), 128)
+        value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
     else:
-        width = 128 if config.block_n % 128 == 0 else 32  # keys of V that lie side by side in shared memory
-        value = tensor_map(operands.value.view(-1, kv_rows), (channels, width), width)
+        value = tensor_map(operands.value.view(-1, kv_rows), (channels, config.value_width), config.value_width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, query = output.device, operands.query
-    leaves_query = query.dtype != torch.int8
-    of_codes = None if leaves_query else tensor_map(query.view(-1, channels), (64, channels), channels)
-    queries: Argument = of_codes or quantize.tokens(query)
+    quantizes_query = query.dtype != torch.int8
+    codes = NO_TENSOR_MAP
+    if not quantizes_query:
+        codes = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
+    valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
+    arguments = Arguments(
+        query_scale=operands.query_scale,
+        key_scale=operands.key_scale,
+        value_scale=operands.value_scale,
+        value_mean=operands.value_mean,
+        mean_score=operands.mean_score,
+        lse=lse,
+        valid=None if padding is None else padding.valid,
+        spans=None if padding is None else padding.spans,
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_rows=query.shape[2],
+        kv_rows=kv_rows,
+        causal_offset=call.causal_offset,
+        heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
+        valid_stride=valid_stride,
+        spans_stride=spans_stride,
+        head_dim=query.shape[3],
+        softmax_scale=float(call.scale),
+    )
+    parameters = Parameters(
+        query=codes,
+        key=tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
+        value=value,
+        output=tensor_map(output, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS), LINE_BYTES),
+        query_tokens=Tokens.of(query) if quantizes_query else NO_TOKENS,
+        arguments=arguments,
+    )
+    blocks = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
     launch(
-        SOURCE,
-        "int8_forward",
-        config.macros(is_causal, lse is not None, output.dtype, leaves_query),
-        (min(items, torch.cuda.get_device_properties(device).multi_processor_count),),
-        (128 * (config.warpgroups + 1),),
-        config.shared_bytes,
-        (
-            queries,
-            tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
-            value,
-            tensor_map(output, (1, 1, 64, 64), 128),
-            (
-                operands.query_scale,
-                operands.key_scale,
-                operands.value_scale,
-                operands.value_mean,
-                operands.mean_score,
-                lse,
-                None if padding is None else padding.valid,
-                None if padding is None else padding.spans,
-                batch,
-                q_heads,
-                kv_heads,
-                q_len,
-                kv_len,
-                query.shape[2],
-                kv_rows,
-                call.causal_offset,
-                max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
-                *((0, 0) if padding is None else padding.strides),
-                query.shape[3],
-                float(call.scale),
-            ),
-        ),
+        kernel(config, is_causal, lse is not None, output.dtype, quantizes_query),
+        blocks,
+        parameters,
         device,
         dependent=True,
     )

@@ -1,34 +1,135 @@
-"""The INT8 recipes' operands on Hopper, made by `quantize.cu`: those of the Triton quantisers, bit for bit."""
+"""Make the INT8 recipes' operands on Hopper, by `quantize.cu`: those of the Triton quantisers, bit for bit."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ..call import Call
-from ..layout import BLOCK, ceil_div, power_of_two
+from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
+from ..formats.fp16 import FP16_HEADROOM
+from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import VALUE_DTYPES, Int8Operands
-from .launch import Int64, Scalar, launch
+from ..recipe import get_recipe
+from ..registry import Request
+from ..transforms import MIN_MEAN
+from . import tokens
+from .launch import Kernel, Source, launch
+from .parameters import Bytes, Floats, HalfWords, Int, UInt32
+from .tokens import Tokens
 
-SOURCE = "quantize.cu"
+HALF_BLOCK = BLOCK // 2  # tokens of Q, K, or V in float16, that a block of the grid quantises
+VALUE_CHANNELS = 64  # of BLOCK tokens of V in e4m3, that a block of the grid quantises
+THREADS = 128
 SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
 STATISTIC_ROWS = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
 # Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
 LEADING_QUERY_BLOCKS = 512
 
 
-def macros(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> dict[str, int]:
-    """The compile-time constants of quantize.cu."""
-    return {
-        "CHANNELS": channels,
-        "FLOAT16": int(dtype == torch.float16),
-        "PV_FLOAT16": int(pv == "fp16"),
-        "MEAN_SCORE": int(return_lse),
+@dataclass(slots=True)
+class Statistics:
+    """What `statistics` writes and `quantize` reads. K and V have pairs of (batch, kv head).
+
+    Attributes:
+        lines: (batch, kv_heads, STATISTIC_ROWS + 2 · blocks, CHANNELS).
+        value_mean, value_scale: (batch, kv_heads, CHANNELS).
+        blocks: of BLOCK tokens of K and V.
+    """
+
+    lines: Floats
+    value_mean: Floats
+    value_scale: Floats
+    kv_heads: UInt32
+    blocks: UInt32
+    head_dim: Int
+    v_head_dim: Int
+    kv_len: Int
+
+
+@dataclass(slots=True)
+class Operands:
+    """What `quantize` writes besides.
+
+    Attributes:
+        query: (batch, q_heads, q_blocks · BLOCK, CHANNELS).
+        query_scale: (batch, q_heads, q_blocks · BLOCK).
+        key: (batch, kv_heads, blocks · BLOCK, CHANNELS).
+        key_scale: bfloat16 (batch, kv_heads, blocks · BLOCK / KEY_BLOCK, 4).
+        value: e4m3 (batch, kv_heads, CHANNELS, blocks · BLOCK); or float16 (batch, kv_heads, blocks · BLOCK, CHANNELS).
+        mean_score: as query_scale, where Q's products with K's mean are wanted.
+        pairs: batch · kv_heads.
+        leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
+    """
+
+    query: Bytes
+    query_scale: Floats
+    key: Bytes
+    key_scale: HalfWords
+    value: Bytes
+    mean_score: Floats
+    pairs: UInt32
+    q_heads: UInt32
+    q_blocks: UInt32
+    leading_query_blocks: UInt32
+    q_len: Int
+
+
+@dataclass(slots=True)
+class StatisticsParameters:
+    """What the kernel `statistics` is given."""
+
+    key: Tokens
+    value: Tokens
+    s: Statistics
+
+
+@dataclass(slots=True)
+class QuantizeParameters:
+    """What the kernel `quantize` is given."""
+
+    query: Tokens
+    key: Tokens
+    value: Tokens
+    s: Statistics
+    o: Operands
+
+
+@cache
+def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> tuple[Kernel, Kernel]:
+    """Return `statistics` and `quantize`, for operands with 64 or 128 channels."""
+    statistics_threads = channels
+    macros = {
+        **tokens.macros(channels, dtype),
+        "PV_FLOAT16": pv == "fp16",
+        "MEAN_SCORE": return_lse,
+        "BLOCK": BLOCK,
+        "HALF_BLOCK": HALF_BLOCK,
+        "KEY_BLOCK": KEY_BLOCK,
+        "KEYS_PER_SCALE": THREAD_TOKENS,
+        "VALUE_CHANNELS": VALUE_CHANNELS,
+        "SHARERS": SHARERS,
+        "STATISTIC_ROWS": STATISTIC_ROWS,
+        "STATISTICS_THREADS": statistics_threads,
+        "QUANTIZE_THREADS": THREADS,
+        "LARGEST_E4M3": E4M3_MAX,
+        "HEADROOM_EXPONENT": int(math.log2(FP16_HEADROOM)),
+        "MIN_MEAN": MIN_MEAN,
+        "ERROR_STEP": ERROR_STEP,
+        "LARGEST_MOVE": LARGEST_MOVE,
     }
+    parameters = {"statistics": StatisticsParameters, "quantize": QuantizeParameters}
+    source = Source("quantize.cu", parameters, macros)
+    return Kernel(source, "statistics", statistics_threads), Kernel(source, "quantize", THREADS)
 
 
-def tokens(x: torch.Tensor) -> tuple[Scalar, ...]:
-    """Q, K or V as the kernels read it in 16 bits: tokens.cuh's Tokens."""
-    return x, *(Int64(stride) for stride in x.stride()[:3])
+def unavailable(request: Request) -> str:
+    """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
+    pv = get_recipe(request.recipe).pv
+    return kernels(power_of_two(request.head_dim), request.dtype, pv, request.return_lse)[0].source.why_not()
 
 
 def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands:
@@ -62,47 +163,50 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
         new(0) if leaves_query else new(*q_shape),
         new(*kv_shape, channels, dtype=torch.int8),
-        new(batch, kv_heads, blocks * 2, 4, dtype=torch.bfloat16),
+        new(batch, kv_heads, blocks * (BLOCK // KEY_BLOCK), KEY_BLOCK // THREAD_TOKENS, dtype=torch.bfloat16),
         new(batch, kv_heads, *value_shape, dtype=VALUE_DTYPES[pv]),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
     )
-    inputs = [tokens(x) for x in (query, key, value)]
-    statistics = (
-        *(lines, operands.value_mean, operands.value_scale),
-        *(kv_heads, blocks, head_dim, v_head_dim, kv_len),
+    halves = BLOCK // HALF_BLOCK
+    query_blocks = 0 if leaves_query else q_blocks * halves * batch * q_heads
+    key_and_value_blocks = pairs * blocks * (halves + (halves if pv == "fp16" else channels // VALUE_CHANNELS))
+    key_tokens, value_tokens = Tokens.of(key), Tokens.of(value)
+    found = Statistics(
+        lines=lines,
+        value_mean=operands.value_mean,
+        value_scale=operands.value_scale,
+        kv_heads=kv_heads,
+        blocks=blocks,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        kv_len=kv_len,
     )
-    constants = macros(channels, query.dtype, pv, return_lse)
-    of_query = 0 if leaves_query else q_blocks * 2 * batch * q_heads
-    of_key_and_value = pairs * blocks * (2 + (2 if pv == "fp16" else channels // 64))
-    early = 0 if return_lse else min(LEADING_QUERY_BLOCKS, of_query)
+    written = Operands(
+        query=operands.query,
+        query_scale=operands.query_scale,
+        key=operands.key,
+        key_scale=operands.key_scale,
+        value=operands.value,
+        mean_score=operands.mean_score,
+        pairs=pairs,
+        q_heads=q_heads,
+        q_blocks=q_blocks,
+        leading_query_blocks=0 if return_lse else min(LEADING_QUERY_BLOCKS, query_blocks),
+        q_len=q_len,
+    )
+    statistics, quantize = kernels(channels, query.dtype, pv, return_lse)
     launch(
-        SOURCE,
-        "statistics",
-        constants,
-        (2 * pairs * SHARERS,),
-        (channels,),
-        0,
-        (*inputs[1:], statistics),
+        statistics,
+        2 * pairs * SHARERS,
+        StatisticsParameters(key=key_tokens, value=value_tokens, s=found),
         query.device,
     )
     launch(
-        SOURCE,
-        "quantize",
-        constants,
-        (of_query + of_key_and_value,),
-        (128,),
-        0,
-        (
-            *inputs,
-            statistics,
-            (
-                *(operands.query, operands.query_scale, operands.key, operands.key_scale, operands.value),
-                operands.mean_score,
-                *(pairs, q_heads, q_blocks, early, q_len),
-            ),
-        ),
+        quantize,
+        query_blocks + key_and_value_blocks,
+        QuantizeParameters(query=Tokens.of(query), key=key_tokens, value=value_tokens, s=found, o=written),
         query.device,
         dependent=True,
     )

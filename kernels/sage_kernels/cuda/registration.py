@@ -1,17 +1,15 @@
-"""What the CUDA C++ kernels can do, in the registry. The first call that runs one imports it, and compiles it."""
+"""Register the CUDA C++ kernels, and say what they can do. The first call that runs one compiles it."""
 
 from __future__ import annotations
-
-from importlib import import_module
 
 import torch
 
 from ..call import Call
 from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import Int8Operands, KeyPadding, Saved
-from ..recipe import Recipe
+from ..recipe import Recipe, get_recipe
 from ..registry import Quantizer, Request, register_forward, register_quantizer
-from . import compiler
+from . import int8_forward, quantize
 from .layout import CHANNELS
 
 CAPABILITY = (9, 0)
@@ -19,7 +17,7 @@ MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 
 
 class HopperQuantizer:
-    """`cuda.quantize`."""
+    """The quantiser of `cuda.quantize`."""
 
     name = "int8_quantize_hopper"
     native = True
@@ -36,11 +34,13 @@ class HopperQuantizer:
             return reason
         if request.mask != "none":
             return "no masks"
-        return "" if request.aligned else "addresses and strides of Q, K and V must be multiples of 16 bytes"
+        if not request.aligned:
+            return "addresses and strides of Q, K and V must be multiples of 16 bytes"
+        return quantize.unavailable(request)
 
     def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
         """Quantise; see `quantize.quantize_operands`."""
-        return import_module(".quantize", __package__).quantize_operands(call)
+        return quantize.quantize_operands(call)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
         """Refuse: a request with a mask is not served."""
@@ -48,7 +48,7 @@ class HopperQuantizer:
 
 
 class HopperForward:
-    """`cuda.int8_forward`."""
+    """The forward kernel of `cuda.int8_forward`."""
 
     name = "int8_forward_hopper"
     native = True
@@ -71,15 +71,21 @@ class HopperForward:
         channels = power_of_two(request.head_dim)
         if request.batch * request.q_heads * max(rows, channels) >= MAX_COORDINATE:
             return "more than 2³¹ rows of Q, or of K for each head of Q"
-        return ""
+        quantizer = HopperQuantizer()
+        return int8_forward.unavailable(
+            request,
+            quantizes_query=quantizer.serves(get_recipe(request.recipe)) and not quantizer.unsupported(request),
+        )
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `int8_forward.attend`."""
-        return import_module(".int8_forward", __package__).attend(call, quantizer)
+        assert quantizer is not None  # there are none of its operands otherwise
+        return int8_forward.attend(call, quantizer)
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
         """Attend and keep what gradients need; see `int8_forward.attend_and_save`."""
-        return import_module(".int8_forward", __package__).attend_and_save(call, quantizer)
+        assert quantizer is not None
+        return int8_forward.attend_and_save(call, quantizer)
 
 
 def register_kernels() -> None:
@@ -104,4 +110,4 @@ def _unsupported(request: Request) -> str:
     channels = power_of_two(request.head_dim)
     if channels not in CHANNELS or channels != power_of_two(request.v_head_dim):
         return "head_dim of Q and V must both be 33 to 64, or both 65 to 128"
-    return compiler.why_not()
+    return ""

@@ -1,21 +1,20 @@
-// Tokens of Q, K and V in 16 bits, and the INT8 codes of those of Q. A thread has 8 channels of a token, 16 bytes.
+// Read tokens of Q, K and V in 16 bits, and quantise those of Q to INT8. A thread has 8 channels of a token, 16 bytes.
 //
-// Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16).
+// The host gives `Tokens`, which is Q, K or V: channels are contiguous, strides count elements.
 #pragma once
-#include "hopper.cuh"
+#include "numbers.cuh"
+#include "parameters.cuh"
+
+static_assert(CHANNELS == 64 || CHANNELS == 128, "CHANNELS of an operand's row must be 64 or 128");
+ASSERT_FLAG(FLOAT16, "Q, K, V and the output are in float16, or in bfloat16");
+static_assert(LARGEST_INT8 == 127.0, "LARGEST_INT8 must be 127, which `to_int8` does not saturate at");
 
 constexpr int LANES = CHANNELS / 8;  // that hold a token
 constexpr int ROWS = 32 / LANES;     // tokens that a warp loads at once
-constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, ONE_127TH = 1.0 / 127.0;
+constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, ONE_127TH = 1.0 / LARGEST_INT8;
 // float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
 // bits.
 constexpr float ROUNDER = 12582912.0f;
-
-// Q, K or V: channels are contiguous, strides count elements.
-struct Tokens {
-  const uint16* first;
-  int64 batch_stride, head_stride, token_stride;
-};
 
 // ---- 16-bit numbers, of which a word has two ----
 
@@ -34,7 +33,7 @@ DEVICE float channel_of(const uint32 (&x)[4], int i) { return i % 2 ? second_of(
 
 // ---- Reading ----
 
-// Eight channels of tokens from a first one on; zeros where there are none.
+// Reads eight channels of tokens from a first one on; zeros where there are none.
 struct Reader {
   const uint16* from;
   int64 stride;
@@ -52,7 +51,7 @@ struct Reader {
     left -= tokens;
   }
 
-  // Token `number`; LAST: nobody reads it again.
+  // Load token `number`, which nobody reads again if it is the LAST time.
   template <bool LAST>
   DEVICE void load(int number, bool exists, uint32 (&x)[4]) const {
     const uint4* at = reinterpret_cast<const uint4*>(from + number * stride);
@@ -65,18 +64,18 @@ struct Reader {
 
 DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }
 
-// Of tokens with that largest magnitude; NaN unless it is finite.
+// Return the scale of tokens with that largest magnitude; NaN unless it is finite.
 DEVICE float int8_scale(float largest) {
   return largest < INFINITE ? __fmul_rn(largest, ONE_127TH) : __int_as_float(0x7FC00000);
 }
 
-// Four numbers in INT8, the first in the lowest byte.
+// Round four numbers to INT8; the first is in the lowest byte.
 DEVICE uint32 to_int8(float a, float b, float c, float d) {
   auto rounded = [](float x) { return __float_as_uint(__fadd_rn(x, ROUNDER)); };
   return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
 }
 
-// The code of each of 8 channels, times `inverse`; zeros unless `keep`.
+// Return the codes of 8 channels times `inverse`; zeros unless `keep`.
 DEVICE uint2 codes_of(const float (&x)[8], float inverse, bool keep) {
   float y[8];
 #pragma unroll
@@ -84,7 +83,7 @@ DEVICE uint2 codes_of(const float (&x)[8], float inverse, bool keep) {
   return keep ? make_uint2(to_int8(y[0], y[1], y[2], y[3]), to_int8(y[4], y[5], y[6], y[7])) : make_uint2(0, 0);
 }
 
-// Of the tokens of a warp's N loads: one thread gets the scale of each, by the load's number, all get their codes.
+// Quantise the tokens of a warp's N loads: one thread puts the scale of each, by the load's number, all put the codes.
 template <int N, typename PutScale, typename PutCodes>
 DEVICE void quantize_tokens(const uint32 (&x)[N][4], PutScale put_scale, PutCodes put_codes) {
   const int lane = threadIdx.x % 32;

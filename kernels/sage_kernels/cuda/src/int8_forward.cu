@@ -9,13 +9,34 @@
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
 //
-// Compile-time constants: CHANNELS 64 or 128, WARPGROUPS that attend, 2 or 3, BLOCK_N keys a tile, PV_FLOAT16,
-// SUMMED_TILES (even), CAUSAL, PADDED (keys may not exist), LSE, FLOAT16 (the outputs, and Q in 16 bits; else
-// bfloat16), QUANTIZES_QUERY (Q comes in 16 bits).
+// The host, `int8_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that are
+// not defined here.
+#include "barrier.cuh"
+#include "numbers.cuh"
+#include "parameters.cuh"
+#include "tma.cuh"
 #include "tokens.cuh"
+#include "wgmma.cuh"
 
-constexpr int STAGES = 2;  // of Q, of K and of V in shared memory
-constexpr int BLOCK_M = 64 * WARPGROUPS;
+static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "WARPGROUPS that attend must be 2 or 3: registers are shared out so");
+static_assert(THREADS == 128 * (WARPGROUPS + 1), "THREADS must be those of WARPGROUPS, and of one that brings tiles");
+static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, those of a matrix instruction");
+static_assert(BLOCK_N == 96 || BLOCK_N == 128, "BLOCK_N keys of a tile must be 96 or 128: see INT8_PRODUCT");
+static_assert(STAGES == 2, "STAGES must be 2: steps of even and odd tiles name their stages");
+static_assert(KEY_BLOCK == 64 && KEYS_PER_SCALE == 16,
+              "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: a thread has 16 of a row's scores with 64 keys");
+static_assert(LINE_BYTES == 128, "LINE_BYTES of V in float16 and of the output must be 128, the widest swizzle");
+static_assert((VALUE_WIDTH == 128 || VALUE_WIDTH == 32) && BLOCK_N % VALUE_WIDTH == 0,
+              "VALUE_WIDTH keys of V in e4m3, side by side in shared memory, must be 128 or 32, and divide a tile");
+static_assert(SUMMED_TILES > 0 && SUMMED_TILES % 2 == 0, "SUMMED_TILES must be even: sums move after even tiles");
+ASSERT_FLAG(PV_FLOAT16, "P and V are in float16, or in e4m3");
+ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
+ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
+ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, or in INT8");
+static_assert(!QUANTIZES_QUERY || !(LSE || PADDED), "QUANTIZES_QUERY serves neither the LSE nor padding");
+
+constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
 constexpr int OUTPUTS = CHANNELS / 2;           // in a thread's registers
 constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;    // of an element of P and V
@@ -24,19 +45,24 @@ constexpr int PV_DEPTH = 32 / PV_BYTES;         // keys of a matrix product
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
 // The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
 constexpr int PRODUCTS_DONE = 1;
-constexpr int V_WIDTH = BLOCK_N % 128 == 0 ? 128 : 32;  // keys of V in e4m3 side by side in shared memory
+constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
-constexpr int SUMS_BYTES = 64 * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: its sums, or its outputs
+constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
+static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES,
+              "SHARED_BYTES must be those of the stages of Q, K and V, and of the sums");
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
-constexpr int PRODUCER_LOADS = 4;                // of a thread that quantises Q, at a time
-constexpr int QUERIES_BARRIER = 1 + WARPGROUPS;  // of the hardware; those before are the warpgroups'
-constexpr int SEGMENTS = (BLOCK_N + 63) / 64;    // of a tile that have a scale of K each
+constexpr int PRODUCER_LOADS = 4;                                // of a thread that quantises Q, at a time
+constexpr int QUERIES_BARRIER = 1 + WARPGROUPS;                  // of the hardware; those before are the warpgroups'
+constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-// A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two; e4m3 ends at 448.
-constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = (PV_FLOAT16 ? 15.0f : 8.807354922057604f) - SLACK;
+// A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
+// large as P's format allows.
+constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = LARGEST_P_LOG2 - SLACK;
+static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
+              "LARGEST_P_LOG2 must be above SLACK, and within the format of P");
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -45,26 +71,6 @@ struct Barriers {
 // What comes with a tile of Q.
 struct alignas(16) Scales {
   float query_scale[BLOCK_M], value_scale[CHANNELS], value_mean[CHANNELS];
-};
-
-#if QUANTIZES_QUERY
-using Query = Tokens;
-#else
-using Query = TensorMap;
-#endif
-
-struct Arguments {
-  const float* query_scale;  // (batch, q_heads, q_rows), unless QUANTIZES_QUERY
-  const uint16* key_scale;   // bfloat16 (batch, kv_heads, kv_rows / 64, 4): thread i of a quad has the i-th
-  const float *value_scale, *value_mean;  // (batch, kv_heads, CHANNELS)
-  const float* mean_score;                // (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets
-  float* lse;                             // (batch, q_heads, q_len)
-  const uint8* valid;                     // (batch or 1, kv_len): keys that exist; tiles that lack some need a mask
-  const int* spans;                       // (batch or 1, 3): first one that exists, next one that does not, end of all
-  int batch, q_heads, kv_heads, q_len, kv_len, q_rows, kv_rows, causal_offset, heads_at_once;
-  int valid_stride, spans_stride;  // from batch element to batch element
-  int head_dim;                    // of Q
-  float softmax_scale;
 };
 
 // A block's share of the work.
@@ -123,8 +129,8 @@ DEVICE void load_value_scales(const Arguments& a, const Item& item, Scales& scal
   load_bytes(a.value_mean + of_head, scales.value_mean, full, CHANNELS * 4);
 }
 
-// By the first thread.
-DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
+// Bring tiles of Q in INT8, by the first thread.
+DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
@@ -135,14 +141,15 @@ DEVICE void produce_queries(const Arguments& a, const TensorMap& query, uint8* q
     arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes + 2 * CHANNELS * 4);
 #pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
-      load_box(query, q + stage * Q_BYTES + i * 64 * CHANNELS, b.q_full[stage], row + i * 64, 0);
+      load_box(query, q + stage * Q_BYTES + i * WARPGROUP_ROWS * CHANNELS, b.q_full[stage], row + i * WARPGROUP_ROWS,
+               0);
     load_bytes(a.query_scale + row, scales[stage].query_scale, b.q_full[stage], scales_bytes);
     load_value_scales(a, item, scales[stage], b.q_full[stage]);
   }
 }
 
-// PRODUCER_LOADS · ROWS rows of an item from `first` on, into the order that the TMA would leave them in. `reader` is
-// at the thread's first one.
+// Quantise PRODUCER_LOADS · ROWS rows of an item from `first` on, into the order that the TMA would leave them in.
+// `reader` is at the thread's first one.
 DEVICE void quantize_rows(const Reader& reader, int first, uint8* q, Scales& scales) {
   const int lane = threadIdx.x % 32, row = first + lane / LANES;
   uint32 x[PRODUCER_LOADS][4];
@@ -156,9 +163,9 @@ DEVICE void quantize_rows(const Reader& reader, int first, uint8* q, Scales& sca
       });
 }
 
-// By the first and the last warp; of the first item by all four, before they begin with keys and values. Q is not what
-// the stream's previous kernel writes.
-DEVICE void produce_queries(const Arguments& a, const Tokens& query, uint8* q, Scales* scales, Barriers& b) {
+// Quantise tiles of Q, by the first and the last warp; the first item's by all four, before they begin with keys and
+// values. Q is not what the stream's previous kernel writes.
+DEVICE void quantize_queries(const Arguments& a, const Tokens& query, uint8* q, Scales* scales, Barriers& b) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Item item;
 #pragma unroll 1
@@ -189,7 +196,7 @@ DEVICE void produce_queries(const Arguments& a, const Tokens& query, uint8* q, S
   }
 }
 
-// Tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage.
+// Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage.
 template <typename Load>
 DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load) {
   Item item;
@@ -216,14 +223,14 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
   produce_tiles(a, V_BYTES, b.v_full, b.v_empty, [&](const Item& item, int tile, int stage) {
     if (PV_FLOAT16) {
 #pragma unroll
-      for (int i = 0; i < CHANNELS / 64; i++)
-        load_box(value, v + stage * V_BYTES + i * BLOCK_N * 128, b.v_full[stage], item.kv_pair(a),
-                 item.tile(tile) * BLOCK_N, i * 64);
+      for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++)
+        load_box(value, v + stage * V_BYTES + i * BLOCK_N * LINE_BYTES, b.v_full[stage], item.kv_pair(a),
+                 item.tile(tile) * BLOCK_N, i * LINE_CHANNELS);
     } else {
 #pragma unroll
-      for (int i = 0; i < BLOCK_N / V_WIDTH; i++)
-        load_box(value, v + stage * V_BYTES + i * CHANNELS * V_WIDTH, b.v_full[stage], item.kv_pair(a) * CHANNELS,
-                 item.tile(tile) * BLOCK_N + i * V_WIDTH);
+      for (int i = 0; i < BLOCK_N / VALUE_WIDTH; i++)
+        load_box(value, v + stage * V_BYTES + i * CHANNELS * VALUE_WIDTH, b.v_full[stage], item.kv_pair(a) * CHANNELS,
+                 item.tile(tile) * BLOCK_N + i * VALUE_WIDTH);
     }
   });
 }
@@ -255,18 +262,18 @@ struct Consumer {
 
   DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
-  // The segment of scores[i] in an even or odd tile: its block of 64 keys, counted from the tile's first.
-  static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % 64 + i / 4 * 8) / 64; }
+  // The segment of scores[i] in an even or odd tile: its block of KEY_BLOCK keys, counted from the tile's first.
+  static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % KEY_BLOCK + i / 4 * 8) / KEY_BLOCK; }
 
   DEVICE void load_key_scale(int number) {
     const int tile = item.tile(number);
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++)
       next_key_scale[i] =
-          from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / 64 + i) * 4, last_key_scale)]);
+          from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / KEY_BLOCK + i) * 4, last_key_scale)]);
   }
 
-  // What a masked tile allows.
+  // Find the keys that a masked tile allows.
   DEVICE void load_mask(int number) {
     const int first = item.tile(number) * BLOCK_N + quad * 2;
 #pragma unroll
@@ -286,7 +293,7 @@ struct Consumer {
     return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
   }
 
-  // Scales of a tile, and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
+  // Find a tile's scales and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
   template <int ODD, bool MASKED>
   DEVICE void find_maxima(int number) {
 #pragma unroll
@@ -409,10 +416,11 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
       if constexpr (PV_FLOAT16) {
-        add_float16_product<128, true, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + i * PV_DEPTH * 128) / 16);
+        add_float16_product<128, true, true>(outputs, weights + 4 * i,
+                                             v + (stage * V_BYTES + i * PV_DEPTH * LINE_BYTES) / 16);
       } else {
-        const int at = i * 32 / V_WIDTH * (CHANNELS * V_WIDTH) + i * 32 % V_WIDTH;
-        add_product<V_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+        const int at = i * 32 / VALUE_WIDTH * (CHANNELS * VALUE_WIDTH) + i * 32 % VALUE_WIDTH;
+        add_product<VALUE_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
       }
     }
     if (SUMS_BY_PRODUCT) {
@@ -493,10 +501,10 @@ struct Consumer {
     float base[2], row_sum[2];
   };
 
-  // The outputs go to shared memory in the TMA's order: 64 channels of a row are 128 bytes, whose 16-byte parts are
-  // exchanged from row to row.
+  // Write the outputs, by way of shared memory in the TMA's order: a row's channels lie in lines of LINE_BYTES, whose
+  // 16-byte parts are exchanged from row to row.
   DEVICE void store(const Ending& ending) {
-    int first_line = row % 64;
+    int first_line = row % WARPGROUP_ROWS;
     // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled
     // anyway.
     if (PV_FLOAT16 || SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
@@ -530,8 +538,8 @@ struct Consumer {
         const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
         const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
         const int line = first_line + 8 * r, part = i % 8 ^ line % 8;
-        *reinterpret_cast<uint32*>(shared_sums + i / 8 * (64 * 128) + line * 128 + part * 16 + quad * 4) =
-            FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+        *reinterpret_cast<uint32*>(shared_sums + i / 8 * (WARPGROUP_ROWS * LINE_BYTES) + line * LINE_BYTES + part * 16 +
+                                   quad * 4) = FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
       }
     }
     fence_shared();
@@ -539,8 +547,9 @@ struct Consumer {
     if (thread == 0) {
       const Item& item = ending.item;
 #pragma unroll
-      for (int i = 0; i < CHANNELS / 64; i++)
-        store_box(output, shared_sums + i * (64 * 128), item.batch, item.head, item.first_row + warpgroup * 64, i * 64);
+      for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++)
+        store_box(output, shared_sums + i * (WARPGROUP_ROWS * LINE_BYTES), item.batch, item.head,
+                  item.first_row + warpgroup * WARPGROUP_ROWS, i * LINE_CHANNELS);
     }
   }
 
@@ -569,8 +578,8 @@ struct Consumer {
     fence_products();
     begin_outputs(last);
     if (more) {
-      first_key_scale = item.kv_pair(a) * (a.kv_rows / 16) + quad;
-      last_key_scale = first_key_scale + a.kv_rows / 16 - 4;
+      first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
+      last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
       load_key_scale(0);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -579,7 +588,8 @@ struct Consumer {
         base[r] = INFINITE;
       }
       whole = (PADDED ? a.spans[item.batch * a.spans_stride + 1] : a.kv_len) / BLOCK_N;
-      if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * 64 + a.causal_offset + 1, 0) / BLOCK_N);
+      if (CAUSAL)
+        whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
       if (PADDED) whole -= item.first;
     }
     wait_products<1>();
@@ -644,10 +654,7 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
-    int8_forward(const __grid_constant__ Query query, const __grid_constant__ TensorMap key,
-                 const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap output,
-                 const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWARD_PARAMETERS) {
   extern __shared__ __align__(1024) uint8 shared[];
   uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
   __shared__ Barriers barriers;
@@ -667,20 +674,23 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
   if (!QUANTIZES_QUERY || warpgroup < WARPGROUPS) wait_for_previous_kernel();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
-    produce_queries(arguments, query, q, scales, barriers);
+    if constexpr (QUANTIZES_QUERY)
+      quantize_queries(arguments, query_tokens, q, scales, barriers);
+    else
+      load_queries(arguments, query, q, scales, barriers);
     if (thread == 32) produce_keys(arguments, key, k, barriers);
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{arguments, output, barriers, scales, sums + warpgroup * SUMS_BYTES};
-    consumer.q = descriptor(q + warpgroup * 64 * CHANNELS);
+    consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
-    consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * 128) : descriptor(v);
+    consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);
     consumer.ones = descriptor(ones);
     consumer.warpgroup = warpgroup;
     consumer.thread = thread;
     consumer.quad = thread % 4;
-    consumer.row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    consumer.row = warpgroup * WARPGROUP_ROWS + thread / 32 * 16 + thread % 32 / 4;
     consumer.run();
   }
 }

@@ -3,51 +3,51 @@
 // V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way
 // before it uses the first.
 //
-// Compile-time constants: CHANNELS 64 or 128 of an operand's row, FLOAT16 (else bfloat16), PV_FLOAT16 (V in float16,
-// with its mean and one scale for all channels; else in e4m3), MEAN_SCORE.
+// The host, `quantize.py`, gives the kernels' parameters, with their structs, and all compile-time constants that are
+// not defined here.
+//
+// K and V have pairs of (batch, kv head). A pair's lines of CHANNELS: see `Line`.
+#include "barrier.cuh"
+#include "numbers.cuh"
+#include "parameters.cuh"
 #include "tokens.cuh"
 
-constexpr int BLOCK = 128;  // tokens whose sum is a tree, and to whose multiple operands are padded
-constexpr int SHARERS = 8;  // blocks of the grid that share K, or V, of a pair: a cluster
-constexpr int VALUE_CHANNELS = 64, PARTS = CHANNELS / VALUE_CHANNELS;  // of V in a block of `quantize`
-constexpr float ONE_448TH = 1.0 / 448.0, MIN_MEAN = 1.0f / 64.0f;
-constexpr int HEADROOM_EXPONENT = 15;  // of V in float16
+static_assert(BLOCK == 128, "BLOCK must be 128 tokens, whose sum is a tree, and to whose multiple operands are padded");
+static_assert(HALF_BLOCK == 64,
+              "HALF_BLOCK must be 64 tokens of Q, K, or V in float16: 16 for each of a block's warps");
+static_assert(SHARERS == 8,
+              "SHARERS of K, or V, of a pair must be 8: a cluster, whose blocks have LANES channels each");
+static_assert(VALUE_CHANNELS == 64, "VALUE_CHANNELS of V in e4m3 must be 64: 8 for each of the 8 threads of a row");
+static_assert(STATISTICS_THREADS == CHANNELS, "STATISTICS_THREADS must be CHANNELS: one for each");
+static_assert(QUANTIZE_THREADS == 128, "QUANTIZE_THREADS must be 128: 4 warps");
+static_assert(HEADROOM_EXPONENT > 0 && HEADROOM_EXPONENT <= 15, "HEADROOM_EXPONENT of V in float16 must be 1 to 15");
+static_assert(LARGEST_E4M3 == 448.0, "LARGEST_E4M3 must be 448");
+static_assert(MIN_MEAN > 0.0 && MIN_MEAN < 1.0, "MIN_MEAN must be a fraction of the largest distance from the mean");
+static_assert(ERROR_STEP == 1.0 / 32.0, "ERROR_STEP must be 1/32, the distance of float16 numbers around 48");
+static_assert(LARGEST_MOVE == 0.5 / BLOCK, "LARGEST_MOVE of an element must be half of what it has of a block's sum");
+static_assert(KEY_BLOCK == HALF_BLOCK && KEYS_PER_SCALE == 16,
+              "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: each of a block's warps finds one scale of K");
+ASSERT_FLAG(PV_FLOAT16, "V is in float16, with its mean and one scale for all channels, or in e4m3");
+ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
+
+constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
+constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
 constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
                  LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
 
-// K and V have pairs of (batch, kv head). A pair's lines of CHANNELS: see `Line`.
-struct Statistics {
-  float* lines;       // (batch, kv_heads, SUMS + 2 * blocks, CHANNELS)
-  float* value_mean;  // (batch, kv_heads, CHANNELS)
-  float* value_scale;
-  uint32 kv_heads, blocks;
-  int head_dim, v_head_dim, kv_len;
-
-  DEVICE float* line(uint32 pair, uint32 number) const {
-    return lines + (static_cast<int64>(pair) * (SUMS + 2 * blocks) + number) * CHANNELS;
-  }
-
-  enum Line {
-    KEY_MEAN,
-    VALUE_INVERSE,                // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
-    EXTREMA,                      // of V, by sharer: largest, smallest, and 1 where all are finite
-    SUMS = EXTREMA + 3 * SHARERS  // of K's blocks of 128 tokens, then of V's
-  };
+enum Line {
+  KEY_MEAN,
+  VALUE_INVERSE,         // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
+  EXTREMA,               // of V, by sharer: largest, smallest, and 1 where all are finite
+  SUMS = STATISTIC_ROWS  // of K's blocks of 128 tokens, then of V's
 };
+static_assert(EXTREMA + 3 * SHARERS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 
-struct Operands {
-  uint8* query;        // (batch, q_heads, q_blocks * 128, CHANNELS)
-  float* query_scale;  // (batch, q_heads, q_blocks * 128)
-  uint8* key;          // (batch, kv_heads, blocks * 128, CHANNELS)
-  uint16* key_scale;   // bfloat16 (batch, kv_heads, blocks * 2, 4)
-  uint8* value;       // (batch, kv_heads, CHANNELS, blocks * 128); or float16 (batch, kv_heads, blocks * 128, CHANNELS)
-  float* mean_score;  // as query_scale, if MEAN_SCORE
-  uint32 pairs, q_heads, q_blocks;
-  uint32 early;  // blocks of the grid that quantise Q before others do K and V
-  int q_len;
-};
+DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
+  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.blocks) + number) * CHANNELS;
+}
 
-// By halves; NaN where one is NaN.
+// Return the larger halves; NaN where one is NaN.
 DEVICE uint32 larger(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)
@@ -56,6 +56,7 @@ DEVICE uint32 larger(uint32 x, uint32 y) {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+// Return the smaller halves; NaN where one is NaN.
 DEVICE uint32 smaller(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)
@@ -65,14 +66,14 @@ DEVICE uint32 smaller(uint32 x, uint32 y) {
   return z;
 }
 
-// Ones in the halves that are infinite or NaN.
+// Return ones in the halves that are infinite or NaN.
 DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
 
 // ---- Scales and codes ----
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-// The larger magnitude; NaN when one is NaN.
+// Return the larger magnitude; NaN when one is NaN.
 DEVICE float larger_magnitude(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(fabsf(y)));
@@ -85,10 +86,9 @@ DEVICE float round_up_to_bfloat16(float x) {
 
 // float16 numbers around 48 are ERROR_STEP apart: adding it rounds an error of e4m3 to a multiple, whose number is then
 // in the low bits.
-constexpr float ERROR_STEP = 1.0f / 32.0f;
 constexpr int ERROR_ROUNDER = 0x5200;
 
-// `sum`, and the errors of two numbers in e4m3, each counted with the bits of 48.
+// Add to `sum` the errors of two numbers in e4m3, each counted with the bits of 48.
 DEVICE int add_errors(float x, float y, int sum) {
   int errors;
   asm("{ .reg .b16 codes; .reg .b32 exact, nearest;\n"
@@ -119,7 +119,7 @@ DEVICE void load_floats(const float* from, float (&x)[N]) {
 // differ by WARPS.
 constexpr int WARPS = 8 / ROWS;
 
-// By a tree of halves: of the elements from `at` on that lie STEP apart.
+// Sum the elements from `at` on that lie STEP apart, by a tree of halves.
 template <int STEP = 1, int N>
 DEVICE float tree_sum(const float (&x)[N], int at = 0) {
   if constexpr (STEP == N)
@@ -128,14 +128,14 @@ DEVICE float tree_sum(const float (&x)[N], int at = 0) {
     return __fadd_rn(tree_sum<2 * STEP>(x, at), tree_sum<2 * STEP>(x, at + STEP));
 }
 
-// Sum of the rows of a warp, in the tree's order.
+// Sum the rows of a warp, in the tree's order.
 DEVICE float sum_of_warp(float x) {
 #pragma unroll
   for (int distance = 16; distance >= LANES; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
   return x;
 }
 
-// Of 128 tokens, in the block's shared memory, by warp.
+// What is known of 128 tokens, in the block's shared memory, by warp.
 struct Partial {
   float sum[WARPS][CHANNELS];
   uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
@@ -184,7 +184,7 @@ DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
   }
 }
 
-// Channel `threadIdx.x` of the tokens or sums that the block reduced.
+// Sum channel `threadIdx.x` of the tokens or sums that the block reduced.
 DEVICE float total_of_warps(const float (&sum)[WARPS][CHANNELS]) {
   float x[WARPS];
 #pragma unroll
@@ -197,7 +197,8 @@ struct Extrema {
   bool finite;  // all are
 };
 
-// The block's share of the blocks of 128 tokens of K, or of V: their sums; the extrema of channel `threadIdx.x`.
+// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return the extrema of channel
+// `threadIdx.x`.
 DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
   __shared__ Partial partial;
   const int channel = threadIdx.x;
@@ -229,8 +230,8 @@ DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
   return {largest, smallest, finite};
 }
 
-// A channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have LANES
-// channels each; all of a block's threads call, those of the first LANES get the mean.
+// Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
+// LANES channels each; all of a block's threads call, those of the first LANES get the mean.
 DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
   __shared__ float partial[WARPS][LANES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * WARPS;
@@ -255,20 +256,19 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
   return __fdiv_rn(total, static_cast<float>(tokens));
 }
 
-// A cluster for K of each pair, and one for V.
-extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHANNELS, 512 / CHANNELS)
-    statistics(const __grid_constant__ Tokens key, const __grid_constant__ Tokens value,
-               const __grid_constant__ Statistics s) {
+// Find the means of K and V, and V's scales: a cluster for K of each pair, and one for V.
+extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(STATISTICS_THREADS, 512 / CHANNELS)
+    statistics(STATISTICS_PARAMETERS) {
   let_next_kernel_start();
   const uint32 sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
   const bool of_value = blockIdx.x / SHARERS % 2;
-  float* sums = s.line(pair, s.SUMS + of_value * s.blocks);
+  float* sums = line(s, pair, SUMS + of_value * s.blocks);
   const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
   const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, sharer * BLOCK + row, s.kv_len,
                       threadIdx.x % LANES * 8, of_value ? s.v_head_dim : s.head_dim);
   const Extrema found = reduce_blocks(reader, s.blocks, sums);
   if (of_value) {
-    float* extrema = s.line(pair, s.EXTREMA + 3 * sharer) + threadIdx.x;
+    float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   }
   sync_cluster();
@@ -276,13 +276,13 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
   float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, s.kv_len);
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
-    s.line(pair, s.KEY_MEAN)[channel] = mean;
+    line(s, pair, KEY_MEAN)[channel] = mean;
     return;
   }
   float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
 #pragma unroll
   for (int i = 0; i < SHARERS; i++) {
-    const float* extrema = s.line(pair, s.EXTREMA + 3 * i) + channel;
+    const float* extrema = line(s, pair, EXTREMA + 3 * i) + channel;
     largest = fmaxf(largest, extrema[0]);
     smallest = fminf(smallest, extrema[CHANNELS]);
     finite = fminf(finite, extrema[2 * CHANNELS]);
@@ -292,7 +292,7 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
   if (PV_FLOAT16 || !(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
   s.value_mean[pair * CHANNELS + channel] = mean;
   const float amax = largest < smallest ? 0.0f : spread();
-  float* kept = s.line(pair, s.VALUE_INVERSE) + channel;
+  float* kept = line(s, pair, VALUE_INVERSE) + channel;
   if (PV_FLOAT16) {
     *kept = amax;
     return;
@@ -306,14 +306,14 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(CHA
 
 constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
 
-// What follows is WHOLE if all tokens and channels that it writes exist.
+// The functions that follow are WHOLE if all tokens and channels that they write exist.
 
-// 64 tokens of Q of one (batch, q head): 16 consecutive ones a warp.
+// Quantise HALF_BLOCK tokens of Q of one (batch, q head): 16 consecutive ones a warp.
 template <bool WHOLE>
 DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const uint32 batch = pair / o.q_heads, head = pair % o.q_heads;
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
-  const int first = block * 64 + threadIdx.x / 32 * 16 + lane / LANES;
+  const int first = block * HALF_BLOCK + threadIdx.x / 32 * 16 + lane / LANES;
   const Reader reader(query, batch, head, first, o.q_len, channel, s.head_dim);
   auto has = [&](int number) { return WHOLE || reader.has(number); };
   uint32 x[LOADS][4];
@@ -324,7 +324,7 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
   if (MEAN_SCORE) {
     wait_for_previous_kernel();
     float mean[8];
-    load_floats(s.line(batch * s.kv_heads + head / (o.q_heads / s.kv_heads), s.KEY_MEAN) + channel, mean);
+    load_floats(line(s, batch * s.kv_heads + head / (o.q_heads / s.kv_heads), KEY_MEAN) + channel, mean);
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       float score = 0.0f;
@@ -345,12 +345,12 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
       });
 }
 
-// 64 tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same threads of the
-// forward kernel get.
+// Quantise HALF_BLOCK tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same
+// threads of the forward kernel get.
 template <bool WHOLE>
 DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8, of_load = lane / LANES;
-  const int first = block * 64 + of_load / 2 * 8 + warp * 2 + of_load % 2;
+  const int first = block * HALF_BLOCK + of_load / 2 * 8 + warp * 2 + of_load % 2;
   constexpr int APART = ROWS / 2 * 8;  // tokens of a thread
   const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.head_dim);
   auto has = [&](int number) { return WHOLE || reader.has(number); };
@@ -359,7 +359,7 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * APART, has(i * APART), x[i]);
   wait_for_previous_kernel();
   float mean[8];
-  load_floats(s.line(pair, s.KEY_MEAN) + channel, mean);
+  load_floats(line(s, pair, KEY_MEAN) + channel, mean);
   // Rounding is monotonic: the extrema of K - mean are those of K, minus the mean.
   float largest = 0.0f;
 #pragma unroll
@@ -394,18 +394,18 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
 
 DEVICE float exp2_of_integer(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-// 64 tokens of V of one pair in float16, 16 consecutive ones a warp: over the least power of two, within 2^±126, that
-// brings the largest finite magnitude within 2^HEADROOM_EXPONENT.
+// Scale HALF_BLOCK tokens of V of one pair in float16, 16 consecutive ones a warp: divide them by the least power of
+// two, within 2^±126, that brings the largest finite magnitude within 2^HEADROOM_EXPONENT.
 template <bool WHOLE>
 DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
-  const int first = block * 64 + threadIdx.x / 32 * 16 + lane / LANES;
+  const int first = block * HALF_BLOCK + threadIdx.x / 32 * 16 + lane / LANES;
   const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.v_head_dim);
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, WHOLE || reader.has(i * ROWS), x[i]);
   wait_for_previous_kernel();
-  const float* amax = s.line(pair, s.VALUE_INVERSE);
+  const float* amax = line(s, pair, VALUE_INVERSE);
   uint32 largest = 0;
 #pragma unroll
   for (int i = 0; i < CHANNELS; i += 32) largest = max(largest, __float_as_uint(amax[i + lane]));
@@ -425,15 +425,15 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   }
 }
 
-// Of 128 tokens and VALUE_CHANNELS channels of V, in the block's shared memory.
+// BLOCK tokens and VALUE_CHANNELS channels of V, in the block's shared memory.
 struct ValueBlock {
   uint32 codes[VALUE_CHANNELS][BLOCK / 4];  // e4m3; the 16-byte parts of a line are exchanged from 8 channels to 8
   int errors[4][VALUE_CHANNELS];            // of the nearest e4m3, in ERROR_STEPs: sums over each warp's tokens
 };
 
-// 128 tokens and VALUE_CHANNELS channels, one of PARTS, of V of one pair, transposed. Among each 16, tokens lie in the
-// order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels. They are rounded
-// as `round_keeping_sums` in `formats/fp8.py` says.
+// Quantise BLOCK tokens and VALUE_CHANNELS channels, one of PARTS, of V of one pair, transposed. Among each 16, tokens
+// lie in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels. They
+// are rounded as `round_keeping_sums` in `formats/fp8.py` says.
 template <bool WHOLE>
 DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
                            uint32 part, ValueBlock& shared) {
@@ -450,8 +450,8 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   wait_for_previous_kernel();
 
   const float* means = s.value_mean + pair * CHANNELS + channel;
-  const float* inverses = s.line(pair, s.VALUE_INVERSE) + channel;
-  // A channel of the thread's tokens, scaled, and the sum of its errors over the warp's tokens.
+  const float* inverses = line(s, pair, VALUE_INVERSE) + channel;
+  // Scale a channel of the thread's tokens, and return the sum of its errors over the warp's tokens.
   auto scale = [&](int c, float (&y)[8]) {
     const float mean = means[c], inverse = inverses[c];
     int sum = -8 * ERROR_ROUNDER;
@@ -464,7 +464,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
     sum += __shfl_xor_sync(~0u, sum, 8);
     return sum + __shfl_xor_sync(~0u, sum, 16);
   };
-  // Its codes, given the sum of the errors of all 128 tokens.
+  // Store its codes, given the sum of the errors of all BLOCK tokens.
   auto store = [&](int c, int total, float (&y)[8]) {
     const float twice = __fmul_rn(__int2float_rn(abs(total)), 2 * ERROR_STEP);
     const float part = (total < 0 ? -0.5f : 0.5f) / BLOCK;
@@ -499,20 +499,17 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   }
 }
 
-// Blocks of the grid: some of Q, for which the statistics need not be complete; K and V, from the last pair to the
-// first, while the L2 cache holds what `statistics` read last; the others of Q.
-extern "C" __global__ void __launch_bounds__(128, 8)
-    quantize(const __grid_constant__ Tokens query, const __grid_constant__ Tokens key,
-             const __grid_constant__ Tokens value, const __grid_constant__ Statistics s,
-             const __grid_constant__ Operands o) {
+// Quantise Q, K and V. The grid's blocks take some of Q, for which the statistics need not be complete; K and V, from
+// the last pair to the first, while the L2 cache holds what `statistics` read last; the others of Q.
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, 8) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
   const uint32 of_key = 2 * s.blocks, of_pair = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
-  const uint32 index = blockIdx.x - o.early;
-  if (blockIdx.x < o.early || index >= o.pairs * of_pair) {
-    const uint32 number = blockIdx.x < o.early ? blockIdx.x : blockIdx.x - o.pairs * of_pair;
+  const uint32 index = blockIdx.x - o.leading_query_blocks;
+  if (blockIdx.x < o.leading_query_blocks || index >= o.pairs * of_pair) {
+    const uint32 number = blockIdx.x < o.leading_query_blocks ? blockIdx.x : blockIdx.x - o.pairs * of_pair;
     const uint32 pair = number / (2 * o.q_blocks), block = number % (2 * o.q_blocks);
-    if ((block + 1) * 64 <= o.q_len && s.head_dim == CHANNELS)
+    if ((block + 1) * HALF_BLOCK <= o.q_len && s.head_dim == CHANNELS)
       quantize_query<true>(query, s, o, pair, block);
     else
       quantize_query<false>(query, s, o, pair, block);
@@ -520,13 +517,13 @@ extern "C" __global__ void __launch_bounds__(128, 8)
   }
   const uint32 pair = o.pairs - 1 - index / of_pair, number = index % of_pair;
   if (number < of_key) {
-    if ((number + 1) * 64 <= s.kv_len && s.head_dim == CHANNELS)
+    if ((number + 1) * HALF_BLOCK <= s.kv_len && s.head_dim == CHANNELS)
       quantize_key<true>(key, s, o, pair, number);
     else
       quantize_key<false>(key, s, o, pair, number);
   } else if (PV_FLOAT16) {
     const uint32 block = number - of_key;
-    if ((block + 1) * 64 <= s.kv_len && s.v_head_dim == CHANNELS)
+    if ((block + 1) * HALF_BLOCK <= s.kv_len && s.v_head_dim == CHANNELS)
       scale_value<true>(value, s, o, pair, block);
     else
       scale_value<false>(value, s, o, pair, block);

@@ -1,116 +1,7 @@
-// What Hopper's hardware does and C++ has no word for: barriers, the tensor memory accelerator (TMA), warpgroup matrix
-// products. Source of the formats: PTX ISA, sections "mbarrier", "cp.async.bulk.tensor" and "wgmma".
+// Warpgroup matrix products, and the registers of warpgroups. Source of the formats: PTX ISA, sections "wgmma" and
+// "setmaxnreg".
 #pragma once
-
-using uint8 = unsigned char;
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-using int64 = long long;
-
-#define DEVICE __device__ __forceinline__
-
-struct alignas(64) TensorMap {
-  uint64 opaque[16];
-};
-
-DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }
-
-// ---- Barriers ----
-
-DEVICE void init(uint64& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
-}
-
-// One thread of the warp arrives.
-DEVICE void arrive_as_warp(uint64& barrier) {
-  asm volatile(
-      "{\n.reg .pred elected;\n"
-      "elect.sync _|elected, -1;\n"
-      "@elected mbarrier.arrive.shared.b64 _, [%0];\n}" ::"r"(shared_address(&barrier))
-      : "memory");
-}
-
-DEVICE void arrive(uint64& barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-
-// Arrive, and have the phase wait for so many bytes from the TMA.
-DEVICE void arrive_expecting(uint64& barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
-               : "memory");
-}
-
-// Wait until the phase of that parity is over.
-DEVICE void wait(uint64& barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// A barrier of the hardware, by number: 0 is __syncthreads().
-DEVICE void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// Makes what was written to shared memory visible to the TMA and the matrix units.
-DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// All threads of a cluster; what they wrote before is visible to the others.
-DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The stream's next kernel may start as soon as all blocks of this one have called, or ended, if its launch allows it.
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Wait until the stream's previous kernel is over, and see all that it wrote.
-DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// ---- TMA ----
-
-// Load the map's box at (row, column) to shared memory; `barrier` is told of its bytes.
-DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(into)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
-      : "memory");
-}
-
-// Of a map of three axes, at (batch, row, column).
-DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batch, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-          "r"(shared_address(into)),
-      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&barrier))
-      : "memory");
-}
-
-// Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
-DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(into)),
-               "l"(from), "r"(bytes), "r"(shared_address(&barrier))
-               : "memory");
-}
-
-// Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.
-DEVICE void store_box(const TensorMap& map, const void* from, int batch, int head, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
-      "cp.async.bulk.commit_group;" ::"l"(&map),
-      "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(from))
-      : "memory");
-}
-
-// Wait until the boxes that this thread stores have been read.
-DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// ---- Warpgroup matrix products ----
+#include "types.cuh"
 
 template <int REGISTERS>
 DEVICE void take_registers() {
@@ -128,25 +19,13 @@ DEVICE void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Uses of these registers stay behind the wait that completes them.
-template <int N>
-DEVICE void pin(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <typename Integer, int N>
-DEVICE void pin(Integer (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
-}
-
-// Descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled over WIDTH bytes: its lower
-// half. 16 bytes further along K add 1. Of a transposed operand rows lie along N, and those beyond the first WIDTH
-// bytes of each are `apart` bytes behind.
+// Return the lower half of the descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled
+// over WIDTH bytes. 16 bytes further along K add 1. A transposed operand's rows lie along N, and what lies beyond their
+// first WIDTH bytes begins `apart` bytes behind.
 DEVICE uint32 descriptor(const void* tile, int apart = 16) {
   return static_cast<uint32>(apart / 16) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
-// The upper half.
+// LAYOUT is the upper half of the descriptor.
 template <int WIDTH>
 constexpr uint32 SWIZZLE = WIDTH == 128  ? 1
                            : WIDTH == 64 ? 2
@@ -226,53 +105,3 @@ E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
 FLOAT16_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")
 FLOAT16_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39")
 FLOAT16_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70", "%71")
-
-// ---- Numbers ----
-
-DEVICE float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Four numbers in e4m3, the first in the lowest byte.
-DEVICE uint32 to_e4m3(float a, float b, float c, float d) {
-  uint32 y;
-  asm("{ .reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high}; }"
-      : "=r"(y)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return y;
-}
-
-DEVICE float from_bfloat16(uint16 x) { return __uint_as_float(static_cast<uint32>(x) << 16); }
-
-#define INFINITE __int_as_float(0x7F800000)
-
-// Two numbers in float16, the first in the lower half.
-DEVICE uint32 pack_float16(float a, float b) {
-  uint32 y;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-  return y;
-}
-
-// At most `largest` in magnitude; NaN stays NaN.
-DEVICE float clamp(float x, float largest) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(largest));
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-largest));
-  return x;
-}
-
-// Two finite numbers of the output, or NaN, the first one in the lower half.
-DEVICE uint32 to_bfloat16(float a, float b) {
-  constexpr float largest = 3.3895313892515355e38f;
-  uint32 y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(clamp(b, largest)), "f"(clamp(a, largest)));
-  return y;
-}
-DEVICE uint32 to_float16(float a, float b) {
-  constexpr float largest = 65504.0f;
-  return pack_float16(clamp(a, largest), clamp(b, largest));
-}

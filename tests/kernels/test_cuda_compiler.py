@@ -1,6 +1,5 @@
 """CUDA C++ is compiled once, for all that it depends on, and what cannot be compiled says why. Needs no GPU."""
 
-import ctypes
 import logging
 import os
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda import launch as jit
 from sage_kernels.testing.aot import machine_code
 
 pytestmark = pytest.mark.skipif(bool(compiler._missing()), reason=compiler._missing())
@@ -25,7 +23,7 @@ extern "C" __global__ void scale(int* x) {
 """
 OUTER = '#pragma once\n  #  include "inner.cuh"\n#define UNUSED "outer.cuh"\n'
 INNER = '#include "outer.cuh"\n#define INNER 5\n'
-CACHES = (compiler._missing, compiler._outdated, compiler._nvrtc_version)
+CACHES = (compiler._unlaunchable, compiler._missing, compiler._outdated, compiler._nvrtc_version)
 # Compiles when told to, at leisure, and prints how often it did.
 COMPILE_SLOWLY = """
 import sys, time
@@ -56,8 +54,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "kernel.cu").write_text(KERNEL)
     (folder / "outer.cuh").write_text(OUTER)
     (folder / "inner.cuh").write_text(INNER)
-    for files in ("SOURCES", "HEADERS"):
-        monkeypatch.setattr(compiler, files, folder)
+    monkeypatch.setattr(compiler, "SOURCES", folder)
+    monkeypatch.setattr(compiler, "HEADERS", folder)
     monkeypatch.setattr(compiler, "_unstored", {})
     monkeypatch.setattr(compiler, "_unusable", set())
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / "cache"))
@@ -96,16 +94,16 @@ def cached_files(tmp_path: Path, suffix: str = ".cubin") -> list[Path]:
 
 
 def test_a_source_is_compiled_once(calls, tmp_path):
-    first = jit.compile("kernel.cu", {"FACTOR": 3})
+    first = compiler.compile("kernel.cu", {"FACTOR": 3})
     assert first.image.startswith(b"\x7fELF")
-    assert jit.compile("kernel.cu", {"FACTOR": 3}) == first
+    assert compiler.compile("kernel.cu", {"FACTOR": 3}) == first
     assert len(calls) == 1
     assert len(cached_files(tmp_path)) == 1
 
 
 def test_the_log_tells_registers_and_spills_from_the_cache_too():
     for _ in range(2):
-        log = jit.compile("kernel.cu", {"FACTOR": 3}).log
+        log = compiler.compile("kernel.cu", {"FACTOR": 3}).log
         assert "registers" in log
         assert "0 bytes spill stores" in log
 
@@ -113,7 +111,7 @@ def test_the_log_tells_registers_and_spills_from_the_cache_too():
 @pytest.mark.parametrize("change", ["source", "header", "header of a header", "macro", "arch", "name", "compiler"])
 def test_a_change_of_anything_it_depends_on_compiles_again(change, calls, folder, monkeypatch):
     source, macros, arch = "kernel.cu", {"FACTOR": 3}, "sm_90a"
-    before = jit.compile(source, macros, arch)
+    before = compiler.compile(source, macros, arch)
     if change == "source":
         (folder / "kernel.cu").write_text(KERNEL.replace("*=", "+="))
     elif change == "header":
@@ -129,23 +127,23 @@ def test_a_change_of_anything_it_depends_on_compiles_again(change, calls, folder
         (folder / source).write_text(KERNEL)
     elif change == "compiler":
         monkeypatch.setattr(compiler, "_nvrtc_version", lambda: (99, 0))
-    after = jit.compile(source, macros, arch)
+    after = compiler.compile(source, macros, arch)
     assert len(calls) == 2
     assert (after.image != before.image) == (change not in ("name", "compiler"))
-    assert jit.compile(source, macros, arch) == after
+    assert compiler.compile(source, macros, arch) == after
     assert len(calls) == 2
 
 
 def test_neither_the_order_of_macros_nor_a_header_it_does_not_include_compiles_again(calls, folder):
-    jit.compile("kernel.cu", {"FACTOR": 3, "A": 1})
+    compiler.compile("kernel.cu", {"FACTOR": 3, "A": 1})
     (folder / "unrelated.cuh").write_text("#define B\n")
-    jit.compile("kernel.cu", {"A": 1, "FACTOR": 3})
+    compiler.compile("kernel.cu", {"A": 1, "FACTOR": 3})
     assert len(calls) == 1
 
 
 def test_a_truth_value_is_a_number_to_the_preprocessor(folder):
     (folder / "kernel.cu").write_text('#if !YES || NO\n#error\n#endif\nextern "C" __global__ void k() {}\n')
-    assert jit.compile("kernel.cu", {"YES": True, "NO": False}).image
+    assert compiler.compile("kernel.cu", {"YES": True, "NO": False}).image
 
 
 def test_the_machine_code_is_for_the_architecture_and_the_macros(folder):
@@ -162,18 +160,18 @@ extern "C" __global__ void k(unsigned long long a, unsigned long long b, int* ou
 #endif
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = d[i];
 }""")
-    code = {hopper: machine_code(jit.compile("kernel.cu", {"HOPPER": hopper}).image) for hopper in (0, 1)}
+    code = {hopper: machine_code(compiler.compile("kernel.cu", {"HOPPER": hopper}).image) for hopper in (0, 1)}
     assert code[1].instructions.matrix_opcodes == {"IGMMA"}
     assert code[0].instructions.matrix_opcodes == set()
     assert code[0].instructions.counts["IDP"] == 1
-    with pytest.raises(jit.CompileError, match="wgmma"):
-        jit.compile("kernel.cu", {"HOPPER": 1}, "sm_80")
+    with pytest.raises(compiler.CompileError, match="wgmma"):
+        compiler.compile("kernel.cu", {"HOPPER": 1}, "sm_80")
 
 
 def test_what_does_not_compile_says_where_and_why_and_is_not_cached(calls, tmp_path):
     for _ in range(2):
-        with pytest.raises(jit.CompileError) as error:
-            jit.compile("kernel.cu", {"OTHER": "x y"})
+        with pytest.raises(compiler.CompileError) as error:
+            compiler.compile("kernel.cu", {"OTHER": "x y"})
         for part in ("kernel.cu", "sm_90a", "-DOTHER=x y", 'kernel.cu(3): error: identifier "FACTOR"', "1 error"):
             assert part in str(error.value)
     assert len(calls) == 2
@@ -182,8 +180,8 @@ def test_what_does_not_compile_says_where_and_why_and_is_not_cached(calls, tmp_p
 
 def test_a_header_that_is_not_there_is_the_compilers_error(folder):
     (folder / "inner.cuh").unlink()
-    with pytest.raises(jit.CompileError, match=r'outer\.cuh\(2\).*"inner\.cuh"'):
-        jit.compile("kernel.cu", {"FACTOR": 3})
+    with pytest.raises(compiler.CompileError, match=r'outer\.cuh\(2\).*"inner\.cuh"'):
+        compiler.compile("kernel.cu", {"FACTOR": 3})
 
 
 def damaged(content: bytes) -> dict[str, bytes]:
@@ -202,14 +200,14 @@ def damaged(content: bytes) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("damage", damaged(b"0" * 99))
 def test_a_damaged_file_is_replaced(damage, calls, tmp_path):
-    cubin = jit.compile("kernel.cu", {"FACTOR": 3})
+    cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
     (path,) = cached_files(tmp_path)
     content = path.read_bytes()
     path.write_bytes(damaged(content)[damage])
-    again = jit.compile("kernel.cu", {"FACTOR": 3})
+    again = compiler.compile("kernel.cu", {"FACTOR": 3})
     assert again.image == cubin.image
     assert len(calls) == 2
-    assert jit.compile("kernel.cu", {"FACTOR": 3}) == again
+    assert compiler.compile("kernel.cu", {"FACTOR": 3}) == again
     assert len(calls) == 2
 
 
@@ -223,7 +221,7 @@ def test_a_file_has_its_name_only_when_it_is_whole(calls, tmp_path, monkeypatch)
         replace(temporary, path)
 
     monkeypatch.setattr(os, "replace", observed)
-    cubin = jit.compile("kernel.cu", {"FACTOR": 3})
+    cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
     (path,) = cached_files(tmp_path)
     assert compiler._load(path) == cubin
 
@@ -233,8 +231,8 @@ def test_a_write_that_fails_leaves_nothing_behind(calls, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", full)
-    cubin = jit.compile("kernel.cu", {"FACTOR": 3})
-    assert jit.compile("kernel.cu", {"FACTOR": 3}) is cubin
+    cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
+    assert compiler.compile("kernel.cu", {"FACTOR": 3}) is cubin
     assert len(calls) == 1
     assert cached_files(tmp_path) == []
 
@@ -243,7 +241,7 @@ def test_without_a_cache_folder_a_process_compiles_once_and_warns_once(calls, tm
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / "file" / "cache"))
     for factor in (3, 3, 4, 4):
-        assert jit.compile("kernel.cu", {"FACTOR": factor}).image
+        assert compiler.compile("kernel.cu", {"FACTOR": factor}).image
     assert len(calls) == 2
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "SAGE_KERNELS_CACHE" in warning.getMessage()
@@ -255,7 +253,7 @@ def test_threads_compile_a_source_once(cache, calls, tmp_path, monkeypatch):
     (tmp_path / "file").touch()  # so that there is no folder below it
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / cache))
     with ThreadPoolExecutor(4) as pool:
-        cubins = list(pool.map(lambda _: jit.compile("kernel.cu", {"FACTOR": 3}), range(4)))
+        cubins = list(pool.map(lambda _: compiler.compile("kernel.cu", {"FACTOR": 3}), range(4)))
     assert cubins == cubins[:1] * 4
     assert len(calls) == 1
 
@@ -286,21 +284,21 @@ def test_a_file_system_without_locks_compiles_and_caches(calls, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     for _ in range(2):
-        assert jit.compile("kernel.cu", {"FACTOR": 3}).image
+        assert compiler.compile("kernel.cu", {"FACTOR": 3}).image
     assert len(calls) == 1
 
 
 def test_forbidden_to_compile_the_cache_serves_and_nothing_else(calls, monkeypatch):
-    cubin = jit.compile("kernel.cu", {"FACTOR": 3})
+    cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
     monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
-    assert "SAGE_KERNELS_COMPILE" in jit.why_not()
-    assert jit.compile("kernel.cu", {"FACTOR": 3}) == cubin
-    with pytest.raises(jit.CompileError, match=r"kernel\.cu .*-DFACTOR=4 .*SAGE_KERNELS_COMPILE=0"):
-        jit.compile("kernel.cu", {"FACTOR": 4})
+    assert "SAGE_KERNELS_COMPILE" in compiler.why_not()
+    assert compiler.compile("kernel.cu", {"FACTOR": 3}) == cubin
+    with pytest.raises(compiler.CompileError, match=r"kernel\.cu .*-DFACTOR=4 .*SAGE_KERNELS_COMPILE=0"):
+        compiler.compile("kernel.cu", {"FACTOR": 4})
     assert len(calls) == 1
     monkeypatch.delenv("SAGE_KERNELS_COMPILE")
-    assert "SAGE_KERNELS_COMPILE" not in jit.why_not()
-    jit.compile("kernel.cu", {"FACTOR": 4})
+    assert "SAGE_KERNELS_COMPILE" not in compiler.why_not()
+    compiler.compile("kernel.cu", {"FACTOR": 4})
     assert len(calls) == 2
 
 
@@ -308,17 +306,65 @@ def test_forbidden_to_compile_the_cache_serves_and_nothing_else(calls, monkeypat
 def test_forbidden_to_compile_a_kernel_can_be_had_when_it_is_cached(cache, calls, tmp_path, monkeypatch):
     (tmp_path / "file").touch()  # so that there is no folder below it
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / cache))
-    monkeypatch.setattr(compiler, "_outdated", lambda: "")
+    monkeypatch.setattr(compiler, "_outdated", lambda nvrtc: "")
     others = [("kernel.cu", {"FACTOR": 4}, "sm_90a"), ("kernel.cu", {"FACTOR": 3}, "sm_80")]
     asked = [("kernel.cu", {"FACTOR": 3}, "sm_90a"), *others]
-    jit.compile(*asked[0])
-    assert [jit.why_not(*kernel) for kernel in asked] == ["", "", ""]
+    compiler.compile(*asked[0])
+    assert [compiler.why_not(*kernel) for kernel in asked] == ["", "", ""]
     monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
-    assert ["SAGE_KERNELS_COMPILE=0" in jit.why_not(*kernel) for kernel in asked] == [False, True, True]
-    assert jit.why_not(*asked[0]) == ""
+    assert ["SAGE_KERNELS_COMPILE=0" in compiler.why_not(*kernel) for kernel in asked] == [False, True, True]
+    assert compiler.why_not(*asked[0]) == ""
     assert len(calls) == 1
-    monkeypatch.setattr(compiler, "_outdated", lambda: "the driver is too old")
-    assert jit.why_not(*asked[0]) == "the driver is too old"
+
+
+@pytest.fixture
+def without_nvrtc(monkeypatch, uncached):
+    """Return a function that takes NVRTC's library away."""
+    from cuda.bindings import nvrtc
+
+    def not_found(*args):
+        raise RuntimeError("libnvrtc.so not found")
+
+    def take_away():
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", not_found)
+        monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", not_found)
+        for cached in CACHES:
+            cached.cache_clear()
+
+    return take_away
+
+
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_without_nvrtc_the_cache_serves_what_was_compiled_before(forbidden, without_nvrtc, monkeypatch):
+    cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
+    without_nvrtc()
+    if forbidden:
+        monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
+    assert compiler.why_not("kernel.cu", {"FACTOR": 3}) == ""
+    assert compiler.compile("kernel.cu", {"FACTOR": 3}) == cubin
+    reason = "SAGE_KERNELS_COMPILE=0" if forbidden else "pip install"
+    assert reason in compiler.why_not()
+    assert reason in compiler.why_not("kernel.cu", {"FACTOR": 4})
+    with pytest.raises(compiler.CompileError, match=rf"FACTOR=4 is not in .*{reason}"):
+        compiler.compile("kernel.cu", {"FACTOR": 4})
+
+
+def test_forbidden_to_compile_the_newest_that_the_driver_can_run_serves(monkeypatch, uncached):
+    from cuda.bindings import driver
+
+    versions = ((12, 8), (12, 10), (13, 0))
+    for version in versions:
+        monkeypatch.setattr(compiler, "_nvrtc_version", lambda version=version: version)
+        monkeypatch.setattr(compiler, "_compile", lambda _, version=version: compiler.Cubin(b"", str(version)))
+        compiler.compile("kernel.cu", {"FACTOR": 3})
+    monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
+    for driver_version, served in ((13000, "(13, 0)"), (12080, "(12, 10)")):
+        monkeypatch.setattr(driver, "cuDriverGetVersion", lambda x=driver_version: (driver.CUresult.CUDA_SUCCESS, x))
+        compiler._outdated.cache_clear()
+        assert compiler.compile("kernel.cu", {"FACTOR": 3}).log == served
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, 12020))
+    compiler._outdated.cache_clear()
+    assert "SAGE_KERNELS_COMPILE=0" in compiler.why_not("kernel.cu", {"FACTOR": 3})
 
 
 def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
@@ -326,14 +372,14 @@ def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for variable, folder in (("", tmp_path / "home" / ".cache"), (str(tmp_path / "xdg"), tmp_path / "xdg")):
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
-        jit.compile("kernel.cu", {"FACTOR": 3})
+        compiler.compile("kernel.cu", {"FACTOR": 3})
         assert len(list((folder / "sage-hf" / "cuda").glob("*.cubin"))) == 1
 
 
 def test_a_compilation_is_logged_and_a_cache_hit_is_not(caplog):
     with caplog.at_level(logging.INFO, logger=compiler.logger.name):
         for _ in range(2):
-            jit.compile("kernel.cu", {"FACTOR": 3})
+            compiler.compile("kernel.cu", {"FACTOR": 3})
     (message,) = (record.getMessage() for record in caplog.records)
     assert "kernel.cu" in message
     assert message.endswith(" s")
@@ -357,14 +403,14 @@ def test_what_is_missing_is_named_with_what_to_install(missing, cuda, packages, 
     else:
         monkeypatch.setitem(sys.modules, missing, None)
     for package in ("pip install", *packages):
-        assert package in jit.why_not()
-    with pytest.raises(jit.CompileError, match=r"kernel\.cu .*pip install"):
-        jit.compile("kernel.cu", {"FACTOR": 3})
+        assert package in compiler.why_not()
+    with pytest.raises(compiler.CompileError, match=r"kernel\.cu .*pip install"):
+        compiler.compile("kernel.cu", {"FACTOR": 3})
 
 
 def test_another_system_than_linux_is_named(monkeypatch, uncached):
     monkeypatch.setattr(sys, "platform", "win32")
-    assert "Linux" in jit.why_not()
+    assert "Linux" in compiler.why_not()
 
 
 @pytest.mark.parametrize(
@@ -384,7 +430,7 @@ def test_a_driver_that_is_too_old_for_the_compiler_is_named(
 
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, driver_version))
     monkeypatch.setattr(compiler, "_nvrtc_version", lambda: nvrtc_version)
-    reason = jit.why_not()
+    reason = compiler.why_not()
     assert needed in reason
     assert bool(reason) == bool(needed)
 
@@ -396,127 +442,10 @@ def test_a_machine_without_a_driver_can_compile(monkeypatch, uncached):
         raise RuntimeError("libcuda.so.1 not found")
 
     monkeypatch.setattr(driver, "cuDriverGetVersion", not_found)
-    assert jit.why_not() == ""
+    assert compiler.why_not() == ""
 
 
-def test_importing_the_door_imports_no_cuda_bindings():
-    code = (
-        "import sys, torch; known = set(sys.modules); import sage_kernels.cuda.launch; print(set(sys.modules) - known)"
-    )
-    assert (
-        "'cuda" not in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    )
-
-
-def test_arguments_lie_where_their_addresses_say():
-    x = torch.zeros(4)
-    image = bytes(range(128))
-    args = (x, None, -5, jit.Int64(-(2**40)), 0.1, jit.TensorMap(image), 7)
-    sizes = (8, 8, 4, 8, 4, 128, 4)
-    packed = jit.Parameters("kernel", -1, sizes).packed(args)  # of a CPU's tensors: their device is -1
-    addresses = (ctypes.c_void_p * len(args)).from_buffer(packed)
-    given = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
-    assert given[:2] == [x.data_ptr().to_bytes(8, sys.byteorder), bytes(8)]
-    assert ctypes.c_int32.from_buffer_copy(given[2]).value == -5
-    assert ctypes.c_int64.from_buffer_copy(given[3]).value == -(2**40)
-    assert ctypes.c_float.from_buffer_copy(given[4]).value == torch.tensor(0.1).item()
-    assert given[5] == image
-    assert ctypes.c_int32.from_buffer_copy(given[6]).value == 7
-
-
-@pytest.mark.parametrize(
-    ("members", "fields"),
-    [
-        ([1, jit.Int64(2), 3, None, 0.5], ["i", "q", "i", "P", "f"]),
-        ([jit.Int64(2), 3], ["q", "i"]),
-        ([3], ["i"]),
-    ],
-)
-def test_a_tuple_is_a_struct_as_c_lays_it_out(members, fields):
-    types = {"i": ctypes.c_int, "q": ctypes.c_longlong, "P": ctypes.c_void_p, "f": ctypes.c_float}
-
-    class Structure(ctypes.Structure):
-        _fields_ = tuple((f"member{i}", types[field]) for i, field in enumerate(fields))
-
-    sizes = (4, ctypes.sizeof(Structure), 4)
-    packed = jit.Parameters("kernel", 0, sizes).packed((7, tuple(members), 8))
-    before, address, after = (ctypes.c_void_p * 3).from_buffer(packed)
-    structure = Structure.from_address(address)
-    given = [getattr(structure, f"member{i}") for i in range(len(fields))]
-    assert given == [member.value if isinstance(member, jit.Int64) else member for member in members]
-    assert [ctypes.c_int.from_address(place).value for place in (before, after)] == [7, 8]
-
-
-def test_a_tensor_map_in_a_struct_is_aligned():
-    image = bytes(range(128))
-    packed = jit.Parameters("kernel", 0, (256,)).packed(((5, jit.TensorMap(image), 6),))
-    content = ctypes.string_at(ctypes.c_void_p.from_buffer(packed).value, 256)
-    assert content == (5).to_bytes(64, "little") + image + (6).to_bytes(64, "little")
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ((1,), TypeError, r"\(4, 4\) bytes, was given \(4,\)"),
-        ((1, 1, 1), TypeError, r"\(4, 4\) bytes, was given \(4, 4, 4\)"),
-        ((1, jit.Int64(1)), TypeError, r"\(4, 4\) bytes, was given \(4, 8\)"),
-        ((1, None), TypeError, r"\(4, 4\) bytes, was given \(4, 8\)"),
-        ((1, True), TypeError, "argument 1 is of <class 'bool'>"),
-        ((1, "1"), TypeError, "argument 1 is of <class 'str'>"),
-        ((1, (1, [1])), TypeError, "argument 1 is of <class 'list'>"),
-        ((1, (1, 1)), TypeError, r"\(4, 4\) bytes, was given \(4, 8\)"),
-        ((1, 2**31), ValueError, "Int64"),
-        ((1, torch.zeros(1)), ValueError, "runs on cuda:0, but argument 1 is on cpu"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_the_kernel_runs(args, error, message):
-    with pytest.raises(error, match=f"kernel.*{message}"):
-        jit.Parameters("kernel", 0, (4, 4)).packed(args)
-
-
-@pytest.mark.parametrize(
-    ("x", "box", "swizzle", "message"),
-    [
-        (torch.zeros(4, 16, dtype=torch.float64), (1, 16), 0, "dtype"),
-        (torch.zeros(4, 16), (1, 16), 16, "swizzle"),
-        (torch.zeros(16), (16,), 0, "2 to 5 axes"),
-        (torch.zeros(1, 1, 1, 1, 1, 16), (1, 1, 1, 1, 1, 16), 0, "2 to 5 axes"),
-        (torch.zeros(4, 16), (1, 1, 16), 0, "2 to 5 axes"),
-        (torch.zeros(4, 16).T, (4, 4), 0, "last axis"),
-        (torch.zeros(4, 5), (1, 4), 0, "multiples of 16 bytes"),
-        (torch.zeros(4, 16)[:, 1:], (1, 4), 0, "multiples of 16 bytes"),
-        (torch.zeros(4, 16), (1, 16), 0, "on a GPU"),
-    ],
-)
-def test_a_tensor_that_tma_cannot_read_is_refused(x, box, swizzle, message):
-    with pytest.raises(ValueError, match=message):
-        jit.tensor_map(x, box, swizzle)
-
-
-def test_a_tensor_map_is_encoded_once_for_a_device_in_its_context(monkeypatch):
-    from cuda.bindings import driver
-
-    current, encoded = [], []
-
-    def encode(*description):
-        encoded.append(current[-1])
-        if description[2] == 32:  # the address
-            return driver.CUresult.CUDA_ERROR_INVALID_VALUE, None
-        return driver.CUresult.CUDA_SUCCESS, driver.CUtensorMap()
-
-    success = (driver.CUresult.CUDA_SUCCESS,)
-    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda index: (*success, f"context {index}"))
-    monkeypatch.setattr(driver, "cuCtxPushCurrent", lambda context: current.append(context) or success)
-    monkeypatch.setattr(driver, "cuCtxPopCurrent", lambda: (*success, current.pop()))
-    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    layout = ((4, 16), (16, 1), torch.float32, (1, 16), 0)
-    try:
-        for index in (0, 1, 0, 1):
-            assert len(jit._tensor_map(index, 16, *layout).image) == 128
-        assert encoded == ["context 0", "context 1"]
-        with pytest.raises(ValueError, match="CUDA_ERROR_INVALID_VALUE"):
-            jit._tensor_map(0, 32, *layout)
-        assert current == []
-    finally:
-        jit._tensor_map.cache_clear()
-        jit._context.cache_clear()
+def test_registering_imports_no_cuda_bindings():
+    code = "import sys, torch; known = set(sys.modules); import sage_kernels.cuda.registration as _; "
+    command = [sys.executable, "-c", code + "print(set(sys.modules) - known)"]
+    assert "'cuda" not in subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,56 @@
+// Waiting for other threads, for the tensor memory accelerator (TMA) and for other kernels. Source of the formats: PTX
+// ISA, sections "mbarrier", "barrier.cluster" and "griddepcontrol".
+#pragma once
+#include "types.cuh"
+
+DEVICE void init(uint64& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+}
+
+// Let one thread of the warp arrive.
+DEVICE void arrive_as_warp(uint64& barrier) {
+  asm volatile(
+      "{\n.reg .pred elected;\n"
+      "elect.sync _|elected, -1;\n"
+      "@elected mbarrier.arrive.shared.b64 _, [%0];\n}" ::"r"(shared_address(&barrier))
+      : "memory");
+}
+
+DEVICE void arrive(uint64& barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrive, and have the phase wait for so many bytes from the TMA.
+DEVICE void arrive_expecting(uint64& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Wait until the phase of that parity is over.
+DEVICE void wait(uint64& barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Wait for so many threads at a barrier of the hardware, by number: 0 is that of __syncthreads().
+DEVICE void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Make what was written to shared memory visible to the TMA and the matrix units.
+DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Wait for all threads of a cluster, and see what they wrote before.
+DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Let the stream's next kernel start, if its launch allows it, as soon as all blocks of this one have called or ended.
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Wait until the stream's previous kernel is over, and see all that it wrote.
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

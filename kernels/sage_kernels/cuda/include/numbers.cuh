@@ -1,0 +1,51 @@
+// Number formats and what converts to them.
+#pragma once
+#include "types.cuh"
+
+DEVICE float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Round four numbers to e4m3; the first is in the lowest byte.
+DEVICE uint32 to_e4m3(float a, float b, float c, float d) {
+  uint32 y;
+  asm("{ .reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
+DEVICE float from_bfloat16(uint16 x) { return __uint_as_float(static_cast<uint32>(x) << 16); }
+
+#define INFINITE __int_as_float(0x7F800000)
+
+// Round two numbers to float16; the first is in the lower half.
+DEVICE uint32 pack_float16(float a, float b) {
+  uint32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
+
+// Bring x within ±largest; NaN stays NaN.
+DEVICE float clamp(float x, float largest) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(largest));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-largest));
+  return x;
+}
+
+// Round two numbers of the output, finite or NaN; the first is in the lower half.
+DEVICE uint32 to_bfloat16(float a, float b) {
+  constexpr float largest = 3.3895313892515355e38f;
+  uint32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(clamp(b, largest)), "f"(clamp(a, largest)));
+  return y;
+}
+DEVICE uint32 to_float16(float a, float b) {
+  constexpr float largest = 65504.0f;
+  return pack_float16(clamp(a, largest), clamp(b, largest));
+}

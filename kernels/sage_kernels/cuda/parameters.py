@@ -1,0 +1,236 @@
+"""A kernel's parameters, described once: dataclasses here, from which C++ is written and bytes are packed.
+
+    @dataclass(slots=True)
+    class Sizes:
+        q_len: Int
+        kv_len: Int
+
+    @dataclass(slots=True)
+    class Parameters:
+        output: Floats
+        sizes: Sizes
+
+are `struct Sizes { int q_len; int kv_len; };` and the parameters `float* output, Sizes sizes` to a kernel `extern "C"
+__global__ void attend(ATTEND_PARAMETERS)` whose source includes "parameters.cuh". That header also asserts that the
+compiler lays structs out as the host packs them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Any, NewType, get_args, get_type_hints
+
+import torch
+
+HEADER = "parameters.cuh"
+ADDRESS_BYTES = 8
+
+TensorMap = NewType("TensorMap", bytes)
+"""A tensor's layout as the tensor memory accelerator reads it: the 128 bytes of a CUtensorMap."""
+NO_TENSOR_MAP = TensorMap(bytes(128))
+
+
+@dataclass(frozen=True)
+class CType:
+    """A type of C++, as kernels name it, and how Python's `struct` packs it."""
+
+    name: str
+    format: str
+    alignment: int
+
+    @property
+    def size(self) -> int:
+        """Return its bytes."""
+        return struct.calcsize("=" + self.format)
+
+    @property
+    def is_pointer(self) -> bool:
+        """Return whether a tensor's address, or a null pointer, is packed."""
+        return self.name.endswith("*")
+
+
+Int = Annotated[int, CType("int", "i", 4)]
+UInt32 = Annotated[int, CType("uint32", "I", 4)]
+Int64 = Annotated[int, CType("int64", "q", 8)]
+Float = Annotated[float, CType("float", "f", 4)]
+# A tensor, of a dtype with elements of that size; None: a null pointer.
+Floats = Annotated[torch.Tensor | None, CType("float*", "Q", 8)]
+ConstFloats = Annotated[torch.Tensor | None, CType("const float*", "Q", 8)]
+ConstInts = Annotated[torch.Tensor | None, CType("const int*", "Q", 8)]
+Bytes = Annotated[torch.Tensor | None, CType("uint8*", "Q", 8)]
+ConstBytes = Annotated[torch.Tensor | None, CType("const uint8*", "Q", 8)]
+HalfWords = Annotated[torch.Tensor | None, CType("uint16*", "Q", 8)]
+ConstHalfWords = Annotated[torch.Tensor | None, CType("const uint16*", "Q", 8)]
+Map = Annotated[TensorMap, CType("TensorMap", "128s", 64)]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a struct, or of one inside it: its path ("query.first"), type and first byte."""
+
+    path: str
+    type: CType
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the fields of a struct lie, of one inside it too, and the struct's bytes."""
+
+    fields: tuple[Field, ...]
+    size: int
+    alignment: int
+
+
+class Packer:
+    """Packs the parameters that a dataclass describes.
+
+    Attributes:
+        sizes: bytes of each parameter.
+    """
+
+    def __init__(self, parameters: type) -> None:
+        """Lay them out; TypeError: a field has a type that is none of this module's, nor such a dataclass."""
+        self.parameters = parameters
+        layouts = {name: layout(member) for name, member in members(parameters).items()}
+        self.sizes = [one.size for one in layouts.values()]
+        # The addresses of the parameters come first, as the driver takes them.
+        ends = list(itertools.accumulate(self.sizes, initial=ADDRESS_BYTES * len(layouts)))
+        self._starts = ends[:-1]
+        format, end = "=" + "Q" * len(layouts), ends[0]
+        self._fields: list[Field] = []
+        for (name, one), start in zip(layouts.items(), self._starts, strict=True):
+            for field in one.fields:
+                format += f"{start + field.offset - end}x{field.type.format}"
+                end = start + field.offset + field.type.size
+                self._fields.append(replace(field, path=f"{name}.{field.path}".rstrip(".")))
+        self._struct = struct.Struct(format + f"{ends[-1] - end}x")
+        # The values behind the class: of one name alone, attrgetter would return no tuple.
+        self._values = attrgetter("__class__", *(field.path for field in self._fields))
+        self._pointers = [(place, field) for place, field in enumerate(self._fields) if field.type.is_pointer]
+
+    def pack(self, parameters: Any, index: int) -> ctypes.Array[ctypes.c_char]:
+        """Return the address of each parameter, then the parameters, for a kernel that runs on device `index`.
+
+        Raises:
+            TypeError: the parameters are another dataclass's.
+            ValueError: a tensor of another device, a number that its field cannot hold.
+        """
+        if parameters.__class__ is not self.parameters:
+            raise TypeError(f"{self.parameters} is needed, was given {parameters.__class__}")
+        _, *values = self._values(parameters)
+        for place, field in self._pointers:
+            tensor = values[place]
+            if tensor is None:
+                values[place] = 0
+            elif tensor.get_device() == index:
+                values[place] = tensor.data_ptr()
+            else:
+                raise ValueError(f"{field.path} is on {tensor.device}, but the kernel runs on cuda:{index}")
+        packed = ctypes.create_string_buffer(self._struct.size)
+        address = ctypes.addressof(packed)
+        try:
+            self._struct.pack_into(packed, 0, *[address + start for start in self._starts], *values)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"{self._unpackable(values)} ({error})") from error
+        return packed
+
+    def _unpackable(self, values: list[Any]) -> str:
+        """Name the fields that cannot hold their values."""
+        found = []
+        for field, value in zip(self._fields, values, strict=True):
+            try:
+                struct.pack("=" + field.type.format, value)
+            except (struct.error, OverflowError):
+                found.append(f"{field.path} = {value!r} is no {field.type.name}")
+        return ", ".join(found)
+
+
+@cache
+def packer(parameters: type) -> Packer:
+    """Return what packs the parameters that a dataclass describes."""
+    return Packer(parameters)
+
+
+def header(parameters: Mapping[str, type]) -> str:
+    """Return the text of "parameters.cuh": structs, a proof that they lie as they are packed, and parameters.
+
+    Args:
+        parameters: of each kernel of a source, by its name.
+    """
+    structs: dict[type, str] = {}
+    macros = ""
+    for kernel, described in parameters.items():
+        names = []
+        for name, member in members(described).items():
+            _declare(member, structs)
+            names.append(f"__grid_constant__ {_name(member)} const {name}")
+        macros += f"#define {kernel.upper()}_PARAMETERS {', '.join(names)}\n"
+    return "\n".join(("#pragma once", '#include "tma.cuh"\n', *structs.values(), macros))
+
+
+def members(structure: type) -> dict[str, CType | type]:
+    """Return the C++ type, or the dataclass, of each field by name.
+
+    Raises:
+        TypeError: it is no dataclass, or a field has another type.
+    """
+    if not is_dataclass(structure):
+        raise TypeError(f"{structure} is no dataclass")
+    hints = get_type_hints(structure, include_extras=True)
+    found: dict[str, CType | type] = {}
+    for field in fields(structure):
+        hint = hints[field.name]
+        types = [extra for extra in get_args(hint) if isinstance(extra, CType)]
+        if not types and not is_dataclass(hint):
+            raise TypeError(f"{structure.__name__}.{field.name}: {hint} is no type of {__name__}, nor a dataclass")
+        found[field.name] = types[0] if types else hint
+    return found
+
+
+def layout(member: CType | type) -> Layout:
+    """Return the layout of a parameter: each field begins at the next multiple of its alignment, as in C++."""
+    if isinstance(member, CType):
+        return Layout((Field("", member, 0),), member.size, member.alignment)
+    found: list[Field] = []
+    end, alignment = 0, 1
+    for name, inside in members(member).items():
+        one = layout(inside)
+        start = _round_up(end, one.alignment)
+        found += (Field(f"{name}.{x.path}".rstrip("."), x.type, start + x.offset) for x in one.fields)
+        end, alignment = start + one.size, max(alignment, one.alignment)
+    return Layout(tuple(found), _round_up(end, alignment), alignment)
+
+
+def _declare(member: CType | type, structs: dict[type, str]) -> None:
+    """Add the text of a struct, and before it those of structs inside it, to those that are there."""
+    if isinstance(member, CType) or member in structs:
+        return
+    for inside in members(member).values():
+        _declare(inside, structs)
+    laid_out, name = layout(member), member.__name__
+    declared = "".join(f"  {_name(inside)} {field};\n" for field, inside in members(member).items())
+    proof = "".join(
+        f"static_assert(__builtin_offsetof({name}, {field.path}) == {field.offset} && "
+        f"sizeof({name}::{field.path}) == {field.type.size}, "
+        f'"{name}: the host packs {field.path} as {field.type.size} bytes from byte {field.offset} on");\n'
+        for field in laid_out.fields
+        if "." not in field.path
+    )
+    size = f'static_assert(sizeof({name}) == {laid_out.size}, "{name}: the host packs {laid_out.size} bytes");\n'
+    structs[member] = f"struct {name} {{\n{declared}}};\n{proof}{size}"
+
+
+def _name(member: CType | type) -> str:
+    """Return the name of a type in C++."""
+    return member.name if isinstance(member, CType) else member.__name__
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
