@@ -61,11 +61,28 @@ def key_exists(column, kv_len, valid, PADDED: tl.constexpr):
 
 
 @triton.jit
-def key_tiles(spans, batch, stride, kv_len, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
-    """Tiles of keys: (first with a key, first and end of those without a gap, end of the keys)."""
+def key_tiles(
+    spans,
+    batch,
+    stride,
+    kv_len,
+    first_row,
+    causal_offset,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Return the tiles of keys that BLOCK_M rows from `first_row` on see: (begin, full_begin, full_end, end).
+
+    Tiles full_begin…full_end - 1 need no mask; begin…full_begin - 1 and full_end…end - 1 do.
+    """
+    begin, full_begin, full_end, columns = 0, 0, kv_len // BLOCK_N, kv_len
     if PADDED:
         spans += batch * stride
-        first, hole, end = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
-        return first // BLOCK_N, tl.cdiv(first, BLOCK_N), hole // BLOCK_N, end
-    else:
-        return 0, 0, kv_len // BLOCK_N, kv_len
+        first, hole, columns = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
+        begin, full_begin, full_end = first // BLOCK_N, tl.cdiv(first, BLOCK_N), hole // BLOCK_N
+    if CAUSAL:
+        columns = tl.minimum(columns, first_row + BLOCK_M + causal_offset)
+        full_end = tl.minimum(full_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N)
+    return begin, full_begin, tl.maximum(full_begin, full_end), tl.cdiv(columns, BLOCK_N)

@@ -5,6 +5,8 @@ import math
 import triton
 import triton.language as tl
 
+from .padding import key_exists
+
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
@@ -17,6 +19,41 @@ def base_2(bias):
     """An additive mask's elements for scores in base 2. What is finite stays so, as rows of padding alone need."""
     bias = bias.to(tl.float32)
     return tl.where(bias == float("-inf"), bias, tl.maximum(bias * LOG2E, -FLOAT32_MAX))
+
+
+@triton.jit
+def mask_scores(
+    x,
+    mask,
+    row,
+    column,
+    q_len,
+    kv_len,
+    causal_offset,
+    stride_row,
+    stride_column,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Return a tile of scores in base 2 with the mask applied: -inf where a row may not attend to a key.
+
+    Args:
+        x: float32 (rows, columns).
+        mask: pointer to the mask of a (batch, head), or of kind "keys" to the validity of a batch's keys.
+        row, column: indices in their sequences, (rows,) and (columns,).
+        MASK: "none", "keys", "bool" or "additive".
+    """
+    allowed = key_exists(column, kv_len, mask, MASK == "keys")[None, :]
+    if CAUSAL:
+        allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
+    if MASK == "bool" or MASK == "additive":
+        inside = allowed & (row < q_len)[:, None]
+        at = mask + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+        if MASK == "bool":
+            allowed = tl.load(at, mask=inside, other=0) != 0
+        else:
+            x += base_2(tl.load(at, mask=inside, other=float("-inf")))
+    return tl.where(allowed, x, float("-inf"))
 
 
 @triton.jit

@@ -144,12 +144,9 @@ def int8_backward_query(
             valid += batch * valid_stride
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
-        # Tiles begin…full_begin - 1 and full_end… need a mask, those between need none.
-        begin, full_begin, full_end, columns = key_tiles(spans, batch, spans_stride, kv_len, BLOCK_N, PADDED)
-        if CAUSAL:
-            columns = tl.minimum(columns, (block + 1) * BLOCK_M + causal_offset)
-            full_end = tl.minimum(full_end, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
-        full_end = tl.maximum(full_begin, full_end)
+        begin, full_begin, full_end, end = key_tiles(
+            spans, batch, spans_stride, kv_len, block * BLOCK_M, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
+        )
         before = full_begin - begin
         for tile in range(full_begin, full_end):
             dq = add_keys(
@@ -157,7 +154,7 @@ def int8_backward_query(
                 kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
                 BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
             )  # fmt: skip
-        for masked in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
+        for masked in range(0, before + end - full_end):
             tile = masked + tl.where(masked < before, begin, full_end - before)
             dq = add_keys(
                 q, q_scale, do, row_lse, row_delta, dq, index, key, key_scale, key_operand, value, valid, of_head,

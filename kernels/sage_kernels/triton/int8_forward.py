@@ -24,7 +24,7 @@ from ..formats.weights import P_SCALE
 from ..language.int8 import round_to_byte
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
-from ..language.scores import LN2, LOG2E, base_2, store_clamped
+from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import as_operand, load_key, load_key_scale, load_value
 from ..layout import batch_strides, ceil_div, power_of_two
@@ -249,6 +249,63 @@ def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
         return acc * decay[:, None] + tl.dot(p, v).to(tl.float32) * gain[:, None]
 
 
+@triton.jit
+def attend_tile(
+    tile,
+    needs_mask,
+    q,
+    q_scale,
+    key,
+    key_scale,
+    value,
+    kv_first,
+    value_head,
+    kv_operand_start,
+    kv_rows,
+    mask,
+    row,
+    q_len,
+    kv_len,
+    causal_offset,
+    mask_stride_row,
+    mask_stride_column,
+    row_max,
+    row_sum,
+    acc,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Attend to one more tile of keys; return the new (row_max, row_sum, acc).
+
+    Without MASKED every score of the tile counts. With it those are masked where `needs_mask` is not 0. Other arguments
+    are those of `int8_forward`, `mask` that of its (batch, head).
+    """
+    start = tile * BLOCK_N
+    k_scale = load_key_scale(key_scale, kv_first + start, BLOCK_N)
+    k = load_key(key, kv_first + start, BLOCK_N, CHANNELS, TMA)
+    s = tl.dot(q, k.T)
+    scale = q_scale[:, None, None] * k_scale[None, :, :]
+    if MASKED:
+        x = scale_scores(s, scale, BLOCK_M, BLOCK_N)
+        if needs_mask != 0:
+            column = start + tl.arange(0, BLOCK_N)
+            x = mask_scores(
+                x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
+            )
+        p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
+    else:
+        p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
+    v = load_value(value, value_head, kv_operand_start + start, kv_rows, BLOCK_N, V_CHANNELS, PV != "fp16", TMA)
+    return row_max, row_sum, weigh_values(p, gain, v, acc, decay, PV)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def int8_forward(
     query,
@@ -300,7 +357,6 @@ def int8_forward(
     TMA: tl.constexpr,
 ):
     """BLOCK_M rows of one (batch, q head)."""
-    TRANSPOSED: tl.constexpr = PV != "fp16"
     # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -323,70 +379,34 @@ def int8_forward(
         if MASK == "none" or MASK == "keys":
             if MASK == "keys":
                 mask += batch * mask_stride_batch
-            # Tiles begin…full_begin - 1 and full_end… need a mask, those between need none.
-            begin, full_begin, full_end, columns = key_tiles(
-                tiles, batch, tiles_stride_batch, kv_len, BLOCK_N, MASK == "keys"
-            )
-            if CAUSAL:
-                columns = tl.minimum(columns, (block + 1) * BLOCK_M + causal_offset)
-                full_end = tl.minimum(full_end, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
-            full_end = tl.maximum(full_begin, full_end)
+            begin, full_begin, full_end, end = key_tiles(
+                tiles, batch, tiles_stride_batch, kv_len, block * BLOCK_M, causal_offset,
+                BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys",
+            )  # fmt: skip
             for tile in range(full_begin, full_end):
-                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
-                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
-                s = tl.dot(q, k.T)
-                scale = q_scale[:, None, None] * k_scale[None, :, :]
-                p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
-                v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
-                )
-                acc = weigh_values(p, gain, v, acc, decay, PV)
+                row_max, row_sum, acc = attend_tile(
+                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, False, TMA,
+                )  # fmt: skip
             before = full_begin - begin
-            for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
+            for index in range(0, before + end - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
-                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
-                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
-                s = tl.dot(q, k.T)
-                x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
-                column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                allowed = (column < kv_len)[None, :]
-                if MASK == "keys":
-                    allowed = allowed & (tl.load(mask + column, mask=column < kv_len, other=0) != 0)[None, :]
-                if CAUSAL:
-                    allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
-                x = tl.where(allowed, x, float("-inf"))
-                p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
-                v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
-                )
-                acc = weigh_values(p, gain, v, acc, decay, PV)
+                row_max, row_sum, acc = attend_tile(
+                    tile, 1, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                )  # fmt: skip
         else:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             for index in range(0, tl.load(tiles)):
                 entry = tl.load(tiles + 1 + index)
-                tile = entry // 2
-                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
-                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
-                s = tl.dot(q, k.T)
-                x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
-                if entry % 2 != 0:
-                    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                    inside = (row < q_len)[:, None] & (column < kv_len)[None, :]
-                    at = row.to(tl.int64)[:, None] * mask_stride_row + column.to(tl.int64)[None, :] * mask_stride_column
-                    if MASK == "bool":
-                        allowed = tl.load(mask + at, mask=inside, other=0) != 0
-                    else:
-                        x += base_2(tl.load(mask + at, mask=inside, other=float("-inf")))
-                        allowed = inside
-                    if CAUSAL:
-                        allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
-                    x = tl.where(allowed, x, float("-inf"))
-                p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
-                v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
-                )
-                acc = weigh_values(p, gain, v, acc, decay, PV)
+                row_max, row_sum, acc = attend_tile(
+                    entry // 2, entry % 2, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                )  # fmt: skip
 
         total = tl.sum(row_sum, 1)
         channel = tl.arange(0, V_CHANNELS)

@@ -24,7 +24,8 @@ from ..language.formats import (
     round_to_e2m1,
 )
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.scores import LN2, LOG2E, base_2, store_clamped
+from ..language.padding import key_tiles
+from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..operands import NVFP4Operands
@@ -303,17 +304,9 @@ def attend_tile(
         factor = 1.0
         if needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            allowed = (column < kv_len)[None, :]
-            if CAUSAL:
-                allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
-            if MASK != "none":
-                inside = allowed & (row < q_len)[:, None]
-                at = row.to(tl.int64)[:, None] * mask_stride_row + column.to(tl.int64)[None, :] * mask_stride_column
-                if MASK == "bool":
-                    allowed = tl.load(mask + at, mask=inside, other=0) != 0
-                else:
-                    s += base_2(tl.load(mask + at, mask=inside, other=float("-inf")))
-            s = tl.where(allowed, s, float("-inf"))
+            s = mask_scores(
+                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
+            )
     p, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2)
     v_scale = tl.load(value_scale + start // GROUP)
@@ -424,11 +417,9 @@ def nvfp4_forward(
         accumulator = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
-            columns = kv_len
-            full = kv_len // BLOCK_N
-            if CAUSAL:
-                columns = tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset)
-                full = tl.minimum(full, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+            _begin, _full_begin, full, end = key_tiles(
+                None, 0, 0, kv_len, block * BLOCK_M, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
+            )
             for tile in range(0, full):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 0, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
@@ -436,7 +427,7 @@ def nvfp4_forward(
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
-            for tile in range(full, tl.cdiv(columns, BLOCK_N)):
+            for tile in range(full, end):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 1, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
                     mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
