@@ -1,4 +1,4 @@
-"""Which keys of a padded batch exist, as kernels read it."""
+"""Padding of keys as kernels read it: which keys exist, their spans, and the tiles that need no mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_padding(valid: torch.Tensor) -> KeyPadding:
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
-    """Of one batch element."""
+    """Write the spans (`KeyPadding.spans`) of one batch element."""
     batch = tl.program_id(0).to(tl.int64)
     valid += batch * kv_len
     lane = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_exists(column, kv_len, valid, PADDED: tl.constexpr):
-    """Which keys exist of those with these indices in their sequence; `valid` is its batch element's."""
+    """Return whether keys exist, given their indices in the sequence and the pointer to its batch element's `valid`."""
     exists = column < kv_len
     if PADDED:
         exists = exists & (tl.load(valid + column, mask=exists, other=0) != 0)

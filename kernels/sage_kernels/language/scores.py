@@ -1,4 +1,4 @@
-"""What both forward kernels do to a tile of scores and to the output."""
+"""Operations of both forward kernels: masking a tile of scores, and storing the output."""
 
 import math
 
@@ -16,7 +16,7 @@ BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def base_2(bias):
-    """An additive mask's elements for scores in base 2. What is finite stays so, as rows of padding alone need."""
+    """Return an additive mask for scores in base 2. Finite elements stay finite, which rows of only padding need."""
     bias = bias.to(tl.float32)
     return tl.where(bias == float("-inf"), bias, tl.maximum(bias * LOG2E, -FLOAT32_MAX))
 
@@ -58,7 +58,7 @@ def mask_scores(
 
 @triton.jit
 def store_clamped(into, x, inside):
-    """Store float32 x in the pointers' dtype, which a rounded V can exceed; NaN stays NaN."""
+    """Store float32 x, clamped to the pointers' dtype, whose range a rounded V can exceed; NaN stays NaN."""
     dtype: tl.constexpr = into.dtype.element_ty
     if dtype == tl.float16:
         x = tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
