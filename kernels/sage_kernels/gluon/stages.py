@@ -33,7 +33,7 @@ def stage_tiles(x: torch.Tensor, block: int, channels: int) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def product_layout(columns, depth):
-    """Return the layout of a warpgroup's product (64, columns); an instruction sums over `depth`: 32 INT8, 16 16-bit."""
+    """Return the layout of a warpgroup's product (64, columns); one instruction sums over `depth` (32 or 16)."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
 
 
