@@ -1,16 +1,16 @@
 """Calls every kernel in every variant on small shapes, for a memory checker, of all low-bit recipes or of those named,
 and computes the gradients of those that have them:
 
-compute-sanitizer --tool memcheck python tests/gpu/sanitized_calls.py sage2 sage_bwd
+compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
 """
 
 import sys
 
 import torch
-from judge import LOW_BIT, attend
-from judge_training import TRAINING, Draw, of_kernel
 
 from sage_kernels import ops
+from tests.helpers.judge import LOW_BIT, attend
+from tests.helpers.judge_training import TRAINING, Draw, of_kernel
 
 
 def draw(*shape: int) -> torch.Tensor:

@@ -88,7 +88,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("sources")
     (folder / SOURCE).write_text(KERNELS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "FOLDER", folder)
+        patch.setattr(compiler, "SOURCES", folder)
         patch.setenv("SAGE_KERNELS_CACHE", str(folder / "cache"))
         patch.delenv("SAGE_KERNELS_COMPILE", raising=False)
         yield

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import lay_out
 
 from sage_kernels.cuda import compiler, quantize
-from sage_kernels.layout import Sequences
-from sage_kernels.recipe import RECIPES
-from sage_kernels.triton import int8_forward
+from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.dispatch import request_of
+from tests.helpers import triton_calls
+from tests.helpers.layouts import lay_out
 
 pytestmark = [
     pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
@@ -18,7 +18,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-RECIPE_OF_PV = {"fp8": RECIPES["sage2"], "fp16": RECIPES["sage1"]}
+RECIPE_OF_PV = {"fp8": "sage2", "fp16": "sage1"}
 OPERANDS = ("query", "query_scale", "key", "key_scale", "value", "value_scale", "value_mean")
 LAYOUTS = ("contiguous", "tokens first", "packed", "one head for all")
 FULL_SIZES = [(4, 32, 4096, 128), (4, 32, 4096, 64), (2, 32, 16_384, 128), (1, 24, 119_056, 128)]
@@ -39,13 +39,13 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
 
 
 def triton_operands(query, key, value, pv="fp8", return_lse=False):
-    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    return int8_forward.quantize_operands(query, key, value, RECIPE_OF_PV[pv], *lengths, None, return_lse)
+    return triton_calls.quantize(triton_calls.new_call(query, key, value, RECIPE_OF_PV[pv], return_lse=return_lse))
 
 
-def quantized(inputs, pv="fp8", **call):
-    assert quantize.serves(*inputs)
-    return quantize.quantize_operands(*inputs, pv=pv, **call)
+def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
+    call = triton_calls.new_call(*inputs, RECIPE_OF_PV[pv], return_lse=return_lse)
+    assert HopperQuantizer().unsupported(request_of(call)) == ""
+    return quantize.quantize_operands(call, leaves_query=leaves_query)
 
 
 def differing(actual, expected):
@@ -95,7 +95,8 @@ def test_operands_are_those_of_triton(case, pv, device, monkeypatch):
             x[0, 0, :, 11] = torch.nan
         inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
     return_lse = choose.random() < 0.5
-    monkeypatch.setattr(quantize, "EARLY", choose.choice((0, 1, 7, quantize.EARLY, 10**6)))
+    leading = choose.choice((0, 1, 7, quantize.LEADING_QUERY_BLOCKS, 10**6))
+    monkeypatch.setattr(quantize, "LEADING_QUERY_BLOCKS", leading)
     actual, expected = quantized(inputs, pv, return_lse=return_lse), triton_operands(*inputs, pv, return_lse)
     assert differing(actual, expected) == []
     assert (actual.mean_score is not None) == return_lse

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judge import LOW_BIT, attend, attend_and_name, judge, lse_tolerance
 
 from sage_hf import sage_attention
 from sage_kernels import exact, ops
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from tests.helpers.judge import LOW_BIT, attend, attend_and_name, judge, lse_tolerance
 
 pytestmark = pytest.mark.parametrize("recipe", LOW_BIT)
 

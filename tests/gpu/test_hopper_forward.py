@@ -4,19 +4,19 @@ import random
 
 import pytest
 import torch
-from judge import Error, judge, lse_tolerance
-from layouts import LAYOUTS, lay_out
-from random_calls import HEADS as HEAD_COUNTS
-from random_calls import LENGTHS
 
 from sage_hf import record, sage_attention
-from sage_kernels import calls, exact
+from sage_kernels import exact
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda import int8_forward as hopper
-from sage_kernels.layout import Sequences
-from sage_kernels.operands import KeyPadding
+from sage_kernels.language.padding import read_padding
 from sage_kernels.recipe import RECIPES
 from sage_kernels.triton import int8_forward
+from tests.helpers import triton_calls
+from tests.helpers.judge import Error, judge, lse_tolerance
+from tests.helpers.layouts import LAYOUTS, lay_out
+from tests.helpers.random_calls import HEADS as HEAD_COUNTS
+from tests.helpers.random_calls import LENGTHS
 
 # (batch, q_heads, kv_heads, q_len, kv_len)
 SIZES = (
@@ -72,14 +72,13 @@ class Operands:
         self.value = draw(kv_heads, self.kv_len, v_head_dim).to(dtype)
         self.return_lse = return_lse
 
-    def quantize(self, valid=None):
-        self.sequences = Sequences.equal(self.q_len), Sequences.equal(self.kv_len)
-        self.padding = None if valid is None else KeyPadding.of(valid)
+    def call(self, **options):
         inputs = self.query, self.key, self.value
-        valid = None if valid is None else self.padding.valid
-        self.quantized = int8_forward.quantize_operands(
-            *inputs, self.recipe, *self.sequences, valid, return_lse=self.return_lse
-        )
+        return triton_calls.new_call(*inputs, self.recipe, return_lse=self.return_lse, **options)
+
+    def quantize(self, valid=None):
+        self.padding = None if valid is None else read_padding(valid)
+        self.quantized = triton_calls.quantize(self.call(), None if valid is None else self.padding.valid)
         return self
 
     def attend(self, kernel, is_causal=False, causal_offset=0):
@@ -87,14 +86,11 @@ class Operands:
         shape = (self.query.shape[0], self.q_len, self.query.shape[1], self.value.shape[3])
         output = self.query.new_full(shape, torch.nan).transpose(1, 2)
         lse = self.query.new_full(output.shape[:3], torch.nan, dtype=torch.float32) if self.return_lse else None
-        offset = calls.clamped_offset(causal_offset, *self.sequences)
-        scale = self.query.shape[3] ** -0.5
-        call = {"scale": scale, "is_causal": is_causal, "causal_offset": offset, "padding": self.padding}
+        call = self.call(is_causal=is_causal, causal_offset=causal_offset).for_kernel()
         if kernel is hopper:
-            hopper.forward(self.quantized, output, lse, self.kv_len, **call)
+            hopper.forward(self.quantized, output, lse, call, self.padding)
         else:
-            call |= {"tiles": None, "capability": (9, 0)}
-            int8_forward.forward(self.quantized, output, lse, *self.sequences, **call)
+            int8_forward.forward(self.quantized, output, lse, call, (9, 0), padding=self.padding)
         return output, lse
 
 
@@ -219,9 +215,9 @@ def test_it_quantises_queries_as_the_quantiser_does(dtype, monkeypatch):
             changed = query * torch.logspace(-3, 2, head_dim, device="cuda", dtype=dtype)
             changed[:, 0, q_len // 2, 3], changed[:, -1, 0] = torch.nan, 0.0
             queries = query.clone(), changed
-            monkeypatch.setattr(hopper, "MEDIUM", hopper.LONG)
+            monkeypatch.setattr(hopper, "MEDIUM_KV_LEN", hopper.LONG_KV_LEN)
             expected = [attend(x, key, value) for x in queries]
-            monkeypatch.setattr(hopper, "MEDIUM", 0)
+            monkeypatch.setattr(hopper, "MEDIUM_KV_LEN", 0)
             for x, output in zip(3 * queries, 3 * expected, strict=True):
                 query.copy_(x)
                 assert torch.equal(attend(query, key, value).nan_to_num(9.0), output.nan_to_num(9.0))
@@ -279,7 +275,7 @@ def test_ten_thousand_random_requests(group, monkeypatch):
             first = (torch.arange(kv_len, device="cuda") < choose.randint(0, kv_len)).view(1, 1, 1, -1)
             call["mask"] = choose.choice((sparse, first))
         recipe, return_lse = choose.choice(tuple(errors))
-        monkeypatch.setattr(hopper, "MEDIUM", choose.choice((0, hopper.LONG)))
+        monkeypatch.setattr(hopper, "MEDIUM_KV_LEN", choose.choice((0, hopper.LONG_KV_LEN)))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)
         except AssertionError as failure:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from judge import LOW_BIT, Error, judge
 from tensors import dit_like, gaussian, video_activations
+
+from tests.helpers.judge import LOW_BIT, Error, judge
 
 TINY_VIDEO = Path(__file__).parents[2] / "examples" / "tiny_video"
 DRAWN = {"gaussian": gaussian, "DiT-like": dit_like}

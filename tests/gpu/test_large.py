@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from judge import LOW_BIT, attend
 
 from sage_kernels import exact
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from tests.helpers.judge import LOW_BIT, attend
 
 BLOCK = reference.BLOCK_M
 # More elements than 32 bits can count: 1 × 136 × 131,072 × 128.

@@ -4,15 +4,13 @@ import random
 
 import pytest
 import torch
-from judge import LOW_BIT
-from layouts import LAYOUTS, lay_out
 
 from sage_kernels.formats import nvfp4
-from sage_kernels.layout import Sequences
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
-from sage_kernels.triton import int8_forward
-from sage_kernels.triton.quantize import nvfp4 as quantize_nvfp4
+from tests.helpers.judge import LOW_BIT
+from tests.helpers.layouts import LAYOUTS, lay_out
+from tests.helpers.triton_calls import new_call, quantize
 
 CASES, CASES_NVFP4 = 40, 8  # an NVFP4 quantiser compiles for seconds
 # Of each 16 tokens of V in 8 bit, and of each 32 tokens of K in NVFP4, the place in memory of token 0, 1, 2 …
@@ -95,13 +93,8 @@ def draw(case, device):
 def test_operands_are_the_references_bit_for_bit_and_zero_behind_them(recipe, case, device):
     (query, key, value), valid = draw(case, device)
     recipe = RECIPES[recipe]
-    quantize, values = (
-        (int8_forward.quantize_operands, int8_values)
-        if recipe.qk == "int8"
-        else (quantize_nvfp4.quantize_operands, nvfp4_values)
-    )
-    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    operands = quantize(query, key, value, recipe, *lengths, None if valid is None else valid.int())
+    values = int8_values if recipe.qk == "int8" else nvfp4_values
+    operands = quantize(new_call(query, key, value, recipe), valid)
     contiguous = (x.contiguous() for x in (query, key, value))
     expected = reference.quantize_operands(*contiguous, recipe, None if valid is None else valid[:, None, :, None])
     for name, actual in values(operands, recipe).items():

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from judge import Error, judge
-from layouts import LAYOUTS, lay_out
-from random_calls import HEADS, LENGTHS, Group
+
+from tests.helpers.judge import Error, judge
+from tests.helpers.layouts import LAYOUTS, lay_out
+from tests.helpers.random_calls import HEADS, LENGTHS, Group
 
 REQUESTS_PER_GROUP = 160
 MASKS = ("none", "causal", "bool", "additive", "padding", "some rows", "expanded")

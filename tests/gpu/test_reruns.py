@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from judge import LOW_BIT, attend
+
+from tests.helpers.judge import LOW_BIT, attend
 
 
 @pytest.mark.parametrize("recipe", LOW_BIT)

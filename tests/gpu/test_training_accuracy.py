@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from judge_training import TRAINING, Call, Draw, GradientErrors, assert_equal, judge_training, train
 
 from sage_hf import sage_attention
+from tests.helpers.judge_training import (
+    TRAINING,
+    Draw,
+    GradientErrors,
+    TrainingCall,
+    assert_equal,
+    judge_training,
+    train,
+)
 
 pytestmark = pytest.mark.parametrize("recipe", TRAINING)
 
@@ -75,7 +83,7 @@ def test_softmax_scales(recipe, scale, device):
 def test_gradients_of_standard_normal_tensors_are_two_percent_off_at_most(recipe, head_dim, device):
     """`sage_bwd_int8` less than 5 %, which is what one scale per tile gives (arXiv 2505.11594)."""
     draw = Draw(device)
-    call = Call(recipe, *(draw(1, 2, 2048, head_dim) for _ in range(4)))
+    call = TrainingCall(recipe, *(draw(1, 2, 2048, head_dim) for _ in range(4)))
     errors = judge_training(call).of
     limit = 0.02 if recipe == "sage_bwd" else 0.05
     assert max(errors[name].kernel / errors[name].size for name in ("query", "key", "value")) <= limit

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from judge_training import TRAINING, Call, Draw, assert_equal, judge_training, of_kernel, train
-from layouts import LAYOUTS, lay_out
 
 from sage_hf import sage_attention
 from sage_hf.bench.exact_gradients import Gradients
 from sage_kernels import training
+from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, assert_equal, judge_training, of_kernel, train
+from tests.helpers.layouts import LAYOUTS, lay_out
 
 pytestmark = pytest.mark.parametrize("recipe", TRAINING)
 
@@ -327,7 +327,7 @@ def test_tensors_of_zeros_have_finite_gradients(recipe, position, draw):
 @pytest.mark.parametrize("magnitude", [1e-20, 1e-6, 1e4, 1e20])
 def test_gradients_scale_with_the_values_and_the_outputs_gradient(recipe, magnitude, draw):
     query, key, value, output_gradient = draw_tensors(draw)
-    call = Call(recipe, query, key, value * magnitude**0.5, output_gradient * magnitude**0.5)
+    call = TrainingCall(recipe, query, key, value * magnitude**0.5, output_gradient * magnitude**0.5)
     judge_training(call).assert_as_small_as_the_references()
 
 

@@ -1,23 +1,24 @@
 """The two forms of the backward kernels, plain and Hopper's, compute the same gradients of what a forward kept."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from judge_training import Call, Draw, assert_equal, judge_training
-from layouts import LAYOUTS, lay_out
-from test_training_random_requests import GROUPS, KINDS, run
 
+from sage_kernels import dispatch
+from sage_kernels.gluon import int8_backward as gluon_backward
 from sage_kernels.language.launch import recording
 from sage_kernels.layout import natural_order, padded_channels
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.triton import int8_backward, int8_training
+from sage_kernels.registry import get_backward, get_forward, get_quantizer, select
+from tests.helpers.judge_training import Draw, TrainingCall, assert_equal, judge_training
+from tests.helpers.layouts import LAYOUTS, lay_out
+from tests.helpers.random_training_calls import GROUPS, KINDS, run
 
-HOPPER = (9, 0)
+HOPPER, PLAIN = "int8_backward_hopper", "int8_backward"
 RECIPE = RECIPES["sage_bwd"]
 # Of Q and of K. Tiles have 64 tokens, programs 128.
 LENGTHS = (
@@ -37,35 +38,22 @@ LENGTHS = (
 
 @pytest.fixture(autouse=True)
 def hopper(device):
-    if torch.cuda.get_device_capability(device) != HOPPER:
+    if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    if reason := int8_backward.why_not_hopper(HOPPER, 128, 128, False):
+    request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
+    if reason := get_backward(HOPPER).unsupported(request):
         pytest.skip(reason)
 
 
-def plain_kernels():
-    return mock.patch.object(int8_backward, "why_not_hopper", return_value="the plain kernel is wanted")
+def forward(call: TrainingCall) -> tuple[torch.Tensor, Saved]:
+    return get_forward("int8_forward").attend_and_save(call.forward, get_quantizer("int8_quantize"))
 
 
-def forward(call: Call) -> tuple[torch.Tensor, Saved]:
-    inputs = call.query, call.key, call.value
-    return int8_training.training_attention(*inputs, **call.options, recipe=RECIPE, capability=HOPPER)
+def backward(call: TrainingCall, output: torch.Tensor, saved: Saved, kernel: str = HOPPER) -> tuple[torch.Tensor, ...]:
+    return get_backward(kernel).backward(call.backward(output, saved))
 
 
-def backward(call: Call, output: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...]:
-    options = {**call.options, "head_dim": call.query.shape[3], "recipe": RECIPE, "capability": HOPPER}
-    return int8_backward.backward(call.output_gradient, call.value, output, saved, **options)
-
-
-def kernels(call: Call) -> list[str]:
-    """Names of those that a backward pass launches."""
-    output, saved = forward(call)
-    with recording() as launches:
-        backward(call, output, saved)
-    return [launch.kernel.__name__ for launch in launches]
-
-
-def difference_of_sums(call: Call, output: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...]:
+def difference_of_sums(call: TrainingCall, output: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, ...]:
     """Bounds, for each head, of Σ|ΔdQ|, Σ|ΔdK| and Σ|ΔdV| between two orders of float32 sums.
 
     A matrix instruction adds 16 products to a sum, which it rounds towards 0: two orders of n products are apart by
@@ -104,11 +92,9 @@ def difference_of_sums(call: Call, output: torch.Tensor, saved: Saved) -> tuple[
     return tuple(x.sum((-2, -1)) for x in (dq, dk, dv))
 
 
-def assert_forms_agree(call: Call) -> None:
+def assert_forms_agree(call: TrainingCall) -> None:
     output, saved = forward(call)
-    found = backward(call, output, saved)
-    with plain_kernels():
-        expected = backward(call, output, saved)
+    found, expected = (backward(call, output, saved, kernel) for kernel in (HOPPER, PLAIN))
     bounds = difference_of_sums(call, output, saved)
     for name, x, y, bound in zip(("query", "key", "value"), found, expected, bounds, strict=True):
         assert x.isfinite().all(), name
@@ -121,12 +107,13 @@ def assert_forms_agree(call: Call) -> None:
 @pytest.mark.parametrize("dims", [(64,), (80,), (128,), (128, 64)], ids=str)
 def test_a_call_that_hoppers_kernels_serve_runs_them(dims, device):
     call = Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, *dims)
-    plain = ["prepare_queries", "int8_backward_key", "prepare_keys", "int8_backward_query"]
-    hopper = ["prepare_queries", "prepare_keys", "hopper_backward_key", "hopper_backward_query"]
+    plan = select(dispatch.request_of(call.forward, grad=True))
     served = {padded_channels(x) for x in dims} in ({64}, {128})
-    assert kernels(call) == (hopper if served else plain)
-    with plain_kernels():
-        assert kernels(call) == plain
+    assert plan.backward == (HOPPER if served else PLAIN)
+    output, saved = forward(call)
+    with recording() as launches:
+        backward(call, output, saved, plan.backward)
+    assert any(launch.kernel.__name__.startswith("hopper") for launch in launches) == served
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -163,7 +150,7 @@ def test_gradients_do_not_depend_on_where_tensors_are_read(head_dim, q_len, kv_l
     call = replace(call, **tensors)
     output, saved = forward(call)
     found = backward(call, output, saved)
-    with mock.patch.object(int8_backward.TokenRows, "of", return_value=None):
+    with mock.patch.object(gluon_backward.TokenRows, "of", return_value=None):
         expected = backward(call, output, saved)
     assert all(x.isfinite().all() for x in found)
     assert_equal(found, expected)
@@ -179,18 +166,17 @@ def test_both_forms_agree_on_causality_with_an_offset(causal_offset, device):
     assert_forms_agree(replace(call, causal_offset=clamped))
 
 
-@pytest.mark.parametrize("form", [nullcontext, plain_kernels], ids=["hopper", "plain"])
+@pytest.mark.parametrize("kernel", [HOPPER, PLAIN])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("is_causal", "causal_offset"), [(False, 0), (True, 0), (True, -70)])
-def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(form, bad, is_causal, causal_offset, device):
+def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(kernel, bad, is_causal, causal_offset, device):
     """Its query and K of the keys that its row sees; V's channel of those, and of others in tiles of 64."""
     call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, 128, is_causal=is_causal, causal_offset=causal_offset)
     seen = 141 + causal_offset if is_causal else 500
     output, saved = forward(call)
-    with form():
-        clean = backward(call, output, saved)
-        call.output_gradient[0, 1, 140, 7] = bad
-        found = backward(call, output, saved)
+    clean = backward(call, output, saved, kernel)
+    call.output_gradient[0, 1, 140, 7] = bad
+    found = backward(call, output, saved, kernel)
     options = {**call.options, "head_dim": 128}
     expected = reference_backward.backward(call.output_gradient, call.value, output, saved, RECIPE, **options)
     for x, y, of_reference in zip(found[:2], clean[:2], expected[:2], strict=True):
@@ -225,6 +211,5 @@ def test_long_sequences_are_as_near_to_exact_attention_as_the_reference(is_causa
 @pytest.mark.parametrize("group", [x for x in GROUPS if x.recipe == "sage_bwd" and x.head_dim == x.v_head_dim], ids=str)
 def test_the_plain_kernels_still_serve_random_calls(group, kind, device):
     """Which on this GPU run Hopper's elsewhere."""
-    with plain_kernels():
-        for index in range(4):
-            run(group, kind, index, device)
+    for index in range(4):
+        run(group, kind, index, device, PLAIN)

@@ -5,9 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judge_training import TRAINING, Call, Draw, assert_equal, judge_gradients, judge_training, train
 
 from sage_hf.bench.exact_gradients import Gradients
+from tests.helpers.judge_training import (
+    TRAINING,
+    Draw,
+    TrainingCall,
+    assert_equal,
+    judge_gradients,
+    judge_training,
+    train,
+)
 
 # More elements than 32 bits can count: 1 × 136 × 131,072 × 128.
 HEADS, TOKENS, HEAD_DIM = 136, 131_072, 128
@@ -15,7 +23,7 @@ HEADS, TOKENS, HEAD_DIM = 136, 131_072, 128
 pytestmark = [pytest.mark.parametrize("recipe", TRAINING), pytest.mark.usefixtures("enough_memory")]
 
 
-def judge_heads(call: Call, kv_heads: tuple[int, ...]) -> None:
+def judge_heads(call: TrainingCall, kv_heads: tuple[int, ...]) -> None:
     """Judge all that belongs to some key heads.
 
     Errors of a row hang together: a rounded output gives its δ an error, of a normal distribution's size. So two sums

@@ -4,17 +4,17 @@ import random
 
 import pytest
 import torch
-from judge import lse_tolerance
-from judge_training import TRAINING, Call, Draw, of_kernel, of_reference, rows_of_sequences, sequences
-from layouts import LAYOUTS, lay_out
 
-from sage_kernels.layout import KEY_BLOCK, padded_channels, padded_rows
+from sage_kernels.layout import KEY_BLOCK, padded_channels, padded_rows, sequence_slices
+from tests.helpers.judge import lse_tolerance
+from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, of_kernel, of_reference, rows_of_sequences
+from tests.helpers.layouts import LAYOUTS, lay_out
 
 CASES = 24
 LENGTHS = (1, 15, 63, 64, 127, 128, 129, 300)
 
 
-def draw_call(recipe: str, case: int, device: torch.device) -> Call:
+def draw_call(recipe: str, case: int, device: torch.device) -> TrainingCall:
     """With a channel of zeros, a loud one, means, strides, now and then a NaN, padding or packed sequences."""
     choose = random.Random(case)
     draw = Draw(device, case, choose.choice((torch.float16, torch.bfloat16)))
@@ -41,7 +41,7 @@ def draw_call(recipe: str, case: int, device: torch.device) -> Call:
         inputs.append(lay_out(x, choose.choice(LAYOUTS)))
     inputs += [draw(batch, kv_heads, kv_len, v_head_dim), draw(batch, q_heads, q_len, v_head_dim)]
     options = {"is_causal": choose.random() < 0.3, "scale": choose.choice((None, 0.3, -0.2))}
-    return Call(recipe, *inputs, lengths=lengths, valid=valid, **options)
+    return TrainingCall(recipe, *inputs, lengths=lengths, valid=valid, **options)
 
 
 def both_or_nothing(spans: tuple[slice, slice]) -> tuple[slice, ...]:
@@ -63,7 +63,7 @@ def test_saved_tensors_are_the_references_bit_for_bit(recipe, case, device):
     belongs, kv_belongs = torch.ones(rows, dtype=torch.bool), torch.ones(kv_rows, dtype=torch.bool)
     if call.lengths is not None:
         # Of a sequence without queries or without keys nothing is read again: the reference leaves it 0.
-        spans, kv_spans = zip(*map(both_or_nothing, sequences(call.lengths)), strict=True)
+        spans, kv_spans = zip(*map(both_or_nothing, sequence_slices(call.lengths)), strict=True)
         belongs, kv_belongs = rows_of_sequences(spans, rows), rows_of_sequences(kv_spans, kv_rows)
     for name, which in (
         ("query", belongs),

@@ -1,61 +1,11 @@
-"""More than five hundred random calls with gradients, each judged by its recipe's reference and by exact attention.
-
-Drawn in groups that share what a kernel is compiled for. What failed as "GROUPS[3], valid, 17" is rerun by
-`run(GROUPS[3], "valid", 17, device)`.
-"""
-
-import random
-from dataclasses import replace
+"""More than five hundred random calls with gradients, each judged by its recipe's reference and by exact attention."""
 
 import pytest
-import torch
-from judge_training import Draw, GradientErrors, judge_training
-from layouts import LAYOUTS, lay_out
-from random_calls import HEADS, LENGTHS, Group
+
+from tests.helpers.judge_training import GradientErrors
+from tests.helpers.random_training_calls import GROUPS, KINDS, run
 
 CALLS_PER_GROUP_AND_KIND = 18
-KINDS = ("plain", "causal", "valid", "valid, causal", "packed", "packed, causal")
-
-
-GROUPS = [
-    Group("sage_bwd", 64, 64, torch.bfloat16),
-    Group("sage_bwd", 128, 128, torch.float16),
-    Group("sage_bwd", 40, 24, torch.bfloat16),
-    Group("sage_bwd_int8", 64, 64, torch.float16),
-    Group("sage_bwd_int8", 128, 80, torch.bfloat16),
-]
-
-
-def run(group: Group, kind: str, index: int, device: torch.device) -> GradientErrors:
-    choose, draw = random.Random(f"{group} {kind} {index}"), Draw(device, index, group.dtype)
-
-    def length() -> int:
-        return choose.choice((choose.choice(LENGTHS), choose.randint(1, 600)))
-
-    batch, q_heads, kv_heads = choose.choice(HEADS)
-    q_len, kv_len = length(), length()
-    options = {
-        "is_causal": kind.endswith("causal"),
-        "causal_offset": choose.choice((0, 0, kv_len - q_len, choose.randint(-600, 600))),
-        "scale": choose.choice((None, None, 0.3, -0.2)),
-    }
-    if kind.startswith("valid"):
-        options["valid"] = draw.uniform(choose.choice((1, batch)), kv_len) < choose.choice((0.02, 0.5, 0.95))
-    if kind.startswith("packed"):
-        count = choose.randint(1, 4)
-        q_lengths, k_lengths = ([choose.choice((0, length(), length())) for _ in range(count)] for _ in range(2))
-        used = [choose.randint(0, stored) for stored in k_lengths] if choose.random() < 0.5 else None
-        batch, q_len, kv_len = 1, sum(q_lengths), sum(k_lengths)
-        options["lengths"] = draw.lengths(q_lengths, k_lengths, used)
-    call = draw.call(group.recipe, batch, q_heads, kv_heads, q_len, kv_len, group.head_dim, group.v_head_dim, **options)
-    layouts = [choose.choice(LAYOUTS) for _ in range(4)]
-    names = ("query", "key", "value", "output_gradient")
-    tensors = {name: lay_out(getattr(call, name), layout) for name, layout in zip(names, layouts, strict=True)}
-    try:
-        return judge_training(replace(call, **tensors))
-    except AssertionError as error:
-        sizes = f"{batch}×{q_heads}/{kv_heads}×{q_len}/{kv_len}, {options}, {layouts}"
-        raise AssertionError(f"GROUPS[{GROUPS.index(group)}], {kind}, {index}: {sizes}") from error
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -12,7 +12,7 @@ from sage_kernels import exact
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.triton import int8_backward, int8_training
+from tests.helpers.triton_calls import attend_and_save, backward, new_backward_call, new_call
 
 ADA, HOPPER = (8, 9), (9, 0)
 NAMES = ("sage_bwd", "sage_bwd_int8")
@@ -39,7 +39,7 @@ def draw(
     return [x.to(dtype) for x in (query, key, value, normal(batch, q_heads, q_len, v_head_dim))]
 
 
-def call(*, lengths=None, valid=None, is_causal=False, causal_offset=0, scale=None):
+def options_of(*, lengths=None, valid=None, is_causal=False, causal_offset=0, scale=None):
     return {
         "lengths": lengths,
         "valid": valid,
@@ -49,9 +49,13 @@ def call(*, lengths=None, valid=None, is_causal=False, causal_offset=0, scale=No
     }
 
 
+def kernel_forward(query, key, value, recipe, options):
+    """(output, what is saved) of the kernel."""
+    return attend_and_save(new_call(query, key, value, recipe, **options), ADA)
+
+
 def kernel_gradients(gradient, value, output, saved, recipe, options, head_dim, capability=ADA):
-    options = {**options, "recipe": recipe, "head_dim": head_dim, "capability": capability}
-    return int8_backward.backward(gradient, value, output, saved, **options)
+    return backward(new_backward_call(gradient, value, output, saved, recipe, head_dim, **options), capability)
 
 
 def gradients(inputs, recipe, options, capability=ADA):
@@ -79,7 +83,7 @@ def exist(*counts, tokens, left=False):
 
 
 GAPS = torch.rand(2, 150, generator=torch.Generator().manual_seed(1)) < 0.7
-# Sizes of `draw` and options of `call`.
+# Arguments of `draw` and of `options_of`.
 CASES = {
     "plain": ({}, {}),
     "bfloat16": ({"dtype": torch.bfloat16}, {}),
@@ -106,9 +110,9 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_forward_keeps_what_the_references_keeps(case):
     sizes, options = case
     *tensors, _ = draw(**sizes)
-    recipe, options = RECIPES["sage_bwd_int8"], call(**options)
+    recipe, options = RECIPES["sage_bwd_int8"], options_of(**options)
     expected, expected_saved = reference_backward.forward(*tensors, recipe, **options)
-    output, saved = int8_training.training_attention(*tensors, recipe=recipe, capability=ADA, **options)
+    output, saved = kernel_forward(*tensors, recipe, options)
     for name in ("query", "query_scale", "key", "key_scale"):
         assert torch.equal(getattr(saved, name), getattr(expected_saved, name)), name
     without_key = expected_saved.lse == -torch.inf
@@ -127,7 +131,7 @@ def test_the_forward_keeps_what_the_references_keeps(case):
 @cases
 def test_the_gradients_error_is_the_references(recipe, case):
     sizes, options = case
-    inputs, options = draw(**sizes), call(**options)
+    inputs, options = draw(**sizes), options_of(**options)
     actual, expected = gradients(inputs, recipe, options)
     for gradient, wanted, truth in zip(actual, expected, exact_gradients(inputs, options), strict=True):
         assert gradient.dtype == wanted.dtype
@@ -145,7 +149,7 @@ def test_the_gradients_error_is_the_references(recipe, case):
 @recipes
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_by_tensor_descriptor_are_those_tiles(recipe, is_causal):
-    inputs, options = draw(batch=2, q_len=150), call(is_causal=is_causal)
+    inputs, options = draw(batch=2, q_len=150), options_of(is_causal=is_causal)
     actual, expected = gradients(inputs, recipe, options, HOPPER)
     for gradient, wanted, truth in zip(actual, expected, exact_gradients(inputs, options), strict=True):
         assert (gradient - truth).abs().sum() <= 1.05 * (wanted - truth).abs().sum()
@@ -163,8 +167,8 @@ def test_packed_sequences_are_those_sequences_to_the_bit(recipe, is_causal):
     *tensors, gradient = draw(q_len=sum(q_lengths), kv_len=sum(kv_lengths), head_dim=32, v_head_dim=32)
 
     def both(query, key, value, gradient, **options):
-        options = call(is_causal=is_causal, causal_offset=2, **options)
-        kept = int8_training.training_attention(query, key, value, recipe=recipe, capability=ADA, **options)
+        options = options_of(is_causal=is_causal, causal_offset=2, **options)
+        kept = kernel_forward(query, key, value, recipe, options)
         return [kept[0], *kernel_gradients(gradient, value, *kept, recipe, options, 32)]
 
     packed = both(*tensors, gradient, lengths=lengths)
@@ -185,7 +189,7 @@ def test_what_does_not_exist_has_no_gradient(recipe):
     valid = exist(100, 0, tokens=150)
     inputs = draw(batch=2)
     inputs[2][0, :, 110] = torch.nan  # of a key that does not exist
-    options = call(valid=valid, is_causal=True, causal_offset=-8)
+    options = options_of(valid=valid, is_causal=True, causal_offset=-8)
     (dq, dk, dv), _ = gradients(inputs, recipe, options)
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     assert not dq[1].any()
@@ -201,7 +205,7 @@ def test_what_does_not_exist_has_no_gradient(recipe):
 @recipes
 def test_a_gradient_of_zeros_gives_zeros(recipe):
     *tensors, gradient = draw()
-    for x in gradients([*tensors, torch.zeros_like(gradient)], recipe, call())[0]:
+    for x in gradients([*tensors, torch.zeros_like(gradient)], recipe, options_of())[0]:
         assert not x.any()
 
 
@@ -212,7 +216,7 @@ def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe
     inputs = draw(batch=2, q_len=140)
     inputs[3][0, 1, 20, 3] = poison
     valid = exist(100, 150, tokens=150)
-    options = call(valid=valid, is_causal=True)
+    options = options_of(valid=valid, is_causal=True)
     found, expected = gradients(inputs, recipe, options)
     (dq, dk, dv), (expected_dq, expected_dk, _) = ([~x.isfinite().all(-1) for x in each] for each in (found, expected))
     assert torch.equal(dq, expected_dq)
@@ -233,7 +237,7 @@ def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe
 def test_strides_change_nothing(recipe):
     inputs = draw(batch=2)
     inputs[3] = inputs[3][:, :, :1, :1].expand_as(inputs[3])  # as of a sum
-    options = call()
+    options = options_of()
     *tensors, gradient = inputs
     output, saved = reference_backward.forward(*tensors, recipe, **options)
 
@@ -245,8 +249,8 @@ def test_strides_change_nothing(recipe):
         for actual, wanted in zip(kernel_gradients(*inputs, saved, recipe, options, 64), expected, strict=True):
             assert torch.equal(actual, wanted)
     queries = [strided(x) for x in tensors]
-    again, saved_again = int8_training.training_attention(*queries, recipe=recipe, capability=ADA, **options)
-    output, saved = int8_training.training_attention(*tensors, recipe=recipe, capability=ADA, **options)
+    again, saved_again = kernel_forward(*queries, recipe, options)
+    output, saved = kernel_forward(*tensors, recipe, options)
     assert torch.equal(again, output)
     assert all(torch.equal(x, y) for x, y in zip(saved, saved_again, strict=True))
 
@@ -254,9 +258,9 @@ def test_strides_change_nothing(recipe):
 @recipes
 def test_inputs_are_not_changed(recipe):
     *tensors, gradient = draw(batch=2)
-    options = call(valid=exist(100, 0, tokens=150), scale=-0.2)
+    options = options_of(valid=exist(100, 0, tokens=150), scale=-0.2)
     before = [x.clone() for x in (*tensors, gradient)]
-    output, saved = int8_training.training_attention(*tensors, recipe=recipe, capability=ADA, **options)
+    output, saved = kernel_forward(*tensors, recipe, options)
     kept = [x.clone() for x in (output, *saved)]
     kernel_gradients(gradient, tensors[2], output, saved, recipe, options, 64)
     assert all(torch.equal(x, y) for x, y in zip((*tensors, gradient), before, strict=True))
@@ -267,8 +271,8 @@ def test_inputs_are_not_changed(recipe):
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}])
 def test_empty_tensors_have_empty_gradients(recipe, sizes):
     *tensors, gradient = draw(**sizes)
-    options = call()
-    kept = int8_training.training_attention(*tensors, recipe=recipe, capability=ADA, **options)
+    options = options_of()
+    kept = kernel_forward(*tensors, recipe, options)
     expected = reference_backward.forward(*tensors, recipe, **options)
     for actual, wanted in zip((kept[0], *kept[1]), (expected[0], *expected[1]), strict=True):
         assert torch.equal(actual, wanted)
@@ -277,15 +281,12 @@ def test_empty_tensors_have_empty_gradients(recipe, sizes):
         assert not x.any()
 
 
-def test_what_has_no_kernel_is_refused():
+def test_padding_beside_packed_sequences_is_refused():
     *tensors, gradient = draw()
-    recipe = RECIPES["sage_bwd"]
     lengths = Lengths(*(torch.tensor([0, 9], dtype=torch.int32),) * 2, 9, 9)
-    both = call(lengths=lengths, valid=exist(9, tokens=150))
-    with pytest.raises(ValueError, match="no valid beside them"):
-        int8_training.training_attention(*tensors, recipe=recipe, capability=ADA, **both)
-    kept = int8_training.training_attention(*tensors, recipe=recipe, capability=ADA, **call())
-    with pytest.raises(ValueError, match="no valid beside them"):
-        kernel_gradients(gradient, tensors[2], *kept, recipe, both, 64)
-    with pytest.raises(ValueError, match="has no kernel"):
-        kernel_gradients(gradient, tensors[2], *kept, RECIPES["sage2"], call(), 64)
+    both = options_of(lengths=lengths, valid=exist(9, tokens=150))
+    with pytest.raises(ValueError, match="no mask beside them"):
+        kernel_forward(*tensors, "sage_bwd", both)
+    kept = kernel_forward(*tensors, "sage_bwd", options_of())
+    with pytest.raises(ValueError, match="no mask beside them"):
+        kernel_gradients(gradient, tensors[2], *kept, "sage_bwd", both, 64)

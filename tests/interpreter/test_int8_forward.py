@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from sage_kernels import exact, ops
-from sage_kernels.layout import Sequences
+from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
-from sage_kernels.triton import int8_forward
+from tests.helpers.triton_calls import attend, new_call, quantize
 
 ADA = (8, 9)
 
@@ -35,10 +35,7 @@ def test_operands_are_the_references_bit_for_bit(recipe, sizes, padding):
     expected = reference.quantize_operands(
         query, key, value, recipe, None if valid is None else valid[:, None, :, None]
     )
-    lengths = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    operands = int8_forward.quantize_operands(
-        query, key, value, recipe, *lengths, None if valid is None else valid.int()
-    )
+    operands = quantize(new_call(query, key, value, recipe), valid)
     if recipe.smooth_v:
         assert torch.equal(operands.value_mean[:, :, None, : value.shape[-1]], expected.value_mean)
     v_values = operands.value.float()
@@ -67,8 +64,7 @@ def test_v_keeps_the_sums_of_tokens_as_in_the_reference(magnitude):
     value[:, :, 299, :] = 448.0
     value *= magnitude
     expected = reference.quantize_operands(query, key, value, RECIPES["sage2"]).value
-    lengths = Sequences.equal(query.shape[2]), Sequences.equal(300)
-    actual = int8_forward.quantize_operands(query, key, value, RECIPES["sage2"], *lengths).value
+    actual = quantize(new_call(query, key, value, "sage2")).value
     actual = actual.float().unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).mT
     assert torch.equal(actual, expected)
 
@@ -100,9 +96,7 @@ def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
     }
     truth, _ = exact.attention(*inputs, **options)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
-    output, lse = int8_forward.attention(
-        *inputs, **options, scale=None, recipe=RECIPES[recipe], return_lse=True, capability=ADA
-    )
+    output, lse = attend(new_call(*inputs, recipe, **options, return_lse=True), ADA)
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert torch.allclose(lse, expected_lse, atol=1e-4)
@@ -115,9 +109,7 @@ def test_a_mask_of_one_row_is_causal_for_every_row(q_len, causal_offset):
     inputs = draw(q_len=q_len, kv_len=140, head_dim=128)
     options = {"mask": torch.ones(1, 1, 1, 140, dtype=torch.bool), "is_causal": True, "causal_offset": causal_offset}
     expected, expected_lse = reference.attention(*inputs, RECIPES["sage1"], block_n=64, **options)
-    output, lse = int8_forward.attention(
-        *inputs, **options, scale=None, recipe=RECIPES["sage1"], return_lse=True, capability=ADA
-    )
+    output, lse = attend(new_call(*inputs, "sage1", **options, return_lse=True), ADA)
     truth, _ = exact.attention(*inputs, **options)
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
     assert torch.allclose(lse, expected_lse, atol=1e-4)
@@ -129,9 +121,7 @@ def test_a_row_of_padding_alone_attends_to_all_of_it():
     mask = torch.zeros(1, 1, 20, 64)
     mask[:, :, :4] = torch.finfo(torch.float32).min
     expected, _ = reference.attention(*inputs, RECIPES["sage1"], mask=mask, block_n=64)
-    output, _ = int8_forward.attention(
-        *inputs, mask=mask, is_causal=False, scale=None, recipe=RECIPES["sage1"], return_lse=False, capability=ADA
-    )
+    output, _ = attend(new_call(*inputs, "sage1", mask=mask), ADA)
     assert torch.allclose(output, expected, atol=1e-3)
 
 
@@ -144,9 +134,7 @@ def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(re
     truth, lse = exact.attention(*inputs, **options)
     assert lse.median() > 2**16
     expected, _ = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
-    output, _ = int8_forward.attention(
-        *inputs, **options, mask=None, scale=None, recipe=RECIPES[recipe], return_lse=False, capability=ADA
-    )
+    output, _ = attend(new_call(*inputs, recipe, **options), ADA)
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
 
 
@@ -154,9 +142,7 @@ def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(re
 def test_any_scale_is_honoured(scale):
     inputs = draw()
     expected, _ = reference.attention(*inputs, RECIPES["sage2"], scale=scale, block_n=64)
-    output, _ = int8_forward.attention(
-        *inputs, mask=None, is_causal=False, scale=scale, recipe=RECIPES["sage2"], return_lse=False, capability=ADA
-    )
+    output, _ = attend(new_call(*inputs, "sage2", scale=scale), ADA)
     truth, _ = exact.attention(*inputs, scale=scale)
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
 
@@ -174,11 +160,9 @@ def test_packed_sequences_are_those_sequences(recipe, is_causal):
         torch.randn(1, heads, sum(lengths), 32, generator=generator)
         for heads, lengths in ((4, q_lengths), (2, kv_lengths), (2, kv_lengths))
     )
-    lengths = (pack(q_lengths), pack(kv_lengths), 130, 300, torch.tensor(used, dtype=torch.int32))
+    lengths = Lengths(pack(q_lengths), pack(kv_lengths), 130, 300, torch.tensor(used, dtype=torch.int32))
     options = {"is_causal": is_causal, "causal_offset": 2, "return_lse": True}
-    output, lse = int8_forward.packed_attention(
-        query, key, value, *lengths, **options, scale=None, recipe=RECIPES[recipe], capability=ADA
-    )
+    output, lse = attend(new_call(query, key, value, recipe, **options, lengths=lengths), ADA)
     parts = [x[0].transpose(0, 1) for x in (query, key, value)]
     expected, expected_lse = ops.packed_attention(*parts, *lengths[:4], seqused_k=lengths[4], **options, recipe=recipe)
     truth, _ = ops.packed_attention(*parts, *lengths[:4], seqused_k=lengths[4], **options, recipe="exact")

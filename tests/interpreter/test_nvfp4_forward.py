@@ -7,12 +7,13 @@ import torch
 
 from sage_kernels import exact
 from sage_kernels.language.launch import recording
-from sage_kernels.layout import Sequences
+from sage_kernels.layout import Lengths
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
-from sage_kernels.triton.quantize.nvfp4 import quantize_operands
+from sage_kernels.triton.delta_scores import delta_scores
+from tests.helpers.triton_calls import attend, new_call, quantize
 
 HOPPER = (9, 0)
 # Without the search for scales, which the forward kernel knows nothing of, and which the interpreter is slow at.
@@ -39,10 +40,7 @@ def random_inputs(
 
 
 def run(query, key, value, recipe="sage3", capability=HOPPER, **options):
-    defaults = {"mask": None, "is_causal": False, "scale": None, "return_lse": True, "native": False}
-    return nvfp4_forward.attention(
-        query, key, value, recipe=RECIPES[recipe], capability=capability, **{**defaults, **options}
-    )
+    return attend(new_call(query, key, value, RECIPES[recipe], return_lse=True, **options), capability)
 
 
 def relative_error(output, expected):
@@ -184,10 +182,10 @@ def test_what_is_not_finite_spoils_the_rows_that_use_it(operand, bad):
 def test_the_scores_of_the_means_are_accurate_to_float32():
     query, key, value = random_inputs(300, 200, q_heads=2, head_dim=128)
     key[:, :, :, 5] += 50
-    sequences = Sequences.equal(300), Sequences.equal(200)
-    operands = quantize_operands(query, key, value, RECIPES["sage3"], *sequences)
+    call = new_call(query, key, value, RECIPES["sage3"])
+    operands = quantize(call)
     delta = torch.full((1, 2, 3, 256), torch.nan)
-    nvfp4_forward.delta_scores(operands, key, None, *sequences, 0, 0, delta)
+    delta_scores(operands, call, None, 0, 0, delta)
     p = torch.arange(256)
     keys = p // 32 * 32 + p % 32 // 8 * 2 + p % 8 // 2 * 8 + p % 2
     smooth_key = torch.nn.functional.pad(key.double() - key.double().mean(2, keepdim=True), (0, 0, 0, 56))[:, :, keys]
@@ -201,17 +199,9 @@ def test_the_scores_of_the_means_are_accurate_to_float32():
 def test_packed_sequences_are_attended_as_if_alone(monkeypatch, delta_share):
     monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", delta_share)
     query, key, value = random_inputs(300, 280, q_heads=2)
-    recipe = RECIPES["sage3"]
     q_starts, k_starts = [0, 130, 130, 300], [0, 90, 100, 280]
-    q_sequences = Sequences.of_cu_seqlens(torch.tensor(q_starts, dtype=torch.int32), 170, 300)
-    kv_sequences = Sequences.of_cu_seqlens(torch.tensor(k_starts, dtype=torch.int32), 180, 280)
-    operands = quantize_operands(query, key, value, recipe, q_sequences, kv_sequences, None, True)
-    output = query.new_full(query.shape, torch.nan)
-    lse = torch.full(query.shape[:3], torch.nan)
-    nvfp4_forward.forward(
-        operands, key, output, lse, q_sequences, kv_sequences, recipe=recipe, scale=0.125, is_causal=False,
-        causal_offset=0, tiles=None, native=False, capability=HOPPER,
-    )  # fmt: skip
+    lengths = Lengths(*(torch.tensor(starts, dtype=torch.int32) for starts in (q_starts, k_starts)), 170, 180)
+    output, lse = run(query, key, value, lengths=lengths)
     for sequence in (0, 2):
         rows = slice(q_starts[sequence], q_starts[sequence + 1])
         columns = slice(k_starts[sequence], k_starts[sequence + 1])
@@ -230,12 +220,8 @@ def test_the_workspace_of_q_s_means_stays_small_beside_one_long_sequence_among_m
     total = int(lengths.sum())
     query, key, value = (torch.empty(1, heads, total, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8))
     cu_seqlens = torch.empty(1002, dtype=torch.int32, device="meta")
+    lengths = Lengths(cu_seqlens, cu_seqlens, 32768, 32768)
     with recording() as launches:
-        nvfp4_forward.packed_attention(
-            query, key, value, cu_seqlens, cu_seqlens, 32768, 32768, None,
-            recipe=RECIPES["sage3"], native=False, capability=HOPPER, is_causal=True, scale=None, return_lse=False,
-        )  # fmt: skip
-    workspaces = {arg for launch in launches if launch.kernel.__name__ == "delta_scores_of_means" for arg in launch.args
-                  if isinstance(arg, torch.Tensor) and arg.dim() == 4 and arg.shape[-1] == 32768}  # fmt: skip
-    (workspace,) = workspaces
+        attend(new_call(query, key, value, RECIPES["sage3"], is_causal=True, lengths=lengths), HOPPER)
+    (workspace,) = {one.arguments["delta"] for one in launches if one.kernel.__name__ == "delta_scores_of_means"}
     assert workspace.nbytes <= sum(x.nbytes for x in (query, key, value))

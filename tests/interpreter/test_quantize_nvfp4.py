@@ -7,11 +7,12 @@ import torch
 
 from sage_kernels import transforms
 from sage_kernels.formats import nvfp4
-from sage_kernels.layout import Sequences
+from sage_kernels.layout import Lengths
 from sage_kernels.operands import NVFP4Operands
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
-from sage_kernels.triton.quantize.nvfp4 import quantize_operands
+from tests.helpers.triton_calls import new_call
+from tests.helpers.triton_calls import quantize as quantize_call
 
 SAGE3 = get_recipe("sage3")
 
@@ -30,9 +31,8 @@ def random_inputs(
 
 
 def quantize(query, key, value, recipe=SAGE3, valid=None, return_lse=False) -> NVFP4Operands:
-    sequences = Sequences.equal(query.shape[2]), Sequences.equal(key.shape[2])
-    valid = None if valid is None else valid.int().reshape(-1, key.shape[2])
-    return quantize_operands(query, key, value, recipe, *sequences, valid, return_lse)
+    valid = None if valid is None else valid.reshape(-1, key.shape[2])
+    return quantize_call(new_call(query, key, value, recipe, return_lse=return_lse), valid)
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -154,9 +154,9 @@ def test_mean_score_is_the_product_with_the_mean_of_k():
 def test_ragged_sequences_are_quantised_as_if_alone():
     query, key, value = random_inputs(200, 200, 64, 64)
     cu_seqlens = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
-    sequences = Sequences.of_cu_seqlens(cu_seqlens, 130, 200)
-    packed = quantize_operands(query, key, value, SAGE3, sequences, sequences)
-    for start, length, first in sequences.ranges.tolist():
+    call = new_call(query, key, value, SAGE3, lengths=Lengths(cu_seqlens, cu_seqlens, 130, 130))
+    packed = quantize_call(call)
+    for start, length, first in call.token_axes[0].ranges.tolist():
         if length == 0:
             continue
         tokens, rows = slice(start, start + length), slice(first, first + -(-length // 128) * 128)

@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from gradients import BWD, CONSISTENT, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names
 
 from sage_kernels import exact, transforms
 from sage_kernels.formats import fp8, int8
@@ -20,6 +19,7 @@ from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES, Backward
 from sage_kernels.reference import backward as subject
 from sage_kernels.reference import forward as reference
+from tests.helpers.gradients import BWD, CONSISTENT, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names
 
 # The formulas: nothing is rounded.
 

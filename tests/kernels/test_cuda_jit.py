@@ -33,7 +33,8 @@ from pathlib import Path
 from cuda.bindings import nvrtc
 from sage_kernels.cuda import compiler
 
-compiler.FOLDER, calls, compile = Path(sys.argv[1]), 0, nvrtc.nvrtcCompileProgram
+compiler.SOURCES = compiler.HEADERS = Path(sys.argv[1])
+calls, compile = 0, nvrtc.nvrtcCompileProgram
 def compile_slowly(*args):
     global calls
     calls += 1
@@ -55,7 +56,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "kernel.cu").write_text(KERNEL)
     (folder / "outer.cuh").write_text(OUTER)
     (folder / "inner.cuh").write_text(INNER)
-    monkeypatch.setattr(compiler, "FOLDER", folder)
+    for files in ("SOURCES", "HEADERS"):
+        monkeypatch.setattr(compiler, files, folder)
     monkeypatch.setattr(compiler, "_unstored", {})
     monkeypatch.setattr(compiler, "_unusable", set())
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / "cache"))

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gradients import BWD, BWD_INT8, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names, relative_l1
 
 from sage_kernels import exact
 from sage_kernels.layout import Lengths
 from sage_kernels.reference import backward as subject
+from tests.helpers.gradients import BWD, BWD_INT8, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names, relative_l1
 
 
 @names

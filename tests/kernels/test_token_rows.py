@@ -49,7 +49,7 @@ def test_every_token_is_a_row(x):
     assert found.rows.data_ptr() == x.data_ptr()
     for batch in range(x.shape[0]):
         for head in range(x.shape[1]):
-            first, column = batch * found.of_batch + head * found.of_head, head * found.columns_of_head
+            first, column = batch * found.rows_of_batch + head * found.rows_of_head, head * found.columns_of_head
             assert torch.equal(found.rows[first : first + TOKENS, column : column + CHANNELS], x[batch, head])
 
 

@@ -61,6 +61,8 @@ def quantize_value(
     shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
     values = value.new_empty((operand_batch, kv_heads, *shape), dtype=VALUE_DTYPES[pv])
     scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
+    of_tensor, of_channel = statistics.value_tensor_amax, statistics.value_amax
+    amax = {"value_tensor_amax": of_tensor} if pv == "fp16" else {"value_amax": of_channel}
     launch(
         quantize_value_fp16 if pv == "fp16" else quantize_value_8bit,
         (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
@@ -68,7 +70,7 @@ def quantize_value(
         values=values,
         scale=scale,
         value_mean=statistics.value_mean,
-        value_tensor_amax=statistics.value_tensor_amax if pv == "fp16" else statistics.value_amax,
+        **amax,
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,

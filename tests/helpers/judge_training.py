@@ -6,30 +6,31 @@ large as the reference's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
 import torch
-from judge import NO_KERNELS, Error
 
 from sage_hf import record
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
-from sage_kernels import training
-from sage_kernels.layout import Lengths, padded_channels, padded_rows
+from sage_kernels import dispatch, training
+from sage_kernels.call import BackwardCall, Call
+from sage_kernels.layout import Lengths, padded_channels, padded_rows, sequence_slices
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.registry import Request, get_kernel, select
 from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config
+from tests.helpers.judge import NO_KERNELS, Error
+from tests.helpers.triton_calls import new_backward_call, new_call
 
 TRAINING = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 NAMES = ("output", "query", "key", "value")
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call with gradients; shapes and meanings as in `registry.Kernel.run_training`."""
+class TrainingCall:
+    """One call with gradients; shapes and meanings as in `call.Call` and `call.BackwardCall`."""
 
     recipe: str
     query: torch.Tensor
@@ -52,6 +53,14 @@ class Call:
             "scale": self.scale,
         }
 
+    @property
+    def forward(self) -> Call:
+        return new_call(self.query, self.key, self.value, self.recipe, **self.options)
+
+    def backward(self, output: torch.Tensor, saved: Saved) -> BackwardCall:
+        head_dim = self.query.shape[3]
+        return new_backward_call(self.output_gradient, self.value, output, saved, self.recipe, head_dim, **self.options)
+
 
 def train(query, key, value, output_gradient, recipe, attend=training.attention, **options):
     """Output and gradients of the recipe by a GPU kernel, native or emulated, through the operators and autograd."""
@@ -71,38 +80,25 @@ def assert_equal(found, expected):
         assert torch.equal(x, y), name
 
 
-def of_kernel(call: Call) -> tuple[Gradients, Saved]:
-    """By the kernel that serves the call."""
-    mask = None if call.valid is None else call.valid[:, None, None]
-    request = Request.of(call.query, call.key, call.value, mask, recipe=call.recipe, grad=True)
-    plan = select(replace(request, packed=call.lengths is not None), "emulate")
+def of_kernel(call: TrainingCall, backward: str = "") -> tuple[Gradients, Saved]:
+    """By the kernels that serve the call, or with gradients by the backward kernel of that name."""
+    plan = dispatch.plan_training(dispatch.request_of(call.forward, grad=True), "emulate")
     assert plan.recipe == call.recipe
     assert plan.kernel not in NO_KERNELS
-    kernel = get_kernel(plan.kernel)
-    return _both_passes(call, kernel.run_training, kernel.run_backward)
+    output, saved = dispatch.attend_and_save(call.forward, "emulate")
+    return Gradients(output, *dispatch.backward(call.backward(output, saved), backward or plan.backward)), saved
 
 
-def of_reference(call: Call) -> tuple[Gradients, Saved]:
+def of_reference(call: TrainingCall) -> tuple[Gradients, Saved]:
     """By the recipe's specification, with the tiles of the kernel."""
-    block_m, block_n = blocks_of(call)
-
-    def forward(query, key, value, *, recipe, **options):
-        return reference_backward.forward(query, key, value, recipe, **options)
-
-    def backward(*tensors, recipe, **options):
-        return reference_backward.backward(*tensors, recipe, block_m=block_m, block_n=block_n, **options)
-
-    return _both_passes(call, forward, backward)
-
-
-def _both_passes(call, forward, backward):
-    options = {**call.options, "recipe": RECIPES[call.recipe]}
-    output, saved = forward(call.query, call.key, call.value, **options)
-    gradients = backward(call.output_gradient, call.value, output, saved, head_dim=call.query.shape[3], **options)
+    recipe, (block_m, block_n) = RECIPES[call.recipe], blocks_of(call)
+    output, saved = reference_backward.forward(call.query, call.key, call.value, recipe, **call.options)
+    options = {**call.options, "head_dim": call.query.shape[3], "block_m": block_m, "block_n": block_n}
+    gradients = reference_backward.backward(call.output_gradient, call.value, output, saved, recipe, **options)
     return Gradients(output, *gradients), saved
 
 
-def blocks_of(call: Call) -> tuple[int, int]:
+def blocks_of(call: TrainingCall) -> tuple[int, int]:
     """Queries of a tile that share a scale in dV and dK, and keys that do in dQ."""
     capability = torch.cuda.get_device_capability(call.query.device)
     channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
@@ -111,7 +107,7 @@ def blocks_of(call: Call) -> tuple[int, int]:
     return int8_backward_key_config(*facts).block_m, int8_backward_query_config(*facts).block_n
 
 
-def of_exact_attention(call: Call) -> Gradients:
+def of_exact_attention(call: TrainingCall) -> Gradients:
     """In float64."""
     options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
     tensors = call.output_gradient, call.query, call.key, call.value
@@ -119,23 +115,11 @@ def of_exact_attention(call: Call) -> Gradients:
         mask = None if call.valid is None else call.valid[:, None, None]
         return exact_gradients(*tensors, mask=mask, **options)
     found = Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in tensors))
-    for queries, keys in sequences(call.lengths):
+    for queries, keys in sequence_slices(call.lengths):
         spans = queries, queries, keys, keys
         parts = exact_gradients(*(x[:, :, span] for x, span in zip(tensors, spans, strict=True)), **options)
         for whole, part, span in zip(found, parts, spans, strict=True):
             whole[:, :, span] = part
-    return found
-
-
-def sequences(lengths: Lengths) -> list[tuple[slice, slice]]:
-    """Queries, and keys that count, of each sequence."""
-    found = []
-    q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
-    for index in range(len(q_starts) - 1):
-        stop = k_starts[index + 1]
-        if lengths.seqused_k is not None:
-            stop = min(stop, k_starts[index] + lengths.seqused_k[index].item())
-        found.append((slice(q_starts[index], q_starts[index + 1]), slice(k_starts[index], stop)))
     return found
 
 
@@ -158,12 +142,12 @@ class GradientErrors:
             assert error.kernel <= 1.05 * error.reference + 2**-20 * error.size, (name, error)
 
 
-def judge_training(call: Call) -> GradientErrors:
-    """`judge_gradients` of the kernel that serves the call."""
-    return judge_gradients(call, of_kernel(call)[0])
+def judge_training(call: TrainingCall, backward: str = "") -> GradientErrors:
+    """`judge_gradients` of the kernels that serve the call, or of the backward kernel of that name."""
+    return judge_gradients(call, of_kernel(call, backward)[0])
 
 
-def judge_gradients(call: Call, found: Gradients) -> GradientErrors:
+def judge_gradients(call: TrainingCall, found: Gradients) -> GradientErrors:
     """Assert that every head's output and gradients are as near to the reference's as those are to exact attention's.
 
     Where roundings fall differently, kernel and reference are two of one distribution around exact attention, √2 of
@@ -194,7 +178,7 @@ def judge_gradients(call: Call, found: Gradients) -> GradientErrors:
     return GradientErrors(errors)
 
 
-def _noise(call: Call, rounding: float) -> tuple[float, float, float, float]:
+def _noise(call: TrainingCall, rounding: float) -> tuple[float, float, float, float]:
     """Bounds of what float32, and an output rounded so far, leave uncertain in a head's Σ|O|, Σ|dQ|, Σ|dK|, Σ|dV|.
 
     Rows of P sum to 1, and rows of |dS| to at most 2·|dO_i|·max|V_j|; P is as uncertain as its scores are.
@@ -249,11 +233,11 @@ class Draw:
 
     def call(
         self, recipe: str, batch: int, q_heads: int, kv_heads: int, q_len: int, kv_len: int, *dims: int, **options
-    ) -> Call:
+    ) -> TrainingCall:
         """A call with such sizes; dims: head_dim and, where it differs, v_head_dim. K and V have means."""
         head_dim, v_head_dim = dims[0], dims[-1]
         normal = partial(self, batch)
-        return Call(
+        return TrainingCall(
             recipe,
             normal(q_heads, q_len, head_dim),
             normal(kv_heads, kv_len, head_dim) + self(1, kv_heads, 1, head_dim),

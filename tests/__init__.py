@@ -1,0 +1,1 @@
+"""The tests, whose helpers are imported as a package."""

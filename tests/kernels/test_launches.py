@@ -1,0 +1,77 @@
+"""Every launch gives its kernel each parameter by its name. Needs no GPU."""
+
+import inspect
+
+import pytest
+import torch
+import triton
+
+from sage_kernels.gluon import int8_backward as gluon_backward
+from sage_kernels.language.launch import Launch, recording
+from sage_kernels.layout import Lengths
+from sage_kernels.recipe import RECIPES
+from tests.helpers.triton_calls import attend, attend_and_save, backward, new_backward_call, new_call
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter's launches bind by themselves")
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kinds():
+    """Options of a call of 2 sequences of 300 tokens with one mask or another."""
+    starts = meta(3, dtype=torch.int32)
+    return {
+        "none": {},
+        "causal": {"is_causal": True, "causal_offset": 5},
+        "keys": {"valid": meta(2, 300, dtype=torch.bool)},
+        "bool": {"mask": meta(2, 1, 300, 300, dtype=torch.bool)},
+        "additive": {"mask": meta(1, 4, 300, 300)},
+        "packed": {"lengths": Lengths(starts, starts, 200, 200, meta(2, dtype=torch.int32))},
+    }
+
+
+def assert_named(launches: list[Launch]) -> None:
+    assert launches
+    for launch in launches:
+        parameters = set(inspect.signature(launch.kernel.fn).parameters)
+        assert set(launch.arguments) == parameters, launch.kernel.__name__
+
+
+def tensors(kind):
+    batch = 1 if kind == "packed" else 2
+    return meta(batch, 4, 300, 64), meta(batch, 2, 300, 64), meta(batch, 2, 300, 80)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.qk != "exact"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_forward_pass_names_every_parameter(recipe, kind, return_lse):
+    with recording() as launches:
+        attend(new_call(*tensors(kind), recipe, return_lse=return_lse, **kinds()[kind]), (9, 0))
+    assert_named(launches)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "keys", "packed"])
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.backward is not None])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_both_passes_of_a_recipe_with_gradients_name_every_parameter(recipe, kind, capability):
+    query, key, value = tensors(kind)
+    options = kinds()[kind]
+    with recording() as launches:
+        output, saved = attend_and_save(new_call(query, key, value, recipe, **options), capability)
+        call = new_backward_call(output, value, output, saved, recipe, 64, **options)
+        backward(call, capability)
+    assert_named(launches)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "keys", "packed"])
+@pytest.mark.parametrize("v_head_dim", [40, 64])
+def test_hoppers_backward_pass_names_every_parameter(kind, v_head_dim):
+    query, key, value = tensors(kind)
+    value, options = value[..., :v_head_dim], kinds()[kind]
+    with recording() as launches:
+        output, saved = attend_and_save(new_call(query, key, value, "sage_bwd", **options), (9, 0))
+        gluon_backward.backward(new_backward_call(output, value, output, saved, "sage_bwd", 64, **options))
+    assert_named(launches)
