@@ -267,10 +267,10 @@ def hopper_backward_query(
             gradient_stride_token, gradient_stride_channel, v_head_dim, CHANNELS,
         )  # fmt: skip
 
-    begin, full_begin, full_end, end = key_tiles(
-        spans, batch, spans_stride, kv_len, first_query, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
+    begin, full_begin, full_end, columns = key_tiles(
+        spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
     )
-    count = gl.maximum(end, full_end) - begin
+    count = gl.maximum(gl.cdiv(columns, BLOCK_N), full_end) - begin
     count = gl.where(first_query < q_len, count, 0)
     tiles = (begin, full_begin, gl.minimum(full_end - full_begin, count), count)
     stages = (

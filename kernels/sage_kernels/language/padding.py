@@ -66,16 +66,17 @@ def key_tiles(
     batch,
     stride,
     kv_len,
-    first_row,
+    row_block,
     causal_offset,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Return the tiles of keys that BLOCK_M rows from `first_row` on see: (begin, full_begin, full_end, end).
+    """Return the keys that a block of BLOCK_M rows sees: (begin, full_begin, full_end, columns).
 
-    Tiles full_begin…full_end - 1 need no mask; begin…full_begin - 1 and full_end…end - 1 do.
+    Tiles full_begin…full_end - 1 need no mask; tiles begin…full_begin - 1, and those from full_end on with keys below
+    `columns`, do.
     """
     begin, full_begin, full_end, columns = 0, 0, kv_len // BLOCK_N, kv_len
     if PADDED:
@@ -83,6 +84,6 @@ def key_tiles(
         first, hole, columns = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
         begin, full_begin, full_end = first // BLOCK_N, tl.cdiv(first, BLOCK_N), hole // BLOCK_N
     if CAUSAL:
-        columns = tl.minimum(columns, first_row + BLOCK_M + causal_offset)
-        full_end = tl.minimum(full_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N)
-    return begin, full_begin, tl.maximum(full_begin, full_end), tl.cdiv(columns, BLOCK_N)
+        columns = tl.minimum(columns, (row_block + 1) * BLOCK_M + causal_offset)
+        full_end = tl.minimum(full_end, tl.maximum(row_block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+    return begin, full_begin, tl.maximum(full_begin, full_end), columns

@@ -146,8 +146,8 @@ def int8_backward_query(
             valid += batch * valid_stride
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
-        begin, full_begin, full_end, end = key_tiles(
-            spans, batch, spans_stride, kv_len, block * BLOCK_M, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
+        begin, full_begin, full_end, columns = key_tiles(
+            spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
         )
         before = full_begin - begin
         for tile in range(full_begin, full_end):
@@ -156,7 +156,7 @@ def int8_backward_query(
                 kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
                 BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
             )  # fmt: skip
-        for index in range(0, before + end - full_end):
+        for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
             tile = index + tl.where(index < before, begin, full_end - before)
             dq = add_keys(
                 q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,

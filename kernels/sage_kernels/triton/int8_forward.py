@@ -381,8 +381,8 @@ def int8_forward(
         if MASK == "none" or MASK == "keys":
             if MASK == "keys":
                 mask += batch * mask_stride_batch
-            begin, full_begin, full_end, end = key_tiles(
-                tiles, batch, tiles_stride_batch, kv_len, block * BLOCK_M, causal_offset,
+            begin, full_begin, full_end, columns = key_tiles(
+                tiles, batch, tiles_stride_batch, kv_len, block, causal_offset,
                 BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys",
             )  # fmt: skip
             for tile in range(full_begin, full_end):
@@ -392,7 +392,7 @@ def int8_forward(
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, False, TMA,
                 )  # fmt: skip
             before = full_begin - begin
-            for index in range(0, before + end - full_end):
+            for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
                 row_max, row_sum, acc = attend_tile(
                     tile, 1, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,

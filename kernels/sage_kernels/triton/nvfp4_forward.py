@@ -421,8 +421,8 @@ def nvfp4_forward(
         accumulator = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
-            _begin, _full_begin, full, end = key_tiles(
-                None, 0, 0, kv_len, block * BLOCK_M, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
+            _begin, _full_begin, full, columns = key_tiles(
+                None, 0, 0, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
             )
             for tile in range(0, full):
                 row_max, total, denominator, accumulator = attend_tile(
@@ -431,7 +431,7 @@ def nvfp4_forward(
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
-            for tile in range(full, end):
+            for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 1, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
                     mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
