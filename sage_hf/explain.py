@@ -28,6 +28,8 @@ class LayerRow:
         asked: the recipe asked for, "" where the layer was not switched. Before any call, where training mode has a
             recipe of its own: "sage3, training: sage_bwd".
         recipe, kernel, numerics: what ran ("native", "emulated" or "exact"), "" before any call.
+        quantizer: what made the kernel's operands, "" where the kernel did.
+        backward: what computes gradients, "" where none were wanted.
         calls: how often, of the latest 256 calls of the layer.
         reason: why the recipe asked for did not run, or why there is nothing to tell.
     """
@@ -39,6 +41,13 @@ class LayerRow:
     numerics: str = ""
     calls: int = 0
     reason: str = ""
+    quantizer: str = ""
+    backward: str = ""
+
+    @property
+    def kernels(self) -> str:
+        """Return the names of all kernels of a call, in one line."""
+        return ", ".join(name for name in (self.kernel, self.quantizer, self.backward) if name)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Explanation:
             "layer",
             "asked",
             "runs" if self.planned else "ran",
-            "kernel",
+            "kernels",
             "numerics",
             "calls",
             "why",
@@ -76,7 +85,7 @@ class Explanation:
             idle = "not run, or compiled" if self.compiled else "not run yet"
             own = "its own, or a backend's" if self.compiled else "its own"
             ran = row.recipe or (idle if row.asked else own)
-            lines.append((row.layer, row.asked or "–", ran, row.kernel or "–", row.numerics or "–", calls, note))
+            lines.append((row.layer, row.asked or "–", ran, row.kernels or "–", row.numerics or "–", calls, note))
         if self.planned:
             lines = [(*line[:5], line[6]) for line in lines]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -174,4 +183,5 @@ def _facts(group: tuple[LayerRow, ...]) -> tuple[LayerRow, ...]:
 
 
 def _ran(layer: str, outcome: Outcome, calls: int) -> LayerRow:
-    return LayerRow(layer, outcome.asked, outcome.recipe, outcome.kernel, outcome.numerics, calls, outcome.reason)
+    facts = (outcome.asked, outcome.recipe, outcome.kernel, outcome.numerics, calls, outcome.reason)
+    return LayerRow(layer, *facts, outcome.quantizer, outcome.backward)

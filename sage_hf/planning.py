@@ -75,6 +75,7 @@ def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
         "is_causal": False,
         "return_lse": False,
         "grad": get_recipe(recipe).backward is not None,
+        "aligned": cuda,
     }
     return Request(**{**values, **facts})
 
@@ -110,7 +111,8 @@ def _layer_rows(
             "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not tell"
         )
         reason = "; ".join(part for part in (when, reason) if part)
-        yield LayerRow(label, recipe, chosen.recipe, chosen.kernel, chosen.numerics, reason=reason)
+        kernels = {"kernel": chosen.kernel, "quantizer": chosen.quantizer, "backward": chosen.backward}
+        yield LayerRow(label, recipe, chosen.recipe, numerics=chosen.numerics, reason=reason, **kernels)
 
 
 def _heads(layer: nn.Module) -> tuple[int | None, int | None]:

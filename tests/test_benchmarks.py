@@ -19,10 +19,11 @@ from sage_hf.bench.measure_training import SampledGradientErrors, Step
 from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, _sageattention, _to_e4m3
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, _fa3, _sdpa
-from sage_kernels import exact
+from sage_kernels import exact, ops, registry
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.registry import Kernel, KernelUnavailableError, exact_plan
+from sage_kernels.registry import KernelUnavailableError
+from tests.helpers.kernels import StandInForward, StandInQuantizer, only_the_reference
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "kernels/benchmarks/results").glob("*-forward.json"))
@@ -179,19 +180,23 @@ def test_a_gpu_measures_every_number():
     assert json.loads(tables.to_json(result)) == result and tables.text(result)
 
 
-def test_the_portable_kernel_is_measured_where_another_is_preferred(monkeypatch):
-    def run(query, key, value, *, recipe, **call):
-        return value * (recipe.name == "sage1"), None
-
-    kernel = Kernel("int8_forward", frozenset(["sage1"]), True, lambda request: "", run)
-    monkeypatch.setattr(peers, "get_kernel", {"int8_forward": kernel}.__getitem__)
-    monkeypatch.setattr(peers, "select", lambda request, fallback: exact_plan(request))
-    inputs = draw(SMALL, "normal", CPU)
-    prepared = peers._ours_in_triton("sage1")(*inputs, False)
-    assert prepared.kernel == "int8_forward" and torch.equal(prepared.call(), inputs[2])
-    monkeypatch.setattr(peers, "select", lambda request, fallback: replace(exact_plan(request), kernel="int8_forward"))
-    with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
-        peers._ours_in_triton("sage1")(*inputs, False)
+def test_the_portable_kernel_is_measured_where_another_is_preferred():
+    inputs, ran = draw(SMALL, "normal", CPU), []
+    portable = StandInForward("int8_forward", "sage1", ran=ran.append)
+    with only_the_reference():
+        registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
+        registry.register_forward(StandInForward("preferred", "sage1", ran=ran.append))
+        registry.register_forward(portable)
+        prepared = peers._ours_in_triton("sage1")(*inputs, False)
+        output, expected = prepared.call(), ops.attention(*inputs, recipe="sage1")[0]
+        assert prepared.kernel == "int8_forward"
+        assert ran == ["int8_forward", "preferred"]
+        assert torch.equal(output, expected)
+    with only_the_reference():
+        registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
+        registry.register_forward(portable)
+        with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
+            peers._ours_in_triton("sage1")(*inputs, False)
 
 
 def test_e4m3_scales_are_those_of_each_slice():

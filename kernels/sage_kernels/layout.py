@@ -17,6 +17,8 @@ MIN_CHANNELS = 32
 """Least number of channels of an INT8 operand: the depth of an INT8 matrix instruction."""
 ALIGNMENT = 16
 """Bytes to which 128-bit loads and the tensor memory accelerator need addresses aligned."""
+MAX_GRID = 65535
+"""Largest number of programs along the second or third axis of a launch."""
 
 
 def ceil_div(a: int, b: int) -> int:

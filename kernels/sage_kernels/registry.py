@@ -377,5 +377,5 @@ def _first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple
 
 
 def _joined(summary: str, passed_over: list[tuple[str, str]]) -> str:
-    reasons = list(dict.fromkeys(reason for _, reason in passed_over))
-    return f"{summary}: {'; '.join(reasons)}" if reasons else summary
+    reasons = [f"{name}: {reason}" for name, reason in passed_over]
+    return f"{summary} ({', '.join(reasons)})" if reasons else summary

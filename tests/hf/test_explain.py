@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import tiny_pipelines as tiny
 import torch
@@ -6,6 +8,8 @@ import sage_hf
 from sage_hf import record
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
+from sage_kernels import registry
+from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +100,27 @@ def test_compiled_calls_are_counted():
         torch._dynamo.reset()
     assert [(plan.recipe, calls) for plan, calls in explanation.compiled] == [("sage3", 1)]
     assert "compiled" in str(explanation) and "not run yet" not in str(explanation)
+
+
+def test_the_quantiser_and_the_backward_kernel_that_ran_are_shown_beside_the_forward_kernel():
+    queries = [torch.randn(1, 2, 64, 32, requires_grad=True) for _ in range(3)]
+    with only_the_reference():
+        registry.register_quantizer(StandInQuantizer("quantize", "sage_bwd"))
+        registry.register_forward(StandInTraining("attend", "sage_bwd", takes=object))
+        registry.register_backward(StandInBackward("differentiate", "sage_bwd"))
+        model = tiny.transformer()
+        layer = model.transformer_blocks[0].attn1
+        layer.set_processor(sage_hf.SageAttnProcessor("sage_bwd"))
+        record.run_in_layer(layer, sage_hf.sage_attention, *queries, recipe="sage_bwd")
+    row = sage_hf.explain(model).rows[0]
+    assert (row.kernel, row.quantizer, row.backward) == ("attend", "quantize", "differentiate")
+    (line,) = [line for line in str(sage_hf.explain(model)).splitlines() if line.startswith(row.layer)]
+    assert "attend, quantize, differentiate" in line
+
+
+def test_calls_that_ran_other_quantisers_or_backward_kernels_are_told_apart():
+    rows = [replace(ran(f"b.{i}.attn"), quantizer="one" if i < 2 else "other") for i in range(3)]
+    assert [line[0].strip() for line in table(*rows)] == ["b.0-1.attn", "b.2.attn"]
 
 
 def table(*rows: LayerRow) -> list[list[str]]:

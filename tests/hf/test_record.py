@@ -54,6 +54,14 @@ def test_compiled_calls_are_counted_without_a_layer():
     assert [(plan.kernel, count) for plan, count in record.compiled_outcomes().items()] == [("reference", 2)]
 
 
+def test_outcomes_of_compiled_calls_name_the_backward_kernel():
+    inputs = [x.requires_grad_() for x in draw()]
+    torch.compile(lambda *x: sage_attention(*x, recipe="sage_bwd"), fullgraph=True, backend="aot_eager")(*inputs)
+    sage_attention(*draw(), recipe="sage_bwd")
+    outcomes = [(one.kernel, one.quantizer, one.backward) for one in record.compiled_outcomes()]
+    assert outcomes == [("reference", "", "reference_backward"), ("reference", "", "")]
+
+
 def test_counting_compiled_calls_of_ever_new_lengths_takes_no_memory():
     for length in range(64, 84):
         sage_attention(*draw(length))

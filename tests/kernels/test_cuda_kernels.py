@@ -1,4 +1,4 @@
-"""What the CUDA C++ kernels compile to, for the GPU that they are for. Needs no GPU."""
+"""Which calls the CUDA C++ kernels serve, and what they compile to. Needs no GPU."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-import sage_kernels.ops  # noqa: F401 - registers the kernels
+import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler, int8_forward
 from sage_kernels.registry import Request, select
 
@@ -29,6 +29,7 @@ def can_compile(monkeypatch):
     select.cache_clear()
 
 
+@pytest.mark.audit
 @pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
 @pytest.mark.parametrize(
     ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query"),

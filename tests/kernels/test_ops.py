@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_kernels import exact, ops
+from sage_kernels import dispatch, exact, ops
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 
@@ -57,12 +57,12 @@ def test_one_compiled_graph_serves_all_lengths_without_breaks():
 
 def test_listeners_hear_the_plan_also_of_compiled_calls():
     heard = []
-    ops.plan_listeners.append(heard.append)
+    dispatch.plan_listeners.append(heard.append)
     try:
         ops.attention(*draw())
         torch.compile(lambda *tensors: ops.attention(*tensors)[0], fullgraph=True, backend="aot_eager")(*draw())
     finally:
-        ops.plan_listeners.remove(heard.append)
+        dispatch.plan_listeners.remove(heard.append)
     assert [plan.kernel for plan in heard] == ["reference", "reference"]
 
 

@@ -5,35 +5,43 @@ from dataclasses import replace
 import pytest
 import torch
 
-import sage_kernels.ops  # noqa: F401  registers the kernels
-from sage_kernels import registry
+from sage_kernels import backends, ops, registry  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
-from sage_kernels.registry import Kernel, KernelUnavailableError, Request, select
+from sage_kernels.gluon import registration as gluon
+from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
+from sage_kernels.registry import KernelUnavailableError, Request, get_backward, get_forward, get_quantizer, select
 from sage_kernels.triton import registration
+from tests.helpers.kernels import StandInBackward, StandInForward, StandInTraining, only_the_reference
 
 CPU = Request("sage3", "cpu", None, torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64, "none", False, False)
 GPU = replace(CPU, device_type="cuda", capability=(9, 0))
 VOLTA = replace(GPU, capability=(7, 0))
 
 
-def never_runs(*args, **kwargs):
-    raise AssertionError
+@pytest.fixture
+def add_kernel():
+    """Register kernels beside the reference for one test."""
+
+    def add(name, recipe, reason=lambda request: "", native=True, trains=False):
+        kind = StandInTraining if trains else StandInForward
+        registry.register_forward(kind(name, recipe, native, reason))
+        if trains:
+            registry.register_backward(StandInBackward(f"{name}_backward", recipe, native, reason))
+
+    with only_the_reference():
+        yield add
 
 
 @pytest.fixture
-def add_kernel(monkeypatch):
-    """Register kernels beside the reference for one test."""
-    monkeypatch.setattr(registry, "_kernels", {"reference": registry.get_kernel("reference")})
+def newest(monkeypatch):
+    """A machine whose compilers are those that every kernel wants."""
+    for module in (registration, gluon):
+        monkeypatch.setattr(module, "triton_version", lambda: gluon.VERSIONS[1])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
     select.cache_clear()
-
-    def add(name, recipe, unsupported=lambda request: "", native=True, backward=None):
-        registry.register(
-            Kernel(
-                name, frozenset([recipe]), native, unsupported, never_runs, run_training=backward, run_backward=backward
-            )
-        )
-
-    yield add
+    yield
     select.cache_clear()
 
 
@@ -169,12 +177,12 @@ def test_a_kernel_without_a_backward_pass_is_passed_over_where_gradients_are_wan
     assert plan.kernel == "sdpa"
     assert ("sage_bwd by forward", "forward only") in plan.passed_over
     assert select(replace(request, grad=True), "emulate").kernel == "reference"
-    add_kernel("both", "sage_bwd", backward=never_runs)
+    add_kernel("both", "sage_bwd", trains=True)
     assert select(replace(request, grad=True)).kernel == "both"
 
 
 def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_kernel(add_kernel):
-    add_kernel("both", "sage2", backward=never_runs)
+    add_kernel("both", "sage2", trains=True)
     plan = select(replace(GPU, recipe="sage2", grad=True))
     assert (plan.kernel, plan.reason) == ("sdpa", "sage2 is forward only and gradients are wanted")
     with pytest.raises(KernelUnavailableError, match="forward only and gradients are wanted"):
@@ -208,7 +216,11 @@ def test_unknown_names_are_refused_with_the_list_of_those_that_exist():
 
 def test_two_kernels_of_one_name_are_refused():
     with pytest.raises(ValueError, match="registered already"):
-        registry.register(registry.get_kernel("reference"))
+        registry.register_forward(get_forward("reference"))
+    with pytest.raises(ValueError, match="registered already"):
+        registry.register_backward(get_backward("int8_backward"))
+    with pytest.raises(ValueError, match="registered already"):
+        registry.register_quantizer(get_quantizer("int8_quantize"))
 
 
 def test_a_request_holds_the_facts_of_its_tensors():
@@ -219,3 +231,161 @@ def test_a_request_holds_the_facts_of_its_tensors():
     assert Request.of(query, key, value, torch.zeros(1, 1, 1, 7)).mask == "additive"
     assert Request.of(query, key, value).mask == "none"
     assert Request.of(query, key, value, grad=True) == replace(Request.of(query, key, value), grad=True)
+
+
+# What kernels compute.
+
+# A value that no recipe's field has by default, and who honours it.
+OTHERS = {
+    "smooth_q": True,
+    "smooth_k": True,
+    "smooth_v": True,
+    "rotate": True,
+    "tensor_scale": False,
+    "scale_steps": (-1, 1),
+    "denominator": "quantized_p",
+}
+MEANS = {"smooth_k", "smooth_v"}
+HONOURED = {
+    "int8_quantize": MEANS,
+    "int8_forward": MEANS,
+    "int8_forward_hopper": MEANS,
+    "int8_backward": MEANS,
+    "int8_backward_hopper": MEANS,
+    "reference_backward": MEANS,
+    "nvfp4_quantize": set(OTHERS),
+    "nvfp4_forward": set(OTHERS),
+    "nvfp4_forward_emulated": set(OTHERS),
+    "reference": set(OTHERS),
+}
+KERNELS = {**registry._quantizers, **registry._forwards, **registry._backwards}
+
+
+def test_every_kernel_says_what_it_honours():
+    # Hopper's quantiser has the mean of K always, and that of V with e4m3 alone: see below.
+    assert KERNELS.keys() == {*HONOURED, "int8_quantize_hopper"}
+
+
+@pytest.mark.parametrize("name", HONOURED)
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_field_that_a_kernel_would_ignore_makes_it_pass_the_recipe_over(name, field):
+    served = [recipe for recipe in RECIPES.values() if KERNELS[name].serves(recipe)]
+    assert served
+    for recipe in served:
+        changed = replace(recipe, **{field: OTHERS[field]})
+        assert KERNELS[name].serves(changed) == (field in HONOURED[name] or changed == recipe), recipe.name
+
+
+def test_hoppers_quantiser_serves_the_means_that_it_takes():
+    kernel = KERNELS["int8_quantize_hopper"]
+    for name in ("sage1", "sage2", "sage_bwd"):
+        assert kernel.serves(RECIPES[name])
+        for field in OTHERS:
+            changed = replace(RECIPES[name], **{field: OTHERS[field]})
+            assert kernel.serves(changed) == (changed == RECIPES[name])
+        assert not kernel.serves(replace(RECIPES[name], smooth_k=False))
+    assert not kernel.serves(replace(RECIPES["sage2"], smooth_v=False))
+    assert not kernel.serves(RECIPES["sage_bwd_int8"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({}, {"int8_backward", "int8_backward_hopper"}),
+        ({"p": "int8", "ds": "int8"}, {"int8_backward"}),
+        ({"p": "int8"}, set()),
+        ({"ds": "int8"}, set()),
+        ({"p": "fp8", "ds": "fp8"}, set()),
+        ({"dp": "int8"}, set()),
+        ({"scales": "tile"}, set()),
+        ({"delta": "consistent"}, set()),
+    ],
+)
+def test_a_backward_kernel_serves_the_formats_that_it_computes(changes, served):
+    recipe = RECIPES["sage_bwd"]
+    recipe = replace(recipe, backward=replace(recipe.backward, **changes))
+    found = {name for name, kernel in registry._backwards.items() if kernel.serves(recipe)}
+    assert found == {*served, "reference_backward"}
+    assert not any(kernel.serves(replace(recipe, backward=None)) for kernel in registry._backwards.values())
+
+
+@pytest.fixture
+def rotated(monkeypatch):
+    """A recipe of that name that no fast kernel computes."""
+    monkeypatch.setitem(RECIPES, "sage1", replace(RECIPES["sage1"], rotate=True))
+    select.cache_clear()
+    yield RECIPES["sage1"]
+    select.cache_clear()
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_recipe_that_no_fast_kernel_computes_runs_on_the_reference(rotated):
+    request = replace(GPU, recipe="sage1", aligned=True)
+    plan = select(request, "emulate")
+    assert (plan.kernel, plan.recipe, plan.numerics, plan.quantizer) == ("reference", "sage1", "emulated", "")
+    assert select(request).kernel == "sdpa"
+    with pytest.raises(KernelUnavailableError):
+        select(request, "error")
+
+
+def test_the_reference_honours_what_made_the_others_pass_the_recipe_over(rotated):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 80, 64, generator=generator) for _ in range(3)]
+    output, _ = ops.attention(*inputs, recipe="sage1", fallback="emulate")
+    assert torch.equal(output, reference.attention(*inputs, rotated)[0])
+    assert not torch.equal(output, reference.attention(*inputs, replace(rotated, rotate=False))[0])
+
+
+# The kernels of a plan.
+
+TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128, v_head_dim=128)
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize(
+    ("change", "kernels"),
+    [
+        ({}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
+        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
+        ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
+        ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_hopper")),
+        ({"head_dim": 256, "v_head_dim": 256}, ("int8_forward", "int8_quantize", "int8_backward")),
+        ({"recipe": "sage_bwd_int8"}, ("int8_forward", "int8_quantize", "int8_backward")),
+        ({"capability": (8, 0)}, ("int8_forward", "int8_quantize", "int8_backward")),
+        ({"grad": False}, ("int8_forward_hopper", "int8_quantize_hopper", "")),
+        ({"grad": False, "recipe": "sage2"}, ("int8_forward_hopper", "int8_quantize_hopper", "")),
+        ({"grad": False, "recipe": "exact"}, ("sdpa", "", "")),
+    ],
+)
+def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
+    plan = select(replace(TRAINING, **change))
+    assert (plan.kernel, plan.quantizer, plan.backward) == kernels
+    assert (plan.outcome.kernel, plan.outcome.quantizer, plan.outcome.backward) == kernels
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
+    assert select(TRAINING).other_phases == ()
+    assert ("int8_quantize_hopper", "no masks") in select(replace(TRAINING, mask="keys")).other_phases
+    (misaligned,) = select(replace(TRAINING, aligned=False)).other_phases
+    assert misaligned[0] == "int8_quantize_hopper" and "16 bytes" in misaligned[1]
+    others = dict(select(replace(TRAINING, recipe="sage_bwd_int8")).other_phases)
+    assert others.keys() == {"int8_quantize_hopper", "int8_backward_hopper"}
+    assert all("other formats" in reason for reason in others.values())
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("version", [(3, 4), (3, 5), (gluon.VERSIONS[1][0], gluon.VERSIONS[1][1] + 1)])
+def test_a_triton_whose_gluon_is_another_runs_the_portable_backward_kernel(version, monkeypatch):
+    monkeypatch.setattr(gluon, "triton_version", lambda: version)
+    plan = select(TRAINING)
+    assert (plan.kernel, plan.backward) == ("int8_forward_hopper", "int8_backward")
+    ((kernel, reason),) = plan.other_phases
+    assert kernel == "int8_backward_hopper" and "needs Triton" in reason
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_forward_kernel_without_one_that_computes_its_gradients_is_passed_over_with_all_reasons():
+    plan = select(replace(TRAINING, dtype=torch.float32))
+    assert plan.kernel == "sdpa"
+    assert "int8_backward: gradients need float16 or bfloat16" in plan.reason

@@ -1,14 +1,18 @@
 """The operators with gradients: what the kernel computes arrives, for the inputs that want it, and nothing is cut."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sage_kernels import exact, ops, registry, training
+from sage_kernels import dispatch, exact, ops, registry, training
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.registry import Kernel, KernelUnavailableError
+from sage_kernels.registry import KernelUnavailableError
+from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 NOTHING_PACKED = (None, None, 0, 0, None)
@@ -222,8 +226,9 @@ def test_opcheck_passes(call):
     torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *lengths, *options))
     with torch.no_grad():
         output, *saved = operators.training_attention(*inputs, valid, *lengths, *options)
-    arguments = (torch.ones_like(output), inputs[2].detach(), output, *saved, valid, *lengths, 64, *options)
-    torch.library.opcheck(operators.training_attention_backward.default, arguments)
+    arguments = (torch.ones_like(output), inputs[2].detach(), output, *saved, valid, *lengths, 64)
+    for kernel in ("reference_backward", ""):
+        torch.library.opcheck(operators.training_attention_backward.default, (*arguments, kernel, *options))
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 256])
@@ -289,29 +294,62 @@ def test_less_is_kept_for_the_backward_pass_than_by_16_bit_attention():
     assert sum(x.numel() * x.element_size() for x in kept) <= tokens * (2 * 64 + 4 * 64 + 12)
 
 
-def test_forward_and_backward_run_on_one_kernel_which_the_listeners_hear_of_once(monkeypatch):
-    monkeypatch.setattr(registry, "_kernels", {"reference": registry.get_kernel("reference")})
+@pytest.fixture
+def ran():
+    """Names of the stand-ins that ran, which are preferred to the reference: "fast" and "fast_backward"."""
     ran = []
+    with only_the_reference():
+        registry.register_forward(StandInTraining("fast", "sage_bwd", ran=ran.append))
+        registry.register_backward(StandInBackward("fast_backward", "sage_bwd", ran=ran.append))
+        yield ran
 
-    def run_training(*tensors, **options):
-        ran.append("forward")
-        return reference_backward.forward(*tensors, **options)
 
-    def run_backward(*tensors, **options):
-        ran.append("backward")
-        return reference_backward.backward(*tensors, **options)
+@contextmanager
+def another_choice(ran):
+    """Prefer another backward kernel than the one chosen so far."""
+    other = StandInBackward("other_backward", "sage_bwd", ran=ran.append)
+    with mock.patch.dict(registry._backwards):
+        others = {other.name: other, **registry._backwards}
+        registry._backwards.clear()
+        registry._backwards.update(others)
+        registry.select.cache_clear()
+        yield
+    registry.select.cache_clear()
 
-    recipes = frozenset(["sage_bwd"])
-    registry.register(Kernel("fast", recipes, True, lambda request: "", None, None, run_training, run_backward))
+
+def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran):
     heard = []
-    ops.plan_listeners.append(heard.append)
+    dispatch.plan_listeners.append(heard.append)
     try:
         training.attention(*draw())[0].sum().backward()
     finally:
-        ops.plan_listeners.remove(heard.append)
-        registry.select.cache_clear()
-    assert ran == ["forward", "backward"]
-    assert [(plan.kernel, plan.numerics, plan.request.grad) for plan in heard] == [("fast", "native", True)]
+        dispatch.plan_listeners.remove(heard.append)
+    assert ran == ["fast", "fast_backward"]
+    facts = [(plan.kernel, plan.backward, plan.numerics, plan.request.grad) for plan in heard]
+    assert facts == [("fast", "fast_backward", "native", True)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+def test_the_backward_pass_runs_on_the_kernel_of_the_forwards_plan_whatever_would_be_chosen_since(ran, kind):
+    if kind == "packed":
+        inputs, sequences, used = packed_call()
+        output = training.packed_attention(*[x.requires_grad_() for x in inputs], *sequences, seqused_k=used)
+    else:
+        output, _ = training.attention(*draw(), valid=padding() if kind == "padding" else None)
+    with another_choice(ran):
+        output.sum().backward()
+    assert ran == ["fast", "fast_backward"]
+
+
+def test_inside_the_compiler_the_backward_kernel_is_chosen_when_it_runs(ran):
+    compiled = torch.compile(lambda *tensors: training.attention(*tensors)[0], fullgraph=True, backend="aot_eager")
+    inputs = draw()
+    compiled(*inputs).sum().backward()
+    assert ran == ["fast", "fast_backward"]
+    ran.clear()
+    with another_choice(ran):
+        compiled(*inputs).sum().backward()
+    assert ran == ["fast", "other_backward"]
 
 
 BAD_CALLS = {

@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 from ..call import BackwardCall
-from ..layout import padded_channels
+from ..layout import MAX_GRID, padded_channels
 from ..recipe import Recipe
 from ..registry import Request, register_backward
 from ..toolchain import triton_version
@@ -35,8 +35,12 @@ class HopperBackward:
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
-        if request.capability != CAPABILITY:
-            return "needs compute capability 9.0"
+        if request.device_type != "cuda" or request.capability != CAPABILITY or torch.version.hip is not None:
+            return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
+        if request.dtype not in (torch.float16, torch.bfloat16):
+            return "gradients need float16 or bfloat16"
+        if max(request.batch, request.q_heads) > MAX_GRID:
+            return f"more than {MAX_GRID} batch elements or heads"
         if os.environ.get("TRITON_INTERPRET") == "1":
             return "Triton's interpreter does not run Gluon"
         version, (oldest, newest) = triton_version(), VERSIONS

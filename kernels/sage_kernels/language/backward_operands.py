@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.scores import LOG2E
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import operand_token
 from ..layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
 from ..operands import KeyPadding, Saved
 from .int8 import int8_scale, magnitude, round_to_int8
+from .launch import UNSPECIALIZED, launch, strides
+from .scores import LOG2E
+from .sequences import operand_row, sequence_range
+from .tiles import operand_token
 from .tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(KEY_BLOCK)

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch
 from ..operands import KeyPadding
+from .launch import UNSPECIALIZED, launch
 
 
 def read_padding(valid: torch.Tensor) -> KeyPadding:

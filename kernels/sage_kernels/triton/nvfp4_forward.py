@@ -30,10 +30,9 @@ from ..language.sequences import operand_row, sequence_range
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..operands import NVFP4Operands
 from ..registry import Quantizer
-from ..triton.mask_tiles import mask_tiles
 from .configs import nvfp4_forward_config
 from .delta_scores import delta_scores
-from .mask_tiles import MaskTiles
+from .mask_tiles import MaskTiles, mask_tiles
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
 BLOCK_ROWS = tl.constexpr(BLOCK)

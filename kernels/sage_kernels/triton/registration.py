@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from ..call import BackwardCall, Call
+from ..layout import MAX_GRID
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import (
@@ -22,7 +23,6 @@ from ..registry import (
 from ..toolchain import triton_version
 
 MAX_HEAD_DIM = 256
-MAX_GRID = 65535  # programs along the second and third axis of a launch
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x

@@ -1,0 +1,89 @@
+"""Kernels that stand in for real ones in the registry."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from sage_kernels import backends, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.call import BackwardCall, Call
+from sage_kernels.operands import KeyPadding, Saved
+from sage_kernels.recipe import Recipe
+from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
+from sage_kernels.registry import Quantizer, Request
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A kernel of one recipe; `reason` is why it does not serve a request, `ran` gets its name when it runs."""
+
+    name: str
+    recipe: str
+    native: bool = True
+    reason: Callable[[Request], str] = lambda request: ""
+    ran: Callable[[str], object] = lambda name: None
+
+    def serves(self, recipe: Recipe) -> bool:
+        return recipe.name == self.recipe
+
+    def unsupported(self, request: Request) -> str:
+        return self.reason(request)
+
+
+@dataclass(frozen=True)
+class StandInQuantizer(StandIn):
+    """Makes the operands that `StandInForward` takes: none."""
+
+    makes: type = object
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> object:
+        self.ran(self.name)
+        return object()
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StandInForward(StandIn):
+    """Computes what the reference does."""
+
+    takes: type | None = None
+    packs: bool = False
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.ran(self.name)
+        return ReferenceForward().attend(call, quantizer)
+
+
+@dataclass(frozen=True)
+class StandInTraining(StandInForward):
+    """Computes what the reference does, and keeps what gradients need."""
+
+    def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
+        self.ran(self.name)
+        return ReferenceForward().attend_and_save(call, quantizer)
+
+
+@dataclass(frozen=True)
+class StandInBackward(StandIn):
+    """Computes what the reference does."""
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.ran(self.name)
+        return ReferenceBackward().backward(call)
+
+
+@contextmanager
+def only_the_reference() -> Iterator[None]:
+    """Empty the registry but for the reference, for a while."""
+    with (
+        mock.patch.dict(registry._quantizers, clear=True),
+        mock.patch.dict(registry._forwards, {"reference": ReferenceForward()}, clear=True),
+        mock.patch.dict(registry._backwards, {"reference_backward": ReferenceBackward()}, clear=True),
+    ):
+        registry.select.cache_clear()
+        yield
+    registry.select.cache_clear()
