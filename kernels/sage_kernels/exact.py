@@ -1,4 +1,4 @@
-"""Exact attention: PyTorch's scaled_dot_product_attention for use, and a plain one in any precision to judge by."""
+"""Exact attention: PyTorch's scaled_dot_product_attention, and a plain implementation in any precision to judge by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no
 
 
 def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
-    """Query rows whose scores fit in a chunk of bounded size, so that memory stays linear in sequence length."""
+    """Return how many rows of scores fit in a chunk of bounded size, so that memory stays linear in sequence length."""
     rows = ELEMENTS_PER_CHUNK // max(1, batch_heads * columns)
     return max(multiple, rows // multiple * multiple)
 
@@ -62,7 +62,7 @@ def attention(
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale·Q·Kᵀ + mask)·V, computed in `dtype` a few rows at a time.
+    """Compute softmax(scale·Q·Kᵀ + mask)·V in `dtype`, a few rows at a time.
 
     Args:
         query: (batch, q_heads, q_len, head_dim).
@@ -95,7 +95,7 @@ def log_sum_exp(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The lse of `attention`, float32 (batch, q_heads, q_len), without the output."""
+    """Compute the lse of `attention`, float32 (batch, q_heads, q_len), without the output."""
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
     for rows, scores in _score_chunks(query, key, mask, is_causal, causal_offset, scale, torch.float32):
         lse[:, :, rows] = scores.logsumexp(-1)
@@ -111,7 +111,7 @@ def _score_chunks(
     scale: float | None,
     dtype: torch.dtype,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Masked scores (batch, q_heads, rows, kv_len) in `dtype`, a chunk of rows at a time; none where kv_len is 0."""
+    """Yield masked scores (batch, q_heads, rows, kv_len) in `dtype` with their rows, in chunks; none without keys."""
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     if 0 in (batch, q_heads, q_len, kv_len):
@@ -161,7 +161,7 @@ def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def with_causality(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal_offset: int = 0
 ) -> torch.Tensor:
-    """The mask that also keeps row i from keys beyond i + causal_offset.
+    """Return a mask that also keeps row i from keys beyond i + causal_offset.
 
     Args:
         mask: bool or additive, broadcastable to (batch, q_heads, q_len, kv_len), or None.
@@ -177,7 +177,7 @@ def with_causality(
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:
-    """The mask without its repetitions: dimensions of stride 0 have size 1, so that work on it costs what it stores."""
+    """Return the mask without repetitions: dimensions of stride 0 get size 1, so work on it costs what it stores."""
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if stride == 0 and size > 1:
             mask = mask.narrow(dim, 0, 1)
@@ -185,7 +185,7 @@ def unexpanded(mask: torch.Tensor) -> torch.Tensor:
 
 
 def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
-    """Which keys exist, bool (batch or 1, kv_len), where the 4-D mask says nothing else; None where it does."""
+    """Return which keys exist, bool (batch or 1, kv_len), if that is all the 4-D mask says; otherwise None."""
     if mask is None or mask.dtype != torch.bool:
         return None
     mask = unexpanded(mask)
@@ -195,7 +195,7 @@ def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
 
 
 def attended_rows(mask: torch.Tensor) -> torch.Tensor:
-    """Rows that may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
+    """Return which rows may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
     mask = unexpanded(mask)
     allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
     return allowed.any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Where tokens, channels and scales lie: in the callers' tensors, and in the padded operands that quantisers write."""
+"""Layout of tokens, channels and scales in the callers' tensors and in the padded operands that quantisers write."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 128
-"""Tokens to whose multiple the rows of an operand are padded."""
+"""Tokens a block; the rows of an operand are padded to a multiple of it."""
 KEY_BLOCK = 64
-"""Keys whose scales, `THREAD_TOKENS` keys each, one quad of threads holds."""
+"""Keys whose scales one quad of threads holds, each thread that of `THREAD_TOKENS` keys."""
 THREAD_TOKENS = 16
 MIN_CHANNELS = 32
-"""Channels of an INT8 operand at least: as deep as one INT8 matrix instruction."""
+"""Least number of channels of an INT8 operand: the depth of an INT8 matrix instruction."""
 ALIGNMENT = 16
-"""Bytes at whose multiples 128-bit loads and the tensor memory accelerator begin."""
+"""Bytes to which 128-bit loads and the tensor memory accelerator need addresses aligned."""
 MAX_GRID = 65535
-"""Programs along the second and third axis of a launch at most."""
+"""Largest number of programs along the second or third axis of a launch."""
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b rounded up. Triton's own is a compiled function's, and costs microseconds of every call."""
+    """Return a / b rounded up. `triton.cdiv` would cost microseconds a call."""
     return -(-a // b)
 
 
@@ -38,7 +38,7 @@ def padded_rows(tokens: int, sequences: int | None = None) -> int:
 
 
 def padded_channels(head_dim: int) -> int:
-    """Return the channels of an INT8 operand."""
+    """Return the channels of an INT8 operand: head_dim rounded up to a power of two, at least 32."""
     return max(MIN_CHANNELS, power_of_two(head_dim))
 
 
@@ -50,12 +50,12 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 class Lengths(NamedTuple):
-    """Sequences of any lengths, packed one after the other: (1, heads, total tokens, channels).
+    """Lengths of sequences packed one after the other: (1, heads, total tokens, channels).
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,).
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), the cumulative lengths, from 0 on.
         max_seqlen_q, max_seqlen_k: the longest sequence's length, or more.
-        seqused_k: int32 (sequences,), only that many keys of each sequence count; None: all.
+        seqused_k: int32 (sequences,), the number of keys of each sequence that count, from the first on; None: all.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -66,7 +66,7 @@ class Lengths(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Return their number."""
+        """Return the number of sequences."""
         return self.cu_seqlens_q.shape[0] - 1
 
 
@@ -76,7 +76,7 @@ class Sequences:
 
     Attributes:
         tokens: the longest sequence's length.
-        rows: tokens of the padded operands for each (operand batch, head): a multiple of 128.
+        rows: rows of the padded operands for each (operand batch, head): a multiple of 128.
         packed: all sequences lie in one batch element, one after the other (`cu_seqlens`).
         ranges: int32 (batch, 3) of each sequence's start, length and start in the operands; None where every sequence
             has `tokens` tokens, from the first on.
@@ -100,8 +100,8 @@ class Sequences:
 
         Args:
             cu_seqlens: int32 (sequences + 1,): sequence i is tokens cu_seqlens[i]…cu_seqlens[i + 1] - 1.
-            max_tokens: the longest sequence's length, or more. Of a longer one only so many tokens count.
-            lengths: int32 (sequences,): the tokens of each that count; default all.
+            max_tokens: the longest sequence's length, or more; further tokens of a longer sequence do not count.
+            lengths: int32 (sequences,): the number of tokens of each sequence that count; default all.
         """
         start, sequences = cu_seqlens[:-1], cu_seqlens.shape[0] - 1
         stored = (cu_seqlens[1:] - start).clamp(max=max_tokens)
@@ -123,7 +123,7 @@ class Sequences:
 
 
 def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[Sequences, Sequences]:
-    """Return the token axis of Q and that of K and V, which have so many tokens in all."""
+    """Return the token axis of Q and that of K and V; packed ones have q_tokens and kv_tokens in total."""
     if lengths is None:
         return Sequences.equal(q_tokens), Sequences.equal(kv_tokens)
     return (
@@ -133,7 +133,7 @@ def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[
 
 
 def sequence_slices(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries and the keys that count of each packed sequence; reads the lengths back to the host."""
+    """Yield the queries, and the keys that count, of each packed sequence; copy the lengths to the host."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
     stored = lengths.cu_seqlens_k.diff()
     k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
@@ -142,7 +142,7 @@ def sequence_slices(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
 
 
 def stride_of(valid: torch.Tensor | None) -> int:
-    """Return the batch stride of a `valid`, (batch or 1, tokens) or None: 0 where all batch elements share it."""
+    """Return the batch stride of `valid`, (batch or 1, tokens) or None: 0 where all batch elements share it."""
     return 0 if valid is None or valid.shape[0] == 1 else valid.stride(0)
 
 
@@ -154,8 +154,8 @@ def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
 def thread_order(key: torch.Tensor) -> torch.Tensor:
     """Reorder the tokens of each block of 64 as the four threads of a quad hold their scores.
 
-    Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. Tokens that share a scale
-    are those 16 (j = 0…7), so that a thread needs one scale per block.
+    Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. These 16 tokens (j = 0…7)
+    share a scale, so that a thread needs one scale per block.
 
     Args:
         key: (..., tokens, channels), tokens a multiple of 64.
@@ -173,9 +173,9 @@ class TokenRows:
     """Tokens of a tensor (batch, heads, tokens, channels) as rows of a matrix that the tensor memory accelerator reads.
 
     Attributes:
-        rows: (rows, columns). Those of a (batch element, head) begin at row batch · rows_of_batch + head ·
+        rows: the matrix (rows, columns). A (batch element, head) begins at row batch · rows_of_batch + head ·
             rows_of_head, column head · columns_of_head.
-        rows_of_batch, rows_of_head, columns_of_head: these.
+        rows_of_batch, rows_of_head, columns_of_head: see `rows`.
     """
 
     rows: torch.Tensor
@@ -187,16 +187,19 @@ class TokenRows:
     def of(cls, x: torch.Tensor) -> TokenRows | None:
         """Describe x, or return None where its strides allow no such matrix."""
         batch, heads, tokens, channels = x.shape
-        of_batch, of_head, of_token, of_channel = x.stride()
+        batch_stride, head_stride, token_stride, channel_stride = x.stride()
         aligned = ALIGNMENT // x.element_size()
-        if of_channel != 1 or of_token < channels or of_token % aligned or of_head % aligned:
+        if channel_stride != 1 or token_stride < channels or token_stride % aligned or head_stride % aligned:
             return None
-        if x.data_ptr() % ALIGNMENT or (of_batch % of_token and batch > 1):
+        if x.data_ptr() % ALIGNMENT or (batch_stride % token_stride and batch > 1):
             return None
-        columns_of_head = of_head if of_head % of_token else 0
+        columns_of_head = head_stride if head_stride % token_stride else 0
         columns = columns_of_head * (heads - 1) + channels
-        if columns > of_token:
+        if columns > token_stride:
             return None
-        rows_of_batch, rows_of_head = of_batch // of_token, 0 if columns_of_head else of_head // of_token
+        rows_of_batch, rows_of_head = (
+            batch_stride // token_stride,
+            0 if columns_of_head else head_stride // token_stride,
+        )
         count = (batch - 1) * rows_of_batch + (heads - 1) * rows_of_head + tokens
-        return cls(x.as_strided((count, columns), (of_token, 1)), rows_of_batch, rows_of_head, columns_of_head)
+        return cls(x.as_strided((count, columns), (token_stride, 1)), rows_of_batch, rows_of_head, columns_of_head)

@@ -1,4 +1,4 @@
-"""What quantisers make and kernels read, in few bits and padded; what the forward pass keeps for gradients."""
+"""Quantised operands, which quantisers make and kernels read, and the tensors that the forward saves for gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PV_OF_DTYPE = {dtype: pv for pv, dtype in VALUE_DTYPES.items()}
 
 @dataclass(frozen=True)
 class KeyPadding:
-    """Keys that do not exist, in a batch whose sequences are padded left or right; or anywhere, which costs more.
+    """Keys that exist in a padded batch. Padding on the left or right costs least; it may be anywhere.
 
     Attributes:
         valid: uint8 (batch or 1, kv_len), 0 where a key does not exist.
-        spans: int32 (batch or 1, 3): the first key that exists, the next one that does not, and the end of those that
-            exist. All that lie between the first two exist, so tiles there need no mask; (kv_len, kv_len, 0) where no
-            key exists.
+        spans: int32 (batch or 1, 3): the first key that exists, the first one after it that does not, and the end of
+            the last one that exists; (kv_len, kv_len, 0) where none does. Keys between the first two all exist, so
+            tiles there need no mask.
     """
 
     valid: torch.Tensor
@@ -36,11 +36,11 @@ class KeyPadding:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics over valid tokens; float32, channels padded to a power of two.
+    """Statistics of K and V over valid tokens; float32, channels padded to a power of two.
 
     Attributes:
         key_mean: (batch, kv_heads, head_dim); zeros without smoothing of K.
-        value_mean: (batch, kv_heads, v_head_dim), of `transforms.smooth_value`; zeros without smoothing of V.
+        value_mean: (batch, kv_heads, v_head_dim), as in `transforms.smooth_value`; zeros without smoothing of V.
         value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
             element.
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
@@ -63,14 +63,14 @@ class Int8Operands:
         query: int8 (operand batch, q_heads, rows, channels).
         query_scale: float32 (operand batch, q_heads, rows).
         key: int8 (operand batch, kv_heads, rows, channels), K without its mean.
-        key_scale: bfloat16 (operand batch, kv_heads, rows / 64, 4), of the 16 tokens that `layout.thread_order` puts
-            together. A 16-bit scale is loaded into a register; Triton would stage a 32-bit one through shared memory.
+        key_scale: bfloat16 (operand batch, kv_heads, rows / 64, 4), one for the 16 tokens that
+            `layout.thread_order` makes adjacent. Triton would load 32-bit scales through shared memory.
         value: V without its mean. In 8 bit (operand batch, kv_heads, channels, rows), the tokens of each 16 in the
-            order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: as a thread's scores come out of the one matrix product, its
-            weights go into the other. In float16 (operand batch, kv_heads, rows, channels).
+            order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread's weights are then the operand of P·V where Q·Kᵀ
+            left its scores. In float16 (operand batch, kv_heads, rows, channels).
         value_scale: float32 (batch, kv_heads, channels).
         value_mean: float32 (batch, kv_heads, channels), added to the output.
-        mean_score: float32 (operand batch, q_heads, rows), Q's products with K's mean, which the LSE gets; or None.
+        mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, added to the LSE; or None.
     """
 
     query: torch.Tensor
@@ -85,7 +85,7 @@ class Int8Operands:
 
 @dataclass(frozen=True)
 class NVFP4Operands:
-    """Q, K and V in NVFP4: two e2m1 codes a byte (the first in the low nibble), e4m3 scales of 16 as bits.
+    """Q, K and V in NVFP4: two e2m1 codes a byte (the first in the low nibble), bits of e4m3 scales of 16 elements.
 
     Operand batch is 1 for packed sequences; channels are a power of two, rows a multiple of 128; what lies beyond a
     sequence is 0.
@@ -93,15 +93,16 @@ class NVFP4Operands:
     Attributes:
         query, query_scale: uint8 (operand batch, q_heads, rows, channels / 2), (…, rows, channels / 16).
         query_tensor_scale: float32 (operand batch, q_heads, rows / 128).
-        query_mean: float32 (operand batch, q_heads, rows / 128, channels), subtracted from each block; None without.
-        key, key_scale, key_tensor_scale: as those of Q. Of every 32 tokens, row p holds number
-            p//8·2 + p%8//2·8 + p%2: a thread's scores are then consecutive keys, as P·V takes them.
+        query_mean: float32 (operand batch, q_heads, rows / 128, channels), subtracted from each block; None without
+            smoothing of Q.
+        key, key_scale, key_tensor_scale: like Q's. In each 32 tokens, position p holds token
+            p//8·2 + p%8//2·8 + p%2: a thread's scores are then consecutive keys, as P·V needs them.
         value, value_scale: uint8 (operand batch, kv_heads, v_channels, rows / 2), (…, v_channels, rows / 16), groups
             along tokens.
         value_tensor_scale: float32 (batch, kv_heads).
         value_mean: float32 (batch, kv_heads, v_channels or fewer, a power of two).
         mean_score: float32 (operand batch, q_heads, rows), each query's product with K's mean; None without the LSE.
-        statistics: of K and V.
+        statistics: those of K and V.
     """
 
     query: torch.Tensor
@@ -120,19 +121,20 @@ class NVFP4Operands:
 
 
 class Saved(NamedTuple):
-    """What the forward pass of a recipe with gradients keeps for its backward pass, whichever kernel runs either.
+    """Tensors that the forward pass of a recipe with gradients saves for its backward pass; the same for all kernels.
 
-    INT8 Q and K as the scores were made of them, padded: rows to blocks of 128 tokens, channels to a power of two.
+    Q and K are the INT8 operands of the scores, padded: rows to blocks of 128 tokens, channels to a power of two.
 
     A sequence of an ordinary batch has `rows` = tokens rounded up to 128, and batch is the caller's. Packed sequences
     lie in one batch element of (total tokens // 128 + sequences) · 128 rows; sequence i begins at row
-    (cu_seqlens[i] // 128 + i) · 128. What lies beyond a sequence is 0, or, between sequences, undefined.
+    (cu_seqlens[i] // 128 + i) · 128. Beyond a sequence, rows of its last block are 0; rows between the blocks of
+    sequences are undefined.
 
     Attributes:
         query: int8 (batch, q_heads, rows, channels).
         query_scale: float32 (batch, q_heads, rows).
         key: int8 (batch, kv_heads, rows, channels), K without its mean.
-        key_scale: bfloat16 (batch, kv_heads, rows / 64, 4), of the 16 tokens that `layout.thread_order` puts together.
+        key_scale: bfloat16 (batch, kv_heads, rows / 64, 4), one for 16 tokens (`layout.thread_order`).
         lse: float32 (batch, q_heads, q_len): natural log-sum-exp of each row's scores against K without its mean,
             -inf where a row may attend to nothing; (1, q_heads, total queries) when packed.
     """

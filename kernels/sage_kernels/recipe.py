@@ -1,4 +1,4 @@
-"""A recipe says which formats and transforms an attention uses; it says nothing about a machine."""
+"""Recipes: the formats and transforms of an attention, independent of any machine."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Backward:
-    """Formats of the products of the backward pass (arXiv 2505.11594, section 4), whose S is that of the forward.
+    """Formats of the products of the backward pass (arXiv 2505.11594, section 4); its S is that of the forward.
 
     "16bit" is the dtype of the caller's tensors; S, P and dS themselves are float32.
 
     Attributes:
-        p: of P and dO in dV = Pᵀ·dO.
-        ds: of dS and of K and Q in dQ = dS·K, dK = dSᵀ·Q. K and Q in 16 bit are the forward's INT8 values.
-        dp: of dO and V in dP = dO·Vᵀ. What it loses weighs more in dS, a difference of dP and its mean, than what is
-            lost later: up to a fifth more error in INT8 with a scale per token, up to three times the error in e4m3.
-        scales: what shares a scale of P and dS in 8 bit: a row of a tile along the sum ("row"), or a tile ("tile");
-            and of dO and V in dP a token or a tile's tokens. By row INT8 is more accurate than e4m3; by tile often not.
-        delta: the sum over a row of P∘dP that softmax's gradient subtracts: of the forward's output, rowsum(dO∘O)
-            ("output"), or of the backward's own P and dP ("consistent", arXiv 2603.00040), for which it computes both
-            once more. The first carries what an 8-bit P·V loses into dQ and dK, and the sharper the attention the more;
-            with P·V in FP16 it is nearly as accurate as the second.
+        p: format of P and dO in dV = Pᵀ·dO.
+        ds: format of dS, K and Q in dQ = dS·K and dK = dSᵀ·Q. K and Q in 16 bit are the forward's INT8 values.
+        dp: format of dO and V in dP = dO·Vᵀ. Rounding errors of dP weigh more than later ones, because dS contains a
+            difference of dP and its mean: INT8 with a scale per token adds up to a fifth to the error, e4m3 triples it.
+        scales: extent of a scale in 8 bits. "row": a row of a tile of P or dS along the sum, and a token of dO or V in
+            dP; "tile": a tile, and a tile's tokens. By row INT8 is more accurate than e4m3; by tile often not.
+        delta: the sum over a row of P∘dP that softmax's gradient subtracts. "output": rowsum(dO∘O) of the forward's
+            output; "consistent": the sum of the backward's own P and dP (arXiv 2603.00040), which it computes twice for
+            that. "output" carries the errors of an 8-bit P·V into dQ and dK, more so the sharper the attention; with
+            P·V in FP16 it is nearly as accurate as "consistent".
     """
 
     p: Literal["16bit", "int8", "fp8"] = "16bit"
@@ -34,23 +34,23 @@ class Backward:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to compute attention in few bits.
+    """Formats and transforms with which attention is computed.
 
     Attributes:
-        name: what users call it.
+        name: the name that users pass.
         qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale for each token of Q
-            and, in bfloat16, for 16 tokens of K: those of 64 that one thread of the matrix instruction holds
-            (`layout.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is too).
+            and a bfloat16 one for 16 tokens of K: those of 64 that one thread of the matrix instruction holds
+            (`layout.thread_order`); "exact": 16 bit, by PyTorch's scaled_dot_product_attention (then `pv` is "exact").
         pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel,
-            rounded so that sums over tokens keep their value (`formats.fp8.round_keeping_sums`); "int8": P with a scale
+            rounded so that sums over tokens are preserved (`formats.fp8.round_keeping_sums`); "int8": P with a scale
             per row of a tile, V with one per channel; "fp16".
-        smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); of Q per 128 rows.
+        smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); Q's per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
-        denominator: rows are divided by the sum of P before ("p") or after ("quantized_p") quantising it.
-        backward: how gradients are computed; None: the recipe has none.
+        denominator: divide rows by the sum of P before ("p") or after ("quantized_p") quantisation.
+        backward: formats of the backward pass; None: the recipe has no gradients.
     """
 
     name: str
@@ -106,7 +106,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of that name.
+    """Return the recipe of that name.
 
     Raises:
         ValueError: there is none; the message lists those that exist.

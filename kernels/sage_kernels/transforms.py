@@ -1,10 +1,10 @@
-"""What is done to Q, K and V before they are quantised. Each transform is exact in real arithmetic.
+"""Transforms of Q, K and V before quantisation. Each is exact in real arithmetic.
 
-smooth  x - mean: of K it adds a constant to each row of scores, which softmax ignores (arXiv 2410.02367, section 4.2);
-        of V the mean, where it is large enough to matter, is added back to the output, because rows of P sum to 1
-        (arXiv 2411.10958, section 3.4); of Q, per block of rows, the scores get mean·Kᵀ back (the same, section 3.1).
-rotate  the same orthonormal matrix on the head dimension of Q and K leaves every dot product unchanged and spreads loud
-        channels over all of them.
+smooth  Subtract a mean. K's adds a constant to each row of scores, which softmax ignores (arXiv 2410.02367, section
+        4.2). V's, where it is large enough to matter, is added back to the output, because rows of P sum to 1 (arXiv
+        2411.10958, section 3.4). Q's, one per block of rows, is added back to the scores as mean·Kᵀ (the same, 3.1).
+rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, which leaves every dot product unchanged
+        and spreads channels of large magnitude over all channels.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens in one order, whatever computes it, so that kernels can have these bits.
+    """Sum over tokens in a fixed order, so that kernels can compute the same bits.
 
-    Blocks of 128 tokens by a tree of halves, 128 block sums again so, and what is left one after the other.
+    Each block of 128 tokens is summed by a tree of halves, then each 128 block sums likewise, then those in order.
 
     Args:
         x: float32 (..., tokens, channels).
@@ -47,7 +47,7 @@ def sum_of_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean over valid tokens, non-finite elements counted as 0 (so that one bad token does not spoil the others).
+    """Return the mean over valid tokens, counting non-finite elements as 0 so that one token does not spoil the others.
 
     Args:
         x: float32 (..., tokens, channels), at least one token.
@@ -64,26 +64,26 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 
 
 def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract the mean over valid tokens; see `mean_of_tokens` for shapes. Returns (x - mean, mean)."""
+    """Subtract the mean over valid tokens and return (x - mean, mean); shapes as in `mean_of_tokens`."""
     mean = mean_of_tokens(x, valid)
     return x - mean, mean
 
 
 def smooth_value(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`smooth` of V, for the channels whose mean exceeds MIN_MEAN of the largest finite |x - mean|; others keep theirs.
+    """Smooth V in the channels whose mean exceeds MIN_MEAN times the largest finite |x - mean|; leave the others.
 
-    V comes on a 16-bit grid. Taking away less than that grid resolves changes no rounded element and leaves the mean
-    itself as their error, all of one sign, which averaging over many keys does not reduce.
+    V's elements lie on a 16-bit grid. Subtracting less than that grid resolves changes no rounded element: the mean
+    itself becomes their error, all of one sign, which averaging over many keys does not reduce.
     """
     mean = mean_of_tokens(x, valid)
     counts = x.isfinite() if valid is None else x.isfinite() & valid
-    spread = torch.where(counts, (x - mean).abs(), 0.0).amax(-2, keepdim=True)
-    mean = torch.where(mean.abs() > spread * MIN_MEAN, mean, 0.0)
+    max_deviation = torch.where(counts, (x - mean).abs(), 0.0).amax(-2, keepdim=True)
+    mean = torch.where(mean.abs() > max_deviation * MIN_MEAN, mean, 0.0)
     return x - mean, mean
 
 
 def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract from every block of `block` consecutive tokens its own mean.
+    """Subtract its own mean from every block of `block` consecutive tokens.
 
     Args:
         x: float32 (..., tokens, channels), any number of tokens; the last block may be short.
@@ -98,7 +98,7 @@ def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
 
 @lru_cache(maxsize=16)
 def rotation_signs(size: int) -> torch.Tensor:
-    """The fixed random signs of the rotation: float32 (size,) of ±1 on the CPU.
+    """Return the fixed random signs of the rotation: float32 (size,) of ±1 on the CPU.
 
     Raises:
         ValueError: size is not a power of two.
@@ -110,33 +110,33 @@ def rotation_signs(size: int) -> torch.Tensor:
 
 
 def rotation_block(head_dim: int) -> int:
-    """The largest power of two that divides head_dim: rotation works in blocks of it (64 and 128: one block)."""
+    """Return the largest power of two that divides head_dim: rotation works in blocks of it (64, 128: one)."""
     return head_dim & -head_dim
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate the head dimension: signs, then an orthonormal Walsh-Hadamard transform, in blocks of `rotation_block`.
 
-    The transform adds in one order, by butterflies of distance 1, 2, 4 …, so that kernels can have these bits.
+    The transform adds in a fixed order, by butterflies of distance 1, 2, 4 …, so that kernels can give the same bits.
 
     Args:
         x: float32 (..., head_dim).
 
     Returns:
-        float32 (..., head_dim); dot products of two rotated vectors are those of the vectors.
+        float32 (..., head_dim). Two rotated vectors have the dot product of the original ones.
     """
     block = rotation_block(x.shape[-1])
     return _walsh_hadamard(x.unflatten(-1, (-1, block)) * rotation_signs(block).to(x.device)).flatten(-2)
 
 
 def unrotate(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate`, which takes the gradient of what was rotated to that of what it was made of."""
+    """Undo `rotate`; this also turns the gradient of a rotated tensor into that of the original."""
     block = rotation_block(x.shape[-1])
     return (_walsh_hadamard(x.unflatten(-1, (-1, block))) * rotation_signs(block).to(x.device)).flatten(-2)
 
 
 def _walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """The orthonormal transform of the last dimension, a power of two; it is its own inverse."""
+    """Apply the orthonormal transform, its own inverse, to the last dimension, a power of two."""
     block, distance = x.shape[-1], 1
     while distance < block:
         first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)

@@ -1,4 +1,4 @@
-"""FP16 values with one power-of-two scale, so that large bfloat16 values do not overflow, nor small ones vanish."""
+"""FP16 with one power-of-two scale, so that large bfloat16 values do not overflow and small ones do not vanish."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values of `quantize`'s result: values · scale, float32."""
+    """Return values · scale in float32."""
     return values.float() * scale

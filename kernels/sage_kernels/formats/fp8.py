@@ -1,5 +1,4 @@
-"""FP8 e4m3, saturating at 448: rounding to nearest even, or so that sums of V's tokens keep their value; quantising
-with one scale per channel (arXiv 2411.10958)."""
+"""FP8 e4m3, saturating at 448: quantisation with a scale per slice (arXiv 2411.10958), rounding that preserves sums."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ import torch.nn.functional as F
 from .reciprocal import reciprocal
 
 E4M3_MAX = 448.0
-BLOCK = 128  # consecutive tokens whose sum is kept
+BLOCK = 128  # consecutive tokens whose sum is preserved
 ERROR_STEP = 1 / 32
-LARGEST_MOVE = 1 / 256  # of an element, for the sake of the sum
+LARGEST_MOVE = 1 / 256  # largest share of an element by which it is moved to preserve the sum
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -27,19 +26,19 @@ def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_keeping_sums(x: torch.Tensor) -> torch.Tensor:
-    """Round to e4m3 so that sums over tokens change less than by rounding each element to the nearest.
+    """Round to e4m3 so that sums over tokens change less than if each element were rounded to the nearest.
 
-    Attention averages V over tokens. Where its weights hardly differ from token to token, what remains of the rounding
-    is the mean of its errors. So elements are moved by that mean, in blocks of 128 consecutive tokens of a channel, and
-    rounded again; none by more than 1/256 of itself, so that few large elements do not move many small ones, nor equal
-    elements, which have equal errors, all the same way to the next number:
+    Attention averages V over tokens. Where its weights hardly differ from token to token, the output's error is the
+    mean of the rounding errors. So elements are moved by that mean, in blocks of 128 consecutive tokens of a channel,
+    and rounded again. None moves by more than 1/256 of itself: a few large elements must not move many small ones, nor
+    equal elements, which have equal errors, all jump to the next number:
 
         e = float16(x) - nearest e4m3(x), to the nearest multiple of 1/32, ties to even
         s = Σe of the block
         result = nearest e4m3(x + sign(s)·min(|s| / 128, |x| / 256))
 
-    An element is then off by 1/2 + 1/16 of the distance between e4m3's numbers at most, and by nothing if it is 0.
-    Errors are at most 16, so that a float32 sum of 128 of them is exact, in whatever order it is taken.
+    The error of an element is then at most 1/2 + 1/16 of the distance between neighbours in e4m3, and 0 stays 0. Each e
+    is at most 16, so a float32 sum of 128 of them is exact in any order.
 
     Args:
         x: float32 (..., tokens, channels), |x| ≤ 448, or NaN in all of a channel, which stays so.
@@ -85,7 +84,7 @@ def quantize_value(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values of `quantize`'s result: codes · scale, float32."""
+    """Return codes · scale in float32."""
     return codes.float() * scale
 
 

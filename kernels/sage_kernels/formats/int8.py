@@ -17,7 +17,7 @@ def quantize(
     Args:
         x: float32 (..., tokens, channels); `tokens` a multiple of `tokens_per_scale`.
         tokens_per_scale: 1 gives one scale per token.
-        scale_dtype: float32, or bfloat16: then scales are rounded up, and codes made with the rounded ones.
+        scale_dtype: float32, or bfloat16: then scales are rounded up, and codes are made with the rounded scales.
 
     Returns:
         (codes, scale): int8 (..., tokens, channels) in [-127, 127], ties to even; (..., tokens, 1) in scale_dtype,
@@ -34,5 +34,5 @@ def quantize(
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values of `quantize`'s result: codes · scale, float32."""
+    """Return codes · scale in float32."""
     return codes.float() * scale

@@ -1,8 +1,8 @@
 """NVFP4: e2m1 elements in groups of 16 with one e4m3 scale each, and one float32 scale per tensor slice.
 
 The group scale maps the group's amax to 6, the largest e2m1 value (arXiv 2505.11594, section 3.1). A neighbouring e4m3
-scale often fits the other 15 elements better; trying several and keeping the least squared error costs the quantiser
-alone (arXiv 2512.02010 tries two, amax to 6 and to 4).
+scale often fits the other 15 elements better; trying several and keeping the one of least squared error costs time only
+in the quantiser (arXiv 2512.02010 tries two, amax to 6 and to 4).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NVFP4Tensor:
 
     Attributes:
         codes: uint8 (..., n/2); two e2m1 codes a byte, the first element in the low nibble; bit 3 of a code is the
-        sign.
+            sign.
         scale: float8_e4m3fn (..., n/16); positive.
         tensor_scale: float32 (..., 1, 1); a power of two.
     """
@@ -37,7 +37,7 @@ class NVFP4Tensor:
     tensor_scale: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
-        """The values, float32 (..., n): e2m1 · e4m3 scale · tensor scale."""
+        """Return the values, float32 (..., n): e2m1 · e4m3 scale · tensor scale."""
         magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=self.codes.device)
         table = torch.cat((magnitudes, -magnitudes))
         elements = table[torch.stack((self.codes & 0xF, self.codes >> 4), -1).long().flatten(-2)]
@@ -55,8 +55,9 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two_scale(x: torch.Tensor) -> torch.Tensor:
-    """The tensor scale: the least power of two that brings every finite |x| of a (tokens, channels) slice within
-    448·6, so that group scales use e4m3's range without saturating; 1 for an all-zero slice.
+    """Return the tensor scale: the least power of two s with |x| ≤ 448·6·s for every finite x of a slice; 1 for zeros.
+
+    Group scales then use e4m3's range without saturating. A slice is the last two dimensions.
 
     Args:
         x: float32 (..., tokens, channels).
@@ -68,13 +69,13 @@ def power_of_two_scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scales of every group, unpacked.
+    """Quantise every group; return its elements and scale, unpacked.
 
     Args:
         x: float32 (..., n), n a multiple of 16, already divided by the tensor scale.
         scale_steps: (lowest, highest): besides e4m3(amax/6), the e4m3 scales from `lowest` codes below it (≤ 0) to
-            `highest` codes above it (≥ 0) are tried. Least squared error wins; of equals the one tried first, from the
-            nearest outwards, below before above.
+            `highest` codes above it (≥ 0) are tried. The least squared error wins; among equals the one tried first:
+            the nearest code, below before above.
 
     Returns:
         (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN where the
@@ -104,12 +105,12 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0)) -> tupl
 
 
 def _scale_and_round(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    # A scale rounds to 0 only where the group is below a quarter, which rounds to 0 unscaled.
+    # A scale rounds to 0 only where all elements are below 1/4, which rounds to 0 unscaled.
     return round_to_e2m1(groups * (1 / torch.where(scale == 0, 1.0, scale)))
 
 
 def _squared_error(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Squared error of each group, summed in one order (adjacent pairs) so that kernels choose the same scales."""
+    """Return the squared error of each group, summed by adjacent pairs so that kernels choose the same scales."""
     error = (values - groups).square()
     while error.shape[-1] > 1:
         error = error[..., 0::2] + error[..., 1::2]
@@ -147,7 +148,7 @@ def quantize(
 def quantize_dequantize(
     x: torch.Tensor, scale_steps: tuple[int, int] = (0, 0), tensor_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`quantize(x, ...).dequantize()` without packing; float32 of x's shape."""
+    """Return `quantize(x, ...).dequantize()` without packing; float32 of x's shape."""
     if tensor_scale is None:
         tensor_scale = power_of_two_scale(x)
     elements, scale = round_groups(x / tensor_scale, scale_steps)

@@ -1,4 +1,4 @@
-"""Scales that multiply and divide without rounding."""
+"""Power-of-two scales, which multiply and divide without rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def least_power_of_two(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """The least power of two s with |x| ≤ limit·s for every finite x of a (tokens, channels) slice; 1 if all are zero.
+    """Return the least power of two s with |x| ≤ limit·s for every finite x of a (tokens, channels) slice; 1 for zeros.
 
     Args:
         x: float32 (..., tokens, channels).

@@ -1,4 +1,4 @@
-"""What P is multiplied by before it is quantised, so that it fills its format's range."""
+"""Factor of P before quantisation, by format of P·V: it makes P fill the format's range."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""dK and dV on Hopper: `backward_keys` with loads, and each 64 keys, in warps of their own.
+"""The kernel of dK and dV on Hopper: the work of `triton.backward_keys` in specialised warps.
 
-A warp loads tiles of queries; warpgroups with 64 of the program's keys each walk over them, out of step, so that one
-computes weights while another multiplies. What they compute of a tile is what `backward_keys` does, in 16 bit.
+One warp loads tiles of queries. Two warpgroups, each with 64 of the program's keys, walk over them out of step, so that
+one computes weights while the other multiplies. The arithmetic of a tile is that of `triton.backward_keys` in 16 bit.
 """
 
 from triton.experimental import gluon
@@ -44,7 +44,7 @@ def load_queries(
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """The loading warp: tiles begin…end - 1 of the queries of each head of the group."""
+    """Load tiles begin…end - 1 of the queries of each head of the group: the body of the loading warp."""
     query, query_scale, query_operand, gradient, lse, delta = operands
     batch, kv_head, kv_heads, q_rows, q_operand_start, gradient_place = heads
     rows_of_batch, rows_of_head, columns_of_head = gradient_place
@@ -76,11 +76,10 @@ def load_queries(
 
 
 @gluon.jit
-def where_seen(x, column, last_column):
-    """x (keys, queries), 0 where a query does not see a key; `column` are the keys' indices, and query i of the tile
-    sees those up to last_column + i."""
+def mask_causal(x, column, last_column):
+    """Return x (keys, queries), 0 where a key's index `column` exceeds last_column + the query's row in the tile."""
     query = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    # Compared for P and for dS: between the two, registers are too few to keep which.
+    # `opaque` makes the compiler compare anew for P and for dS: there are no registers to keep the result between them.
     return gl.where((column - opaque(last_column))[:, None] <= query[None, :], x, 0.0)
 
 
@@ -100,7 +99,7 @@ def add_queries(
     STAGES: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """(dk, dv) with what a step's tile of queries adds; `column` are the keys' indices."""
+    """Return (dk, dv) after adding a step's tile of queries; `column` are the keys' indices."""
     P: gl.constexpr = product_layout(BLOCK_M, 16)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     query_stages, operand_stages, gradient_stages, vector_stages, full, empty = stages
@@ -119,16 +118,16 @@ def add_queries(
     s = warpgroup_mma_wait(1, deps=(s,))
     p = gl.convert_layout(weights_of_keys(s, k_scale, q_scale, lse), P)
     if MASKED:
-        p = where_seen(p, column, tile * BLOCK_M + causal_offset)
+        p = mask_causal(p, column, tile * BLOCK_M + causal_offset)
     dv = warpgroup_mma(gl.convert_layout(p.to(do.dtype), LEFT), do, warpgroup_mma_init(dv), is_async=True)
     delta = vector_stages.index(3 * stage + 2).load(gl.SliceLayout(0, P))
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = p * (dp - delta[None, :])
     if MASKED:
-        ds = where_seen(ds, column, tile * BLOCK_M + causal_offset)
+        ds = mask_causal(ds, column, tile * BLOCK_M + causal_offset)
     left = gl.convert_layout(ds.to(do.dtype), LEFT)
     dk = warpgroup_mma(left, operand_stages.index(stage), warpgroup_mma_init(dk), is_async=True)
-    # Were a sum under way when the loop begins again, ptxas would wait for every matrix instruction at once.
+    # With a sum in flight over the loop's back edge, ptxas would serialise all matrix instructions.
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
     mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
@@ -148,7 +147,7 @@ def walk_over_queries(
     CAUSAL: gl.constexpr,
     PADDED: gl.constexpr,
 ):
-    """A warpgroup: dK and dV of 64 of the program's keys, from tiles begin…end - 1 of each head's queries."""
+    """Compute dK and dV of 64 keys from tiles begin…end - 1 of each head's queries: the body of a warpgroup."""
     SUM: gl.constexpr = product_layout(CHANNELS, 16)
     key_memory, value_memory, key_scale, valid, kv_first, kv_start, kv_len, first_key = keys
     group, q_len, causal_offset, begin, end = queries
@@ -243,7 +242,7 @@ def hopper_backward_key(
     PACKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):
-    """dK and dV of BLOCK_N = 128 keys of one (batch, kv head), from the queries of all heads of its group."""
+    """Compute dK and dV of BLOCK_N = 128 keys of one (batch, kv head), from the queries of all heads of its group."""
     gl.static_assert(BLOCK_N == 2 * ROWS)
     first_key = gl.program_id(0) * BLOCK_N
     kv_head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)

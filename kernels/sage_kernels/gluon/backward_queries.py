@@ -1,8 +1,8 @@
-"""dQ on Hopper: `backward_queries` with loads, and each 64 rows, in warps of their own.
+"""The kernel of dQ on Hopper: the work of `triton.backward_queries` in specialised warps.
 
-A warp loads tiles of keys; two warpgroups with 64 of the program's rows each walk over them, out of step. Each has the
-scores of its next tile computed while it ends this one. What they compute of a tile is what `backward_queries` does, in
-16 bit.
+One warp loads tiles of keys. Two warpgroups, each with 64 of the program's rows, walk over them out of step; each
+starts the scores of its next tile before it finishes this one. The arithmetic of a tile is that of
+`triton.backward_queries` in 16 bit.
 """
 
 from triton.experimental import gluon
@@ -36,7 +36,7 @@ from .stages import (
 
 @gluon.jit
 def tile_at(step, tiles, PADDED: gl.constexpr):
-    """The tile of a step: first those that need no mask, then those before and behind them."""
+    """Return the tile of a step: first come those that need no mask, then those before and behind them."""
     if PADDED:
         begin, full_begin, unmasked, _count = tiles
         masked, before = step - unmasked, full_begin - begin
@@ -48,7 +48,7 @@ def tile_at(step, tiles, PADDED: gl.constexpr):
 
 @gluon.jit
 def load_keys(operands, first, tiles, stages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PADDED: gl.constexpr):
-    """The loading warp."""
+    """Load the tiles of every step: the body of the loading warp."""
     CODES: gl.constexpr = operands[0].block_type.nbytes
     VALUES: gl.constexpr = operands[1].block_type.nbytes
     key, value, key_operand = operands
@@ -69,7 +69,7 @@ def load_keys(operands, first, tiles, stages, BLOCK_N: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def load_key_scale(key_scale, step, tiles, LAYOUT: gl.constexpr, PADDED: gl.constexpr):
-    """Scales of a step's tile by thread, float32 (1, 4); 0 if there is no such step. `key_scale` is the sequence's."""
+    """Return the scales of a step's tile by thread, float32 (1, 4); 0 behind the last step."""
     _begin, _full_begin, _unmasked, count = tiles
     at = tile_at(step, tiles, PADDED) * 4 + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
     return gl.load(key_scale + at, mask=step < count, other=0.0).to(gl.float32)[None, :]
@@ -85,7 +85,7 @@ def add_keys(
     s,
     k_scale,
     dq,
-    query,
+    row,
     keys,
     tiles,
     stages,
@@ -97,8 +97,10 @@ def add_keys(
     PADDED: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """(scores of the next step, scales of its keys, dq with what a step's tile of keys adds); `s` and `k_scale` are
-    those of this step, `query` are the rows' indices."""
+    """Return (scores of the next step, scales of its keys, dq after adding this step's tile of keys).
+
+    `s` and `k_scale` are the scores and scales of this step, `row` the queries' indices in their sequence.
+    """
     S: gl.constexpr = product_layout(BLOCK_N, 32)
     P: gl.constexpr = product_layout(BLOCK_N, 16)
     K_SCALE: gl.constexpr = k_scale.type.layout
@@ -111,8 +113,8 @@ def add_keys(
     dp = gl.zeros((ROWS, BLOCK_N), gl.float32, P)
     dp = warpgroup_mma(do, value_stages.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
     p = gl.convert_layout(weights_of_queries(s, q_scale, k_scale, row_lse), P)
-    # Only now, where this tile's were: before the weights, which takes registers for both, it is 7 % slower. Behind the
-    # last tile these are scores of whatever lies there, which nobody reads.
+    # Start the next scores only now, in the registers that held this tile's: before the weights, with registers for
+    # both, it is 7 % slower. Behind the last tile they are computed of stale data and never used.
     wait_until_full(full, step + 1, STAGES, pred=step + 1 < count)
     k = key_stages.index((step + 1) % STAGES).permute((1, 0))
     next_s = warpgroup_mma(q, k, gl.zeros((ROWS, BLOCK_N), gl.int32, S), use_acc=False, is_async=True)
@@ -122,7 +124,7 @@ def add_keys(
         column = tile_at(step, tiles, PADDED) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, P))
         allowed = key_exists(column, kv_len, valid, PADDED)[None, :]
         if CAUSAL:
-            allowed = allowed & (column[None, :] <= query[:, None] + causal_offset)
+            allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         ds = gl.where(allowed, ds, 0.0)
     left = gl.convert_layout(ds.to(do.dtype), LEFT)
     dq = warpgroup_mma(left, operand_stages.index(stage), warpgroup_mma_init(dq), is_async=True)
@@ -147,7 +149,7 @@ def walk_over_keys(
     CAUSAL: gl.constexpr,
     PADDED: gl.constexpr,
 ):
-    """A warpgroup: dQ of 64 of the program's rows."""
+    """Compute dQ of 64 of the program's rows: the body of a warpgroup."""
     S: gl.constexpr = product_layout(BLOCK_N, 32)
     P: gl.constexpr = product_layout(BLOCK_N, 16)
     query_memory, gradient_memory, query_scale, lse, delta, q_first, q_start, q_len, first_query = rows
@@ -163,13 +165,13 @@ def walk_over_keys(
     BY_SCALE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, BY_THREAD))
     Q_SCALE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, BY_SCALE))
     LSE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, BY_THREAD))))
-    row = gl.arange(0, ROWS, Q_SCALE)
-    q_scale = gl.load(query_scale + q_first + row, mask=first_query + row < q_len, other=0.0) * (softmax_scale * LOG2E)
-    row = gl.arange(0, ROWS, LSE)
-    row_lse = gl.load(lse + q_first + row, mask=first_query + row < q_len, other=float("inf"))
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, P))
-    index = first_query + row
-    row_delta = gl.load(delta + q_first + row, mask=index < q_len, other=0.0)
+    at = gl.arange(0, ROWS, Q_SCALE)
+    q_scale = gl.load(query_scale + q_first + at, mask=first_query + at < q_len, other=0.0) * (softmax_scale * LOG2E)
+    at = gl.arange(0, ROWS, LSE)
+    row_lse = gl.load(lse + q_first + at, mask=first_query + at < q_len, other=float("inf"))
+    at = gl.arange(0, ROWS, gl.SliceLayout(1, P))
+    row = first_query + at
+    row_delta = gl.load(delta + q_first + at, mask=row < q_len, other=0.0)
     k_scale = load_key_scale(key_scale, 0, tiles, gl.SliceLayout(0, BY_SCALE), PADDED)
     wait_until_full(full, 0, STAGES, pred=count > 0)
     s = warpgroup_mma(q, key_stages.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -177,12 +179,12 @@ def walk_over_keys(
     dq = gl.zeros((ROWS, CHANNELS), gl.float32, product_layout(CHANNELS, 16))
     for step in range(0, unmasked):
         s, k_scale, dq = add_keys(
-            q, q_scale, do, row_lse, row_delta, s, k_scale, dq, index, keys, tiles, stages, step, causal_offset,
+            q, q_scale, do, row_lse, row_delta, s, k_scale, dq, row, keys, tiles, stages, step, causal_offset,
             BLOCK_N, STAGES, CAUSAL, PADDED, False,
         )  # fmt: skip
     for step in range(unmasked, count):
         s, k_scale, dq = add_keys(
-            q, q_scale, do, row_lse, row_delta, s, k_scale, dq, index, keys, tiles, stages, step, causal_offset,
+            q, q_scale, do, row_lse, row_delta, s, k_scale, dq, row, keys, tiles, stages, step, causal_offset,
             BLOCK_N, STAGES, CAUSAL, PADDED, True,
         )  # fmt: skip
     store_gradient(
@@ -236,9 +238,9 @@ def hopper_backward_query(
     PACKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):
-    """dQ of BLOCK_M = 128 rows of one (batch, q head)."""
+    """Compute dQ of BLOCK_M = 128 rows of one (batch, q head)."""
     gl.static_assert(BLOCK_M == 2 * ROWS and BLOCK_N == 64)  # one block of K's scales
-    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
     head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
     q_heads = gl.num_programs(1)
@@ -265,11 +267,9 @@ def hopper_backward_query(
             gradient_stride_token, gradient_stride_channel, v_head_dim, CHANNELS,
         )  # fmt: skip
 
-    begin, full_begin, full_end, columns = key_tiles(spans, batch, spans_stride, kv_len, BLOCK_N, PADDED)
-    if CAUSAL:
-        columns = gl.minimum(columns, first_query + BLOCK_M + causal_offset)
-        full_end = gl.minimum(full_end, gl.maximum(first_query + causal_offset + 1, 0) // BLOCK_N)
-    full_end = gl.maximum(full_begin, full_end)
+    begin, full_begin, full_end, columns = key_tiles(
+        spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
+    )
     count = gl.maximum(gl.cdiv(columns, BLOCK_N), full_end) - begin
     count = gl.where(first_query < q_len, count, 0)
     tiles = (begin, full_begin, gl.minimum(full_end - full_begin, count), count)
@@ -286,20 +286,20 @@ def hopper_backward_query(
     kv_head = head // group
     value_first = batch * value_rows_of_batch + kv_head * value_rows_of_head + kv_operand_start
     first = (kv_first, value_first, (kv_head * value_columns_of_head).to(gl.int32))
-    of_gradient = (query_gradient, stride_token, head_dim)
+    result = (query_gradient, stride_token, head_dim)
     gl.warp_specialize(
         [
             (
                 walk_over_keys,
                 (
-                    rows, keys, tiles, stages, of_gradient, causal_offset, softmax_scale, 0, CHANNELS, BLOCK_N, STAGES,
+                    rows, keys, tiles, stages, result, causal_offset, softmax_scale, 0, CHANNELS, BLOCK_N, STAGES,
                     CAUSAL, PADDED,
                 ),
             ),
             (
                 walk_over_keys,
                 (
-                    rows, keys, tiles, stages, of_gradient, causal_offset, softmax_scale, 1, CHANNELS, BLOCK_N, STAGES,
+                    rows, keys, tiles, stages, result, causal_offset, softmax_scale, 1, CHANNELS, BLOCK_N, STAGES,
                     CAUSAL, PADDED,
                 ),
             ),

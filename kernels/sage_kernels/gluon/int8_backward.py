@@ -1,8 +1,8 @@
-"""The backward pass of `triton.int8_backward` in 16 bit, in kernels written for Hopper.
+"""Backward pass of `triton.int8_backward` with P and dS in 16 bit, in kernels written for Hopper.
 
-A program fills a multiprocessor, so that the last wave of programs may be nearly empty: 2 % of the backward pass at 64
-heads × 8,192 tokens × 64 channels. Therefore the second kernel begins while the first one ends. What both loops read is
-there at the same time then, and to make up for it they read dO and V where the caller has them, if they can.
+A program fills a multiprocessor, so the last wave of programs may be nearly empty (2 % of the time at 64 heads × 8,192
+tokens × 64 channels). Therefore the second kernel starts while the first one ends, and the operands of both exist at
+the same time; to save memory, the kernels read dO and V from the caller's tensors where their layout allows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from .backward_keys import hopper_backward_key
 from .backward_queries import hopper_backward_query
 from .stages import stage_tiles
 
-# Both hold 64 keys or rows for each of two warpgroups of 4 warps. Stages measured on an H200 at 64 heads × 8,192 tokens
-# (ms, causal in brackets): dK and dV at head_dim 128 5.41 (3.01) with 2, 5.65 (3.20) with 3, 5.69 (3.07) with 4; dQ
-# 3.69 with 4, 3.99 with 3; at head_dim 64 2.64 (1.41) with 4, 2.76 (1.54) with 3, 2.66 (1.61) with 5.
+# Both hold 64 keys or rows for each of two warpgroups of 4 warps. Stages are the fastest on an H200: for keys 5.41 ms
+# with 2, 5.65 with 3; for queries 3.69 ms with 4, 3.99 with 3 (docs/performance.md).
 KEY_TILE: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2}
 QUERY_TILE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4}
 
@@ -33,7 +32,7 @@ def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Return the gradients of Q, K and V of a call whose P and dS are in 16 bit."""
     gradients = call.new_gradients()
     if not call.is_empty:
-        # Kernels read them as they were made.
+        # Kernels assume contiguous operands.
         call = replace(call, saved=Saved(*(x.contiguous() for x in call.saved)))
         _run(BackwardLaunch.of(call, gradients))
     return gradients
@@ -46,7 +45,7 @@ def _run(run: BackwardLaunch) -> None:
     own_value = own_gradient = None
     if not q_sequences.packed and call.value.shape[3] == channels:
         own_value = TokenRows.of(call.value)
-        # Each row of each tile has a key: it must not be 0 instead.
+        # dO of a row without a key must count as 0: the caller's serves where each row of each tile has one.
         has_key = run.padding is None and not (call.is_causal and call.kernel_offset < 0)
         if has_key and q_sequences.tokens % KEY_TILE["BLOCK_M"] == 0:
             own_gradient = TokenRows.of(call.output_gradient)
@@ -55,8 +54,10 @@ def _run(run: BackwardLaunch) -> None:
     )
     value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, False, own_value is None)
 
-    def rows_of(own: TokenRows | None, copy: torch.Tensor | None, name: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the caller's tensor or the copy that was made of it, and where a head's rows are."""
+    def operand_rows(
+        own: TokenRows | None, copy: torch.Tensor | None, name: str
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the caller's tensor, or else its copy, and the arguments that locate a head's rows."""
         if own is not None:
             rows, first = own.rows, (own.rows_of_batch, own.rows_of_head, own.columns_of_head)
         else:
@@ -66,8 +67,8 @@ def _run(run: BackwardLaunch) -> None:
         names = (f"{name}_rows_of_batch", f"{name}_rows_of_head", f"{name}_columns_of_head")
         return rows, dict(zip(names, first, strict=True))
 
-    gradient_rows, gradient_place = rows_of(own_gradient, queries.gradient, "gradient")
-    value_rows, value_place = rows_of(own_value, value, "value")
+    gradient_rows, gradient_place = operand_rows(own_gradient, queries.gradient, "gradient")
+    value_rows, value_place = operand_rows(own_value, value, "value")
 
     def query_tiles(x: torch.Tensor) -> object:
         return stage_tiles(x, KEY_TILE["BLOCK_M"], channels)

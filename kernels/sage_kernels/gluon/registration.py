@@ -1,4 +1,4 @@
-"""What the Gluon kernels can do, in the registry. The first call that runs one imports it, and Triton."""
+"""Registration of the Gluon kernels: the requests they support. A kernel's first call imports it, and Triton."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..toolchain import triton_version
 
 CAPABILITY = (9, 0)
 VERSIONS = ((3, 6), (3, 9))
-"""The oldest and the newest Triton whose Gluon, which is experimental, we have compiled with."""
+"""The oldest and the newest Triton tested; Gluon is experimental and changes between versions."""
 CHANNELS = (64, 128)
 
 
 class HopperBackward:
-    """`gluon.int8_backward`."""
+    """The Hopper backward kernels of `gluon.int8_backward`."""
 
     name = "int8_backward_hopper"
     native = True

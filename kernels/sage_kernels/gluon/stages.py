@@ -1,8 +1,8 @@
-"""What Hopper's backward kernels in Gluon share: a warp loads tiles by TMA into stages that warpgroups empty.
+"""Shared-memory stages of the Hopper backward kernels: a warp fills them with tiles by TMA, two warpgroups empty them.
 
-A warpgroup holds 64 rows of the operands that stay, and sums the gradient of those rows. Step i of a program uses stage
-i % STAGES. Of a stage's two barriers `full` completes when its loads have arrived, `empty` when every warpgroup is done
-with it.
+Each warpgroup holds 64 rows of the operands that stay, and sums the gradient of those rows. Step i of a program uses
+stage i % STAGES. A stage has two barriers: `full` completes when its loads have arrived, `empty` when every warpgroup
+is done with it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name up to Triton 3.6
 
-ROWS = gl.constexpr(64)  # of a warpgroup: those of its matrix instructions
+ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix instructions
 
 
 def stage_tiles(x: torch.Tensor, block: int, channels: int) -> TensorDescriptor:
-    """Tiles of `block` rows of an operand (batch, heads, rows, channels), of a matrix (rows, columns) that has them, or
-    of (batch, heads, rows) numbers, as TMA loads them into a stage."""
+    """Describe tiles of `block` rows to TMA.
+
+    Args:
+        x: an operand (batch, heads, rows, channels), a matrix (rows, columns) that holds one, or one number per row
+            (batch, heads, rows).
+    """
     if x.dim() == 3:
         return TensorDescriptor.from_tensor(x.view(-1), [block], gl.NVMMASharedLayout(0, 8 * x.element_size(), 1))
     layout = gl.NVMMASharedLayout(min(128, channels * x.element_size()), 8 * x.element_size(), 2)
@@ -29,13 +33,13 @@ def stage_tiles(x: torch.Tensor, block: int, channels: int) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def product_layout(columns, depth):
-    """Of a warpgroup's products, (64, columns); one matrix instruction is `depth` deep: 32 in INT8, 16 in 16 bit."""
+    """Return the layout of a warpgroup's product (64, columns); one instruction sums over `depth` (32 or 16)."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
 
 
 @gluon.constexpr_function
 def memory_layout(channels, channel_bytes):
-    """Of 64 rows as a warpgroup loads and stores them: 16 bytes a thread, whole rows together."""
+    """Return the layout in which a warpgroup loads and stores 64 rows: 16 bytes a thread, whole rows together."""
     together = 16 // channel_bytes
     across = channels // together
     return gl.BlockedLayout([1, together], [32 // across, across], [4, 1], [1, 0])
@@ -43,7 +47,7 @@ def memory_layout(channels, channel_bytes):
 
 @gluon.jit
 def keep_codes(stay, codes, first_row, index, length, CHANNELS: gl.constexpr):
-    """Put INT8 rows into shared memory: row `first_row` + index for each index of the sequence below its length."""
+    """Put INT8 rows `first_row` + index into shared memory, 0 where the index is not below `length`."""
     channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 1)))
     at = codes + (first_row + index).to(gl.int64)[:, None] * CHANNELS + channel[None, :]
     stay.store(gl.load(at, mask=(index < length)[:, None], other=0))
@@ -51,7 +55,7 @@ def keep_codes(stay, codes, first_row, index, length, CHANNELS: gl.constexpr):
 
 @gluon.jit
 def keep_values(stay, values, token, exists, stride_token, stride_channel, channels, CHANNELS: gl.constexpr):
-    """Put 16-bit rows of a caller's tensor into shared memory, 0 for those that do not exist."""
+    """Put 16-bit rows of a caller's tensor into shared memory, 0 for tokens that do not exist."""
     channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 2)))
     at = values + token.to(gl.int64)[:, None] * stride_token + channel.to(gl.int64)[None, :] * stride_channel
     stay.store(gl.load(at, mask=exists[:, None] & (channel < channels)[None, :], other=0.0))
@@ -59,10 +63,10 @@ def keep_values(stay, values, token, exists, stride_token, stride_channel, chann
 
 @gluon.jit
 def store_gradient(x, through, gradient, start, first, length, stride_token, channels, CHANNELS: gl.constexpr):
-    """Store float32 sums (64, CHANNELS) of indices `first`… of a sequence, whose tokens begin at `start` of `gradient`.
+    """Store float32 sums (64, CHANNELS) as the gradient of tokens start + first… of a sequence of `length` tokens.
 
-    They pass through shared memory (64, CHANNELS) of the gradient's dtype, which is free by then, to be stored in whole
-    rows.
+    They go by way of `through`, shared memory (64, CHANNELS) in the gradient's dtype that is no longer needed, so that
+    whole rows are stored together.
     """
     through.store(x.to(through.dtype))
     index = first + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))
@@ -74,7 +78,7 @@ def store_gradient(x, through, gradient, start, first, length, stride_token, cha
 
 @gluon.jit
 def new_barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """`count` barriers, each of which completes with that many arrivals."""
+    """Allocate `count` barriers, each of which completes with that many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -89,5 +93,5 @@ def wait_until_full(full, step, STAGES: gl.constexpr, pred=True):
 
 @gluon.jit
 def wait_until_empty(empty, step, STAGES: gl.constexpr):
-    """Wait until the stage of a step can be loaded into: the first time around at once."""
+    """Wait until the stage of a step may be overwritten; the first round does not wait."""
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)

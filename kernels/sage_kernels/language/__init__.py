@@ -1,1 +1,1 @@
-"""What kernels in Triton's languages, Triton and Gluon, share: launches, device functions, operands of gradients."""
+"""Code shared by kernels in Triton and Gluon: launches, device functions, operands of gradients."""

@@ -1,4 +1,4 @@
-"""What the launches of every backward kernel have in common: grids, strides, sequence lengths, padding."""
+"""Launch arguments common to all backward kernels: grids, strides, sequence lengths, padding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .padding import read_padding
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-    """A backward call that is not empty, and where its gradients go.
+    """A backward call that is not empty, with the tensors of its gradients.
 
     Attributes:
         call: the call.
         gradients: dQ, dK and dV, written by the kernels.
-        padding: which keys exist; None: all.
+        padding: the keys that exist; None: all.
     """
 
     call: BackwardCall
@@ -29,7 +29,7 @@ class BackwardLaunch:
 
     @classmethod
     def of(cls, call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> BackwardLaunch:
-        """Find the spans of keys that exist."""
+        """Describe the launches of a call; find the spans of keys that exist."""
         valid = call.mask.valid
         return cls(call, gradients, None if valid is None else read_padding(valid))
 
@@ -40,11 +40,11 @@ class BackwardLaunch:
         return backward is not None and backward.ds == "int8"
 
     def key_grid(self, keys: int) -> tuple[int, int, int]:
-        """Return the grid of programs that hold so many keys."""
+        """Return the grid of programs that hold `keys` keys each."""
         return ceil_div(self.call.token_axes[1].tokens, keys), self.call.value.shape[1], self.call.batch
 
     def query_grid(self, rows: int) -> tuple[int, int, int]:
-        """Return the grid of programs that hold so many rows."""
+        """Return the grid of programs that hold `rows` rows each."""
         return ceil_div(self.call.token_axes[0].tokens, rows), self.call.output.shape[1], self.call.batch
 
     def key_strides(self, x: torch.Tensor) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""What the backward kernels' loops read: dO, V, Q and K once more, padded and in the formats of their products.
+"""Operands of the backward kernels' loops: dO, V, Q and K, padded and in the formats of their products.
 
-The loops then load whole tiles, and know nothing of strides, lengths and rows without a key.
+Loops can then load whole tiles and ignore strides, lengths and rows without a key.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ BLOCK_ROWS = tl.constexpr(KEY_BLOCK)
 
 @dataclass(frozen=True)
 class QueryOperands:
-    """What the kernel that walks over queries reads; rows are those of `Saved`, channels powers of two.
+    """Operands of the kernel that walks over queries; rows are those of `Saved`, channels powers of two.
 
     "16 bit" is the dtype of the caller's tensors. "Transposed" is int8 (operand batch, heads, channels, rows) with the
-    tokens of each 16 in the order of `operand_tiles.operand_token`. What lies beyond a sequence is 0.
+    tokens of each 16 in the order of `tiles.operand_token`. Beyond a sequence everything is 0.
 
     Attributes:
-        gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels); 0 in rows without a key. None where the
-            caller's is read.
-        query: what the saved codes stand for in 16 bit (operand batch, q_heads, rows, channels); or, where dS is INT8,
+        gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels), 0 in rows without a key; None where kernels
+            read the caller's.
+        query: the values of the saved codes in 16 bit (operand batch, q_heads, rows, channels); or, where dS is INT8,
             the codes transposed.
         gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
             where P is not INT8.
@@ -59,15 +59,15 @@ def query_operands(
     int8: bool,
     copy_gradient: bool,
 ) -> QueryOperands:
-    """Make them.
+    """Make the operands of the kernel that walks over queries.
 
     Args:
         output_gradient, output: (batch, q_heads, tokens, v_head_dim), any strides; (1, q_heads, total tokens,
             v_head_dim) when packed.
-        saved: what the forward kept.
+        saved: the result of the forward pass.
         batch, sequences: the number of sequences and the token axis.
-        int8: P and dS are multiplied in INT8.
-        copy_gradient: `QueryOperands.gradient` is made.
+        int8: multiply P and dS in INT8.
+        copy_gradient: make `QueryOperands.gradient`.
     """
     operand_batch, q_heads, rows, channels = saved.query.shape
     v_head_dim = output.shape[3]
@@ -123,17 +123,17 @@ def key_operands(
     int8: bool,
     copy_value: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What the kernel that walks over keys reads.
+    """Make the operands of the kernel that walks over keys.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed likewise.
         saved, batch, sequences, int8: as above.
-        padding: which keys exist; None: all.
-        copy_value: the first result is made.
+        padding: the keys that exist; None: all.
+        copy_value: make the first result.
 
     Returns:
         (value, key): V in 16 bit (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist, or None
-        where the caller's is read; and of K what `QueryOperands.query` is of Q.
+        where kernels read the caller's; and K in the form of `QueryOperands.query`.
     """
     operand_batch, kv_heads, rows, channels = saved.key.shape
     v_head_dim = value.shape[3]
@@ -212,7 +212,7 @@ def prepare_queries(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """A block of 64 tokens of one (batch, q head)."""
+    """Prepare a block of 64 tokens of Q and dO of one (batch, q head)."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -251,11 +251,11 @@ def prepare_queries(
         if INT8:
             scale, inverse = int8_scale(tl.max(tl.max(magnitude(dy), 1), 0), False)
             tl.store(gradient_scale + first // BLOCK_ROWS + block, scale)
-            of_head = operand_row(batch, head, q_heads, 1, 0, PACKED)
+            head_index = operand_row(batch, head, q_heads, 1, 0, PACKED)
             store_transposed(
-                gradient_codes, round_to_int8(dy * inverse), of_head * V_CHANNELS, operand_start + position, rows
+                gradient_codes, round_to_int8(dy * inverse), head_index * V_CHANNELS, operand_start + position, rows
             )
-            store_transposed(query, q, of_head * CHANNELS, operand_start + position, rows)
+            store_transposed(query, q, head_index * CHANNELS, operand_start + position, rows)
         else:
             values = q.to(tl.float32) * tl.load(codes_scale + row)[:, None]
             tl.store(query + row[:, None] * CHANNELS + channel[None, :], values.to(query.dtype.element_ty))
@@ -287,7 +287,7 @@ def prepare_keys(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """A block of 64 tokens of one (batch, kv head)."""
+    """Prepare a block of 64 tokens of K and V of one (batch, kv head)."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -307,8 +307,8 @@ def prepare_keys(
             tl.store(into, v.to(operand_value.dtype.element_ty))
         k = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
         if INT8:
-            of_head = operand_row(batch, head, kv_heads, 1, 0, PACKED)
-            store_transposed(key, k, of_head * CHANNELS, operand_start + position, rows)
+            head_index = operand_row(batch, head, kv_heads, 1, 0, PACKED)
+            store_transposed(key, k, head_index * CHANNELS, operand_start + position, rows)
         else:
             scale = tl.load(codes_scale + row // 64 * 4 + row % 8 // 2).to(tl.float32)
             values = k.to(tl.float32) * scale[:, None]
@@ -316,7 +316,7 @@ def prepare_keys(
 
 
 @triton.jit
-def store_transposed(into, x, first_channel, column, rows):
-    """Tokens `column` of a transposed operand, of x (tokens, channels)."""
+def store_transposed(into, x, first_channel, position, rows):
+    """Store x (tokens, channels) at these positions of a transposed operand."""
     channel = first_channel + tl.arange(0, x.shape[1])
-    tl.store(into + channel.to(tl.int64)[:, None] * rows + column[None, :], tl.trans(x))
+    tl.store(into + channel.to(tl.int64)[:, None] * rows + position[None, :], tl.trans(x))

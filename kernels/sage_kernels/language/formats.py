@@ -1,7 +1,7 @@
 """Device functions for e4m3 and e2m1, with the bits of `sage_kernels.formats`.
 
-Arithmetic that any GPU and the interpreter have, and the conversions of GPUs with FP4 (`native`), which give the same
-bits.
+Functions named `native_…` use instructions of GPUs with FP4; the others run on any GPU and in the interpreter. Both
+give the same bits.
 """
 
 import triton
@@ -17,16 +17,16 @@ FLOAT32_EXPONENT = tl.constexpr(0x7F800000)
 
 @triton.jit
 def max_or_nan(a, b):
-    """The larger; NaN when either is NaN."""
+    """Return the larger of a and b, NaN when either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def encode_e4m3(x):
-    """float32 ≥ 0 -> uint8 e4m3, round to nearest even, saturating at 448; NaN stays NaN."""
+    """Encode float32 ≥ 0 as uint8 e4m3, rounding to nearest even, saturating at 448; NaN stays NaN."""
     bits = tl.minimum(x, E4M3_MAX).to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # 2²³ + n is where float32 has the spacing 1, so the sum rounds x / 2⁻⁹, a subnormal's code.
+    # float32 numbers around 2²³ are integers, so the sum rounds x / 2⁻⁹ to the code of a subnormal.
     subnormal = (x * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(x < E4M3_MIN_NORMAL, subnormal, normal)
     return tl.where(x == x, code, E4M3_NAN).to(tl.uint8)
@@ -34,31 +34,31 @@ def encode_e4m3(x):
 
 @triton.jit
 def decode_e4m3(code):
-    """uint8 e4m3 ≥ 0 -> float16, exact."""
+    """Decode uint8 e4m3 ≥ 0 to float16, exact."""
     value = ((code.to(tl.uint16) & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
     return tl.where(code == E4M3_NAN, float("nan"), value).to(tl.float16)
 
 
 @triton.jit
 def round_to_e2m1(x):
-    """float32 ≥ 0 -> the nearest e2m1 value in float32, ties to the even code, saturating at 6. NaN stays NaN."""
+    """Round float32 ≥ 0 to the nearest e2m1 value, ties to the even code, saturating at 6; NaN stays NaN."""
     x = tl.minimum(x, E2M1_MAX, propagate_nan=tl.PropagateNan.ALL)
     power = tl.maximum(x.to(tl.int32, bitcast=True) & FLOAT32_EXPONENT, 0x3F800000).to(tl.float32, bitcast=True)
-    # 1.5·2²² times the power of two below x is where float32 has e2m1's spacing there. Products are exact.
+    # Around 1.5·2²² times the power of two below x, float32 has the spacing that e2m1 has at x. Products are exact.
     return tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, x))
 
 
 @triton.jit
 def encode_e2m1(value, x):
-    """Codes (int32) of e2m1 magnitudes `value` (float32) with the signs of x; 0 has none."""
-    # 2⁻¹²⁶ times e2m1's least normal number, 1, is float32's: both have their subnormals below, e2m1 one of them.
+    """Return int32 codes of e2m1 magnitudes `value` (float32) with the signs of x; 0 has none."""
+    # Times 2⁻¹²⁶, e2m1's least normal number, 1, becomes float32's, and e2m1's one subnormal a float32 subnormal.
     code = (value * 2.0**-126).to(tl.int32, bitcast=True) >> 22
     return tl.where(code == 0, 0, code | ((x.to(tl.int32, bitcast=True) >> 28) & 8))
 
 
 @triton.jit
 def decode_e2m1(packed):
-    """uint8 (rows, k/2), the first element in the low nibble -> float16 (rows, k), exact."""
+    """Decode e2m1, uint8 (rows, k/2) with the first element in the low nibble, to float16 (rows, k), exact."""
     low, high = (packed & 0xF).to(tl.uint16), (packed >> 4).to(tl.uint16)
     code = tl.reshape(tl.join(low, high), (packed.shape[0], packed.shape[1] * 2))
     return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.float16, bitcast=True) * 16384.0
@@ -66,7 +66,7 @@ def decode_e2m1(packed):
 
 @triton.jit
 def dequantize(packed, scale):
-    """NVFP4 (rows, k/2) with scales (rows, k/16), uint8 -> float16 (rows, k), exact."""
+    """Decode NVFP4, uint8 codes (rows, k/2) and scales (rows, k/16), to float16 (rows, k), exact."""
     elements = decode_e2m1(packed)
     groups = tl.reshape(elements, (packed.shape[0], packed.shape[1] // 8, 16))
     return tl.reshape(groups * decode_e4m3(scale)[:, :, None], (packed.shape[0], packed.shape[1] * 2)).to(tl.float16)
@@ -74,13 +74,13 @@ def dequantize(packed, scale):
 
 @triton.jit
 def native_reciprocal(x):
-    """1 / x by the special function unit, accurate to 1 ulp; 1 / 0 is infinite."""
+    """Return 1 / x by the special function unit, accurate to 1 ulp; 1 / 0 is infinite."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def split_eights(x):
-    """(rows, 8n) -> the eight (rows, n) of elements 0…7 of every eight."""
+def split_by_8(x):
+    """Split x (rows, 8n) into eight (rows, n): elements 0…7 of each 8 consecutive ones."""
     x = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 2, 2, 2))
     even, odd = tl.split(x)
     x04, x26 = tl.split(even)
@@ -94,8 +94,8 @@ def split_eights(x):
 
 @triton.jit
 def native_pack_e2m1(x):
-    """float32 (rows, 8n) -> int32 (rows, n), eight e2m1 codes each, round to nearest even, saturating at ±6."""
-    x0, x1, x2, x3, x4, x5, x6, x7 = split_eights(x)
+    """Round float32 (rows, 8n) to e2m1, ties to even, saturating at ±6; return int32 (rows, n), eight codes each."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = split_by_8(x)
     return tl.inline_asm_elementwise(
         """
         {
@@ -117,7 +117,7 @@ def native_pack_e2m1(x):
 
 @triton.jit
 def native_bytes(words):
-    """int32 (rows, n) -> uint8 (rows, 4n), the lowest byte first; no instruction."""
+    """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction."""
     pairs = tl.join(words, words)
     copies = tl.reshape(tl.join(pairs, pairs), (words.shape[0], words.shape[1] * 4))
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [copies], dtype=tl.uint8, is_pure=True, pack=4)
@@ -125,9 +125,9 @@ def native_bytes(words):
 
 @triton.jit
 def native_sum_of_eight(words):
-    """Twice the sum of the eight e2m1 ≥ 0 of each word: int32.
+    """Return twice the sum of each word's eight e2m1 values ≥ 0 in int32.
 
-    A byte permutation looks codes up in the table 0, 1, 2, 3, 4, 6, 8, 12, four at a time.
+    A byte permutation looks up four codes at a time in the table 0, 1, 2, 3, 4, 6, 8, 12.
     """
     return tl.inline_asm_elementwise(
         """

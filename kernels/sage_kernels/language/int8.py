@@ -1,4 +1,4 @@
-"""Rounding to INT8 and its scales, for kernels in Triton's languages."""
+"""Scales of INT8 and rounding to it, for kernels in Triton and Gluon."""
 
 import triton
 import triton.language as tl
@@ -17,13 +17,13 @@ BYTE_ROUNDER = tl.constexpr(1.5 * 2.0**10)
 
 @triton.jit
 def magnitude(x):
-    """Bits of |x|, which order as integers do; those of what is not finite are the largest."""
+    """Return the bits of float32 |x|, which order like the numbers; those of non-finite x are the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def int8_scale(amax_bits, BFLOAT16: tl.constexpr):
-    """(scale, reciprocal) of groups with that largest magnitude; a group that is not finite gets (NaN, NaN).
+    """Return (scale, reciprocal) of groups with these largest magnitudes; (NaN, NaN) for a group that is not finite.
 
     With BFLOAT16 the scale is rounded up to that type's values.
     """
@@ -44,9 +44,10 @@ def round_to_int8(x):
 
 @triton.jit
 def round_to_byte(x):
-    """Round |x| ≤ 127 to the nearest integer, in int8, by way of float16: 1.25 instructions each, no conversion.
+    """Round |x| ≤ 127 to the nearest integer in int8, by way of float16: 1.25 instructions an element.
 
-    float16 numbers around 1.5·2¹⁰ are integers, as for ROUNDER. What lies within 2⁻⁵ of a tie may go either way.
+    float16 numbers around 1.5·2¹⁰ are integers, as float32 ones around ROUNDER. Within 2⁻⁵ of a tie either neighbour
+    may result.
     """
     if INTERPRETED:
         return (x.to(tl.float16) + BYTE_ROUNDER).to(tl.int16, bitcast=True).to(tl.int8)

@@ -1,4 +1,4 @@
-"""The one place that launches a Triton kernel, or records what would be launched."""
+"""Launches of Triton and Gluon kernels: the one function that runs a kernel, or records its launch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Parameters of kernels that say where a tile or an element lies, but not how wide it can be loaded: kernels are not
-# compiled anew for those that are 1, or multiples of 16. Some add `group`, over which the backward kernels loop, and
-# `rows`, in others the stride of a tile.
+# Parameters whose divisibility by 16 does not decide how wide a tile can be loaded: Triton need not compile a kernel
+# anew where they are 1 or multiples of 16. Some kernels add `group`, which is a loop bound in the backward kernels, and
+# `rows`, which is the stride of a tile in others.
 UNSPECIALIZED = [
     *("tokens", "q_len", "kv_len", "causal_offset", "q_heads", "kv_heads", "heads"),
     *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
@@ -40,7 +40,7 @@ _compiled: set[tuple[Any, ...]] = set()
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: kernel[grid](**arguments, **options)."""
+    """A kernel launch: kernel[grid](**arguments, **options)."""
 
     kernel: triton.JITFunction
     grid: tuple[int, ...]
@@ -69,8 +69,10 @@ def recording() -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """A block that yields a context: launches in it and the block's others may run at the same time. All of them begin
-    behind what the current stream was given before the block, and end before what it is given after."""
+    """Yield a context whose launches may run at the same time as the block's other launches.
+
+    All launches of the block begin behind earlier work of the current stream, and end before its later work.
+    """
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
@@ -83,7 +85,7 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
 
 
 def strides(name: str, values: Iterable[int], axes: tuple[str, ...] = TOKEN_AXES) -> dict[str, Any]:
-    """Name the strides of a parameter as kernels do: "output" has output_stride_batch, …, "" has stride_batch, …."""
+    """Return strides as a kernel's arguments: for "output" output_stride_batch, …; for "" stride_batch, …."""
     prefix = f"{name}_stride" if name else "stride"
     return {f"{prefix}_{axis}": value for axis, value in zip(axes, values, strict=False)}
 
@@ -103,8 +105,8 @@ def launch(
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`, whose compile-time parameters are in capitals.
         grid: programs along up to three axes; nothing runs when one of them is 0.
-        num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion a product and a sum round
-            twice, as PyTorch's do.
+        num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion a product and a sum are
+            rounded separately, as in PyTorch.
         arguments: every parameter of the kernel, by name; the first one is a tensor.
     """
     options = {

@@ -1,4 +1,4 @@
-"""Which keys of a padded batch exist, as kernels read it."""
+"""Padding of keys as kernels read it: which keys exist, their spans, and the tiles that need no mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_padding(valid: torch.Tensor) -> KeyPadding:
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
-    """Of one batch element."""
+    """Write the spans (`KeyPadding.spans`) of one batch element."""
     batch = tl.program_id(0).to(tl.int64)
     valid += batch * kv_len
     lane = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_exists(column, kv_len, valid, PADDED: tl.constexpr):
-    """Which keys exist of those with these indices in their sequence; `valid` is its batch element's."""
+    """Return whether keys exist, given their indices in the sequence and the pointer to its batch element's `valid`."""
     exists = column < kv_len
     if PADDED:
         exists = exists & (tl.load(valid + column, mask=exists, other=0) != 0)
@@ -61,11 +61,29 @@ def key_exists(column, kv_len, valid, PADDED: tl.constexpr):
 
 
 @triton.jit
-def key_tiles(spans, batch, stride, kv_len, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
-    """Tiles of keys: (first with a key, first and end of those without a gap, end of the keys)."""
+def key_tiles(
+    spans,
+    batch,
+    stride,
+    kv_len,
+    row_block,
+    causal_offset,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Return the keys that a block of BLOCK_M rows sees: (begin, full_begin, full_end, columns).
+
+    Tiles full_begin…full_end - 1 need no mask; tiles begin…full_begin - 1, and those from full_end on with keys below
+    `columns`, do.
+    """
+    begin, full_begin, full_end, columns = 0, 0, kv_len // BLOCK_N, kv_len
     if PADDED:
         spans += batch * stride
-        first, hole, end = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
-        return first // BLOCK_N, tl.cdiv(first, BLOCK_N), hole // BLOCK_N, end
-    else:
-        return 0, 0, kv_len // BLOCK_N, kv_len
+        first, hole, columns = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
+        begin, full_begin, full_end = first // BLOCK_N, tl.cdiv(first, BLOCK_N), hole // BLOCK_N
+    if CAUSAL:
+        columns = tl.minimum(columns, (row_block + 1) * BLOCK_M + causal_offset)
+        full_end = tl.minimum(full_end, tl.maximum(row_block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+    return begin, full_begin, tl.maximum(full_begin, full_end), columns

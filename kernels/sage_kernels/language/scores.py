@@ -1,9 +1,11 @@
-"""What both forward kernels do to a tile of scores and to the output."""
+"""Operations of both forward kernels: masking a tile of scores, and storing the output."""
 
 import math
 
 import triton
 import triton.language as tl
+
+from .padding import key_exists
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -14,15 +16,50 @@ BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def base_2(bias):
-    """Return an additive mask's elements for scores in base 2; finite ones stay so, as rows of padding alone need."""
+    """Return an additive mask for scores in base 2. Finite elements stay finite, which rows of only padding need."""
     bias = bias.to(tl.float32)
     finite = tl.clamp(bias * LOG2E, -FLOAT32_MAX, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(tl.abs(bias) == float("inf"), bias, finite)
 
 
 @triton.jit
+def mask_scores(
+    x,
+    mask,
+    row,
+    column,
+    q_len,
+    kv_len,
+    causal_offset,
+    stride_row,
+    stride_column,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Return a tile of scores in base 2 with the mask applied: -inf where a row may not attend to a key.
+
+    Args:
+        x: float32 (rows, columns).
+        mask: pointer to the mask of a (batch, head), or of kind "keys" to the validity of a batch's keys.
+        row, column: indices in their sequences, (rows,) and (columns,).
+        MASK: "none", "keys", "bool" or "additive".
+    """
+    allowed = key_exists(column, kv_len, mask, MASK == "keys")[None, :]
+    if CAUSAL:
+        allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
+    if MASK == "bool" or MASK == "additive":
+        inside = allowed & (row < q_len)[:, None]
+        at = mask + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+        if MASK == "bool":
+            allowed = tl.load(at, mask=inside, other=0) != 0
+        else:
+            x += base_2(tl.load(at, mask=inside, other=float("-inf")))
+    return tl.where(allowed, x, float("-inf"))
+
+
+@triton.jit
 def store_clamped(into, x, inside):
-    """Store float32 x in the pointers' dtype, which a rounded V can exceed; NaN stays NaN."""
+    """Store float32 x, clamped to the pointers' dtype, whose range a rounded V can exceed; NaN stays NaN."""
     dtype: tl.constexpr = into.dtype.element_ty
     if dtype == tl.float16:
         x = tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,4 @@
-"""Where a sequence's tokens and operand rows begin, for kernels in Triton's languages."""
+"""Offsets of a sequence's tokens and operand rows, for kernels in Triton and Gluon."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_range(ranges, batch, tokens, RAGGED: tl.constexpr):
-    """Return (start, length, start in the operands) of a sequence; `tokens` is everyone's length where not RAGGED."""
+    """Return (start, length, start in the operands) of a sequence; without RAGGED all have length `tokens`."""
     if RAGGED:
         return tl.load(ranges + 3 * batch), tl.load(ranges + 3 * batch + 1), tl.load(ranges + 3 * batch + 2)
     else:

@@ -1,4 +1,4 @@
-"""Loading tiles of the operands that the quantisers wrote: always whole, so without masks."""
+"""Loads of tiles from the quantisers' operands. Operands are padded to whole tiles, so loads need no masks."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .launch import INTERPRETED
 
 @triton.jit
 def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.constexpr):
-    """Keys `row`… of the operand: (BLOCK_N, CHANNELS)."""
+    """Load BLOCK_N rows of K's operand from `row` on: (BLOCK_N, CHANNELS)."""
     if TMA:
         return key.load([tl.cast(row, tl.int32), 0])
     else:
@@ -18,7 +18,7 @@ def load_key(key, row, BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, TMA: tl.co
 
 @triton.jit
 def load_key_scale(key_scale, row, BLOCK_N: tl.constexpr):
-    """Scales of keys `row`… by block of 64, of which a tile may be a part, and thread: float32 (blocks, 4)."""
+    """Load the scales of a tile that begins at `row`: float32 (blocks of 64, 4 threads); it may be part of a block."""
     BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
     scale = tl.load(key_scale + row // 64 * 4 + tl.arange(0, BLOCKS * 4)).to(tl.float32)
     return tl.reshape(scale, (BLOCKS, 4))
@@ -28,7 +28,7 @@ def load_key_scale(key_scale, row, BLOCK_N: tl.constexpr):
 def load_value(
     value, head, row, rows, BLOCK_N: tl.constexpr, V_CHANNELS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr
 ):
-    """Values of the same keys, (BLOCK_N, V_CHANNELS); `row` counts from the head's first."""
+    """Load BLOCK_N tokens of V's operand, from the head's row `row` on: (BLOCK_N, V_CHANNELS)."""
     if not TRANSPOSED:
         return load_key(value, head * rows + row, BLOCK_N, V_CHANNELS, TMA)
     elif TMA:
@@ -40,15 +40,17 @@ def load_value(
 
 @triton.jit
 def as_operand(x):
-    """A product's float32 accumulator (rows, columns), its columns in the order in which the same registers are the
-    8-bit left operand of the next product: that of the tokens in transposed operands."""
+    """Permute the columns of a float32 accumulator so that it becomes an 8-bit left operand without moving registers.
+
+    x is (rows, columns). Transposed operands hold their tokens in the same order (`operand_token`).
+    """
     columns = tl.reshape(x, (x.shape[0], x.shape[1] // 16, 2, 4, 2))
     return tl.reshape(tl.permute(columns, (0, 1, 3, 2, 4)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def operand_token(position):
-    """The token at a position of a transposed operand; among each 16: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15."""
+    """Return the token at a position of a transposed operand; in each 16: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15."""
     return position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
 
 

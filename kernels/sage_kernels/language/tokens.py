@@ -1,4 +1,4 @@
-"""Loading tokens of the callers' tensors, for kernels in Triton's languages."""
+"""Loads of tokens of the callers' tensors, for kernels in Triton and Gluon."""
 
 import triton
 import triton.language as tl
@@ -17,12 +17,13 @@ def load_tokens(
     stride_channel,
     HAS_VALID: tl.constexpr,
 ):
-    """Load channels of some tokens of a sequence in float32, zeros for what does not count; return which count, too.
+    """Load tokens of a sequence in float32, zeros for those that do not count; return (values, which tokens count).
 
     Args:
         x, valid: pointers to the first token of the batch element; valid is read if HAS_VALID.
-        start, length: of the sequence.
-        token, channel: indices, (tokens,) and (channels,); there are `channels` of them.
+        start, length: the sequence's first token and length.
+        token: indices in the sequence, (tokens,).
+        channel: indices (n,), of which those below `channels` exist.
     """
     counts = token < length
     if HAS_VALID:

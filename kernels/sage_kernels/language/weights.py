@@ -1,4 +1,4 @@
-"""P of the backward pass, from INT8 scores and the forward's LSE."""
+"""Weights P of the backward pass, from INT8 scores and the forward's LSE."""
 
 import triton
 import triton.language as tl

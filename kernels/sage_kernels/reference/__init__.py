@@ -1,1 +1,1 @@
-"""The specification of every recipe in plain PyTorch, which is also the CPU path and the emulation elsewhere."""
+"""The specification of every recipe in plain PyTorch; it also runs on CPUs and emulates recipes on other hardware."""

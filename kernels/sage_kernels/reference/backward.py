@@ -1,11 +1,12 @@
-"""Recipes with gradients in plain PyTorch: the forward that keeps what the backward needs, and the backward.
+"""Recipes with gradients in plain PyTorch: the forward pass that saves what the backward needs, and the backward.
 
-With S from the INT8 of Q and K that the forward kept, and δ = rowsum(dO∘O), P = exp(S - lse) and dS = P∘(dO·Vᵀ - δ);
-then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594, algorithm 3). K and Q are the
-values that their INT8 stands for: K without its mean, which changes nothing, because rows of dS sum to 0. Like
-`reference`, this is the specification of the kernels, the CPU path and the emulation; memory is linear in length.
+With S from the INT8 codes of Q and K that the forward saved, and δ = rowsum(dO∘O), P = exp(S - lse) and
+dS = P∘(dO·Vᵀ - δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594,
+algorithm 3). K and Q are the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS
+sum to 0. Like `reference.forward`, this is the specification of the kernels, the CPU path and the emulation; memory is
+linear in length.
 
-Sums are float32, or float64 for callers with float64 tensors, whose 16-bit formats then round nothing.
+Sums are float32. With float64 tensors they are float64, and the "16bit" format does not round.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from .forward import (
     nothing_attended,
     per_group,
     quantize_operands,
-    scores_of,
+    tile_scores,
     valid_keys,
 )
 
-GRADIENT_BLOCK = 64  # queries whose dO shares a scale in 8 bit
+GRADIENT_BLOCK = 64  # rows of dO that share a scale in 8 bits
 
 
 def forward(
@@ -50,10 +51,10 @@ def forward(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, Saved]:
-    """`reference.attention`, and what the backward needs of it.
+    """Compute `reference.forward.attention` and save what its gradients need.
 
     Args:
-        query, key, value, recipe, is_causal, causal_offset, scale: as in `reference.attention`.
+        query, key, value, recipe, is_causal, causal_offset, scale: as in `reference.forward.attention`.
         lengths: sequences packed one after the other in a batch of 1; each attends to itself.
         valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
 
@@ -77,8 +78,8 @@ def forward(
         output[:, :, queries], part = _forward(
             query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, **options
         )
-        for whole, of_sequence in zip(_of_sequence(saved, queries, query_rows, key_rows), part, strict=True):
-            whole.copy_(of_sequence)
+        for whole, own in zip(_sequence_part(saved, queries, query_rows, key_rows), part, strict=True):
+            whole.copy_(own)
     return output, saved
 
 
@@ -98,22 +99,22 @@ def backward(
     block_m: int = 64,
     block_n: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of Q, K and V.
+    """Compute the gradients of Q, K and V.
 
     Args:
         output_gradient: (batch, q_heads, q_len, v_head_dim), value's dtype, any strides.
         value: (batch, kv_heads, kv_len, v_head_dim), as the forward got it.
-        output, saved: of the forward.
-        head_dim: of Q and K.
+        output, saved: the results of the forward.
+        head_dim: channels of Q and K.
         recipe, lengths, valid, is_causal, causal_offset, scale: as the forward got them.
-        block_m, block_n: queries and keys a tile, 16, 32, 64 or 128: those that share a scale of P or dS in 8 bit.
+        block_m, block_n: queries and keys a tile, 16, 32, 64 or 128; in 8 bits a tile's scores share scales.
 
     Returns:
         (query_gradient, key_gradient, value_gradient) in value's dtype, each laid out as (batch, tokens, heads,
-        channels). A row that attends to nothing has gradient 0 and gives none; so has a key that does not exist. What
-        is not finite in a row's dO makes the gradients not finite of its query and of the keys that it attends to, of
-        no other query, and of no other key's K. V's gradient of another key may be lost as well, where dO is multiplied
-        by a weight of 0: that depends on the tiles, and in exact attention is everywhere.
+        channels). A row that attends to nothing has gradient 0 and adds nothing to others; neither does a key that
+        does not exist. A non-finite element in a row's dO makes dQ of that row, and dK and dV of the keys that it
+        attends to, non-finite, but no other dQ or dK. It may also spoil dV of other keys, where dO is multiplied by a
+        weight of 0: which ones depends on the tiles; in exact attention, all.
 
     Raises:
         ValueError: the recipe has no gradients, both lengths and valid are given, or the tile is not supported.
@@ -139,7 +140,7 @@ def backward(
             output_gradient[:, :, queries],
             value[:, :, keys],
             output[:, :, queries],
-            _of_sequence(saved, queries, query_rows, key_rows),
+            _sequence_part(saved, queries, query_rows, key_rows),
             recipe,
             None,
             head_dim,
@@ -151,11 +152,11 @@ def backward(
 
 
 def save(operands: Operands, lse: torch.Tensor) -> Saved:
-    """What the backward needs of one ordinary batch.
+    """Return what the backward needs of one ordinary batch.
 
     Args:
-        operands: of a recipe with Q and K in INT8.
-        lse: of `reference.attend`.
+        operands: those of a recipe with Q and K in INT8.
+        lse: the result of `reference.forward.attend`.
     """
 
     def padded(codes: torch.Tensor) -> torch.Tensor:
@@ -177,7 +178,7 @@ def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) 
 
 
 def _empty(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int) -> Saved:
-    """`Saved` of zeros."""
+    """Return `Saved` of zeros."""
     channels = padded_channels(query.shape[-1])
     return Saved(
         query.new_zeros(*query.shape[:2], query_rows, channels, dtype=torch.int8),
@@ -189,7 +190,7 @@ def _empty(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows
 
 
 def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Of each sequence: its queries, its keys that count, and the rows of `Saved` that hold the ones and the others."""
+    """Yield of each sequence its queries, its keys that count, and the rows of `Saved` that hold each of the two."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
     stored = lengths.cu_seqlens_k.diff()
     for name, own, longest in (
@@ -208,8 +209,8 @@ def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
         yield slice(start, stop), slice(k_start, k_start + k_length), query_rows, key_rows
 
 
-def _of_sequence(saved: Saved, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
-    """One sequence's share of what packed sequences keep."""
+def _sequence_part(saved: Saved, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
+    """Return one sequence's part of what packed sequences save."""
     scales = slice(key_rows.start // KEY_BLOCK, key_rows.stop // KEY_BLOCK)
     return Saved(
         saved.query[:, :, query_rows],
@@ -231,7 +232,7 @@ def _forward(
     causal_offset: int,
     scale: float,
 ) -> tuple[torch.Tensor, Saved]:
-    """`forward` of an ordinary batch."""
+    """Compute `forward` of an ordinary batch."""
     if 0 in (*query.shape[:3], key.shape[2]):
         output, lse = nothing_attended(query, value.shape[-1], query.dtype)
         return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]))
@@ -265,7 +266,7 @@ def _backward(
     block_m: int,
     block_n: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward` of an ordinary batch."""
+    """Compute `backward` of an ordinary batch."""
     formats = recipe.backward
     assert formats is not None
     dtype = value.dtype
@@ -293,8 +294,8 @@ def _backward(
     key = saved.key.to(sums)
     key_scale = natural_order(saved.key_scale.to(sums).flatten(-2).repeat_interleave(THREAD_TOKENS, -1).unsqueeze(-1))
 
-    query_operand, query_factor = _operand(query, query_scale, formats.ds, dtype)
-    key_operand, key_factor = _operand(key, key_scale, formats.ds, dtype)
+    query_operand, query_factor = _product_operand(query, query_scale, formats.ds, dtype)
+    key_operand, key_factor = _product_operand(key, key_scale, formats.ds, dtype)
     gradient_operand = _round_blocks(output_gradient, formats.p, GRADIENT_BLOCK, dtype)
     dp_gradient = _round_blocks(output_gradient, formats.dp, 1 if formats.scales == "row" else block_m, dtype)
     dp_value = _round_blocks(value, formats.dp, 1 if formats.scales == "row" else block_n, dtype)
@@ -304,11 +305,11 @@ def _backward(
     rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
 
     def tiles(chunk: slice) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of the rows in `chunk`, tile by tile of keys: the tile, where it may be attended to, P and dP."""
+        """Yield (keys, which scores are allowed, P, dP) of each tile of keys, for the rows in `chunk`."""
         last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
         for column in range(0, last_column, block_n):
             tile = slice(column, column + block_n)
-            scores = scores_of(
+            scores = tile_scores(
                 per_group(query[:, :, chunk], kv_heads),
                 query_scale[:, :, chunk] * scale,
                 key[:, :, tile],
@@ -332,15 +333,15 @@ def _backward(
         for tile, allowed, p, dp in tiles(chunk):
             ds = dp.sub_(subtracted).mul_(p).masked_fill_(~allowed, 0.0)
             rounded = _round_tile(p, formats.p, formats.scales, block_m, -2, dtype)
-            value_gradient[:, :, tile] += _summed(rounded, gradient_operand[:, :, chunk], kv_heads)
+            value_gradient[:, :, tile] += _transposed_product(rounded, gradient_operand[:, :, chunk], kv_heads)
             rounded = _round_tile(ds * query_factor[:, :, chunk], formats.ds, formats.scales, block_m, -2, dtype)
-            key_gradient[:, :, tile] += _summed(rounded, query_operand[:, :, chunk], kv_heads)
+            key_gradient[:, :, tile] += _transposed_product(rounded, query_operand[:, :, chunk], kv_heads)
             factor = key_factor[:, :, tile].transpose(-1, -2).repeat_interleave(q_heads // kv_heads, 1)
             rounded = _round_tile(ds * factor, formats.ds, formats.scales, block_m, -1, dtype)
             product = per_group(rounded, kv_heads) @ key_operand[:, :, tile].unsqueeze(2)
             query_gradient[:, :, chunk] += product.flatten(1, 2)
 
-    # What is not finite in dO, times a P of 0 or in a scale, is not 0.
+    # Non-finite elements of dO, times a P of 0 or by way of a scale, give NaN where 0 is due.
     for gradient in (key_gradient, value_gradient):
         gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
     if recipe.rotate:
@@ -354,12 +355,12 @@ def _backward(
     )
 
 
-def _operand(
+def _product_operand(
     codes: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q or K as a product with dS takes it, and what dS is multiplied by for it before it is rounded.
+    """Return (Q or K as multiplied by dS, the factor of dS before it is rounded).
 
-    In 8 bit those are the codes and their scales, which lie along the sum and so cannot be taken out of it.
+    In 8 bits these are the codes and their scales, which vary along the sum and cannot be factored out of it.
     """
     if kind == "16bit":
         return (codes * scale).to(dtype).to(codes.dtype), torch.ones_like(scale)
@@ -367,35 +368,35 @@ def _operand(
 
 
 def _round_blocks(x: torch.Tensor, kind: str, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """x (batch, heads, rows, channels) after rounding; in 8 bit, that many tokens share a scale."""
-    return _rounded(x.unflatten(-2, (-1, tokens)).flatten(-2), kind, dtype).view_as(x)
+    """Round x (batch, heads, rows, channels); in 8 bits, `tokens` tokens share a scale."""
+    return _round(x.unflatten(-2, (-1, tokens)).flatten(-2), kind, dtype).view_as(x)
 
 
 def _round_tile(x: torch.Tensor, kind: str, scales: str, block_m: int, summed: int, dtype: torch.dtype) -> torch.Tensor:
-    """P or dS of a tile of keys (batch, q_heads, rows, block_n) after rounding, for a sum over its dimension `summed`.
+    """Round P or dS of a tile of keys (batch, q_heads, rows, block_n) for a sum over its dimension `summed`.
 
-    In 8 bit what shares a scale lies within block_m rows: along the sum, or all of it.
+    In 8 bits a scale is shared along the sum, or by the whole tile; a tile has block_m rows.
     """
     if kind == "16bit":
-        return _rounded(x, kind, dtype)
+        return _round(x, kind, dtype)
     tiles = x.unflatten(-2, (-1, block_m))
     if scales == "tile":
-        return _rounded(tiles.flatten(-2), kind, dtype).view_as(x)
+        return _round(tiles.flatten(-2), kind, dtype).view_as(x)
     if summed == -1:
-        return _rounded(x, kind, dtype)
-    return _rounded(tiles.transpose(-1, -2), kind, dtype).transpose(-1, -2).flatten(-3, -2)
+        return _round(x, kind, dtype)
+    return _round(tiles.transpose(-1, -2), kind, dtype).transpose(-1, -2).flatten(-3, -2)
 
 
-def _rounded(x: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """x (..., groups, elements) after rounding to `dtype` ("16bit"), INT8 or e4m3, these with a scale per group."""
+def _round(x: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Round x (..., groups, elements) to `dtype` ("16bit"), or to INT8 or e4m3 with a scale per group."""
     if kind == "16bit":
         return x.to(dtype).to(x.dtype)
     codes, scale = int8.quantize(x, 1) if kind == "int8" else fp8.quantize(x, -1)
     return codes.to(x.dtype) * scale
 
 
-def _summed(weights: torch.Tensor, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """weightsᵀ·x, summed over the query heads of each group too.
+def _transposed_product(weights: torch.Tensor, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return weightsᵀ·x, summed over the query heads of each group too.
 
     Args:
         weights, x: (batch, q_heads, rows, keys), (batch, q_heads, rows, channels).
@@ -408,5 +409,5 @@ def _summed(weights: torch.Tensor, x: torch.Tensor, kv_heads: int) -> torch.Tens
 
 
 def _tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (batch, heads, tokens, channels) in another dtype, laid out as (batch, tokens, heads, channels)."""
+    """Return x (batch, heads, tokens, channels) in another dtype, laid out as (batch, tokens, heads, channels)."""
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -28,7 +28,7 @@ CHANNEL_GROUP = nvfp4.GROUP  # head_dim is padded to a multiple of it
 
 @dataclass(frozen=True)
 class Operands:
-    """Quantised Q, K, V as float32 values, with what undoes the transforms.
+    """Quantised Q, K and V as float32 values, and the means that undo the transforms.
 
     Attributes:
         query, key: (batch, heads, tokens, d) element values; multiply a score by query_scale · key_scaleᵀ.
@@ -36,7 +36,7 @@ class Operands:
         value: (batch, kv_heads, tokens, v_head_dim) element values; multiply the output by value_scale.
         value_scale: (batch, kv_heads, 1, v_head_dim or 1).
         query_mean, smooth_key: with smoothing of Q, (batch, q_heads, blocks, head_dim) and the unquantised
-            (batch, kv_heads, tokens, head_dim), whose product is added to the scores.
+            (batch, kv_heads, tokens, head_dim), whose product must be added to the scores.
         key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
     """
 
@@ -53,9 +53,9 @@ class Operands:
 
 
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None when there is no mask.
+    """Return the keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None without a mask.
 
-    Those are the keys that some query may attend to. An additive mask of -10,000 and less, as padding often has,
+    These are the keys that some query may attend to. An additive mask of -10,000 and less, as padding often has,
     forbids a key to all queries as -inf does, provided that each of them has another key left.
 
     Args:
@@ -78,12 +78,12 @@ def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
 def quantize_operands(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, valid: torch.Tensor | None = None
 ) -> Operands:
-    """Transform and quantise Q, K, V.
+    """Transform and quantise Q, K and V.
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe.
-        valid: see `valid_keys`. Other keys become zeros: they influence no mean and no scale.
+        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale.
     """
     query, key, value = query.float(), key.float(), value.float()
     if valid is not None:
@@ -136,7 +136,7 @@ def attention(
     scale: float | None = None,
     block_n: int = BLOCK_N,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low-bit attention (arXiv 2505.11594, algorithm 1, and its INT8 relatives).
+    """Compute attention in a low-bit recipe (arXiv 2505.11594, algorithm 1, and its INT8 relatives).
 
     Args:
         query: (batch, q_heads, q_len, head_dim), any floating dtype, any strides.
@@ -186,7 +186,7 @@ def attention(
 
 
 def nothing_attended(query: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention`'s output and lse where no row may attend to anything: 0 and -inf."""
+    """Return `attention`'s output and lse where no row may attend to anything: 0 and -inf."""
     batch, q_heads, q_len, _ = query.shape
     output = query.new_zeros(batch, q_len, q_heads, v_head_dim, dtype=dtype).transpose(1, 2)
     return output, query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
@@ -204,16 +204,16 @@ def attend(
     scale: float,
     block_n: int = BLOCK_N,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` of operands that are quantised already.
+    """Compute `attention` of quantised operands.
 
     Args:
-        operands: of `quantize_operands`.
+        operands: the result of `quantize_operands`.
         kv_len: keys that exist; operands hold padding beyond them.
-        dtype: of the output.
-        mask: 4-D; see `attention` for it and the rest.
+        dtype: dtype of the output.
+        mask: 4-D; otherwise as in `attention`, like the arguments below.
 
     Returns:
-        (output, lse) as `attention` does, but lse of the scores against K without its mean.
+        (output, lse) as in `attention`, but lse is that of the scores against K without its mean.
     """
     batch, q_heads, q_len, _ = operands.query.shape
     output, lse = nothing_attended(operands.query, operands.value.shape[-1], dtype)
@@ -225,7 +225,7 @@ def attend(
         attended, lse[:, :, chunk] = _attend(
             operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n
         )
-        # A rounded V can exceed the largest of the unrounded ones, and so its dtype.
+        # A rounded V can exceed every unrounded one, and so the range of its dtype.
         output[:, :, chunk] = attended.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return output, lse
 
@@ -241,7 +241,7 @@ def _attend(
     scale: float,
     block_n: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (float32) and lse of the query rows in `chunk`, whose start is a multiple of BLOCK_M."""
+    """Return the output (float32) and lse of the rows in `chunk`, whose start is a multiple of BLOCK_M."""
     kv_heads = operands.key.shape[1]
     query = per_group(operands.query[:, :, chunk], kv_heads)
     query_scale = operands.query_scale[:, :, chunk] * scale
@@ -253,7 +253,7 @@ def _attend(
     last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
     for column in range(0, last_column, block_n):
         tile = slice(column, column + block_n)
-        scores = scores_of(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
+        scores = tile_scores(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
         if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
             smooth_key = operands.smooth_key[:, :, tile].unsqueeze(2).transpose(-1, -2)
@@ -285,14 +285,14 @@ def _attend(
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
 
 
-def scores_of(
+def tile_scores(
     query: torch.Tensor, query_scale: torch.Tensor, key: torch.Tensor, key_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Scores of some rows and some keys: (batch, q_heads, rows, keys).
+    """Return the scores of a tile: (batch, q_heads, rows, keys).
 
     Args:
         query: (batch, kv_heads, q_heads / kv_heads, rows, d) element values.
-        query_scale: (batch, q_heads, rows, 1), with the softmax scale in it.
+        query_scale: (batch, q_heads, rows, 1), times the softmax scale.
         key, key_scale: (batch, kv_heads, keys, d) element values, (batch, kv_heads, keys, 1).
     """
     scores = (query @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
@@ -300,12 +300,12 @@ def scores_of(
 
 
 def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """(batch, q_heads, ...) -> (batch, kv_heads, q_heads / kv_heads, ...)."""
+    """View (batch, q_heads, ...) as (batch, kv_heads, q_heads / kv_heads, ...)."""
     return x.unflatten(1, (kv_heads, -1))
 
 
 def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of Q or K after NVFP4, and 1 for each token, because scales are in the values."""
+    """Return the dequantised values of Q or K in NVFP4, and 1 as the scale of each token."""
     tokens = x.shape[-2]
     blocks = F.pad(x, (0, 0, 0, -tokens % BLOCK_M)).unflatten(-2, (-1, BLOCK_M))
     values = nvfp4.quantize_dequantize(blocks, recipe.scale_steps, _tensor_scale(blocks, recipe))
@@ -313,7 +313,7 @@ def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torc
 
 
 def _quantize_value(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Element values of V and the scale of each channel, which the output is multiplied by."""
+    """Return the element values of V and the scale of each channel, the factor of the output."""
     if recipe.pv == "fp8":
         codes, scale = fp8.quantize_value(value)
         return codes.float(), scale
@@ -334,7 +334,7 @@ def _tensor_scale(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def _quantize_p(p: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """P (float32, in [0, P_SCALE]) after quantising and dequantising."""
+    """Quantise and dequantise P (float32, in [0, P_SCALE])."""
     if recipe.pv == "fp8":
         return fp8.round_to_e4m3(p).float()
     if recipe.pv == "int8":

@@ -1,4 +1,4 @@
-"""The reference in the registry: it serves every recipe on every device, slowly."""
+"""Registration of the reference, which serves every recipe on every device, slowly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SERVED_BY_FORWARD = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scal
 
 
 class ReferenceForward:
-    """`reference.forward`, and what its gradients need."""
+    """The forward pass of the reference, with and without gradients."""
 
     name = "reference"
     native = False
@@ -58,7 +58,7 @@ class ReferenceForward:
 
 
 class ReferenceBackward:
-    """`reference.backward`."""
+    """The backward pass of the reference."""
 
     name = "reference_backward"
     native = False

@@ -1,1 +1,1 @@
-"""Tools of the tests: compiling ahead of time, and reading machine code."""
+"""Tools for tests: compilation ahead of time, and machine code."""

@@ -1,4 +1,4 @@
-"""Compiling recorded launches ahead of time, for any architecture and without a GPU, and reading their machine code."""
+"""Ahead-of-time compilation of recorded launches, for any architecture and without a GPU, and their machine code."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instructions of a kernel or of one of its loops, counted by opcode without modifiers."""
+    """Instruction counts of a kernel or of one of its loops, by opcode without modifiers."""
 
     counts: Counter[str]
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """Return the number of instructions."""
         return self.counts.total()
 
     @property
     def matrix_opcodes(self) -> frozenset[str]:
-        """The matrix instructions among them, such as IMMA or HGMMA."""
+        """Return the opcodes of matrix instructions, such as IMMA or HGMMA."""
         return frozenset(opcode for opcode in self.counts if MATRIX_INSTRUCTION.match(opcode))
 
     @property
     def matrix_products(self) -> int:
-        """How many of them are matrix instructions."""
+        """Return the number of matrix instructions."""
         return sum(self.counts[opcode] for opcode in self.matrix_opcodes)
 
     @property
     def spills(self) -> int:
-        """How many of them move registers to local memory or back."""
+        """Return the number of instructions that move registers to local memory or back."""
         return sum(self.counts[opcode] for opcode in SPILLS)
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a kernel's machine code consists of.
+    """A kernel's instructions and resources.
 
     Attributes:
-        instructions: all of them.
-        loops: those of each loop, inner loops included, in the order of the loops' ends.
-        registers: per thread.
-        stack_bytes: per thread.
+        instructions: counts of the whole kernel.
+        loops: counts of each loop, inner loops included, in the order of the loops' ends.
+        registers: registers per thread.
+        stack_bytes: bytes of stack per thread.
     """
 
     instructions: Instructions
@@ -69,7 +69,7 @@ class MachineCode:
 
     @property
     def main_loop(self) -> Instructions:
-        """The shortest of the loops with the most matrix instructions.
+        """Return the shortest of the loops with the most matrix instructions.
 
         Raises:
             ValueError: no loop has any.
@@ -79,7 +79,7 @@ class MachineCode:
 
     @property
     def lean_loop(self) -> Instructions:
-        """The shortest of the loops with matrix instructions: without the masks of tiles at an edge.
+        """Return the shortest of the loops with matrix instructions: the one that masks nothing.
 
         Raises:
             ValueError: no loop has any.
@@ -88,7 +88,7 @@ class MachineCode:
 
 
 class _CompileOnlyDriver:
-    """What compiling asks of a Triton driver: the architecture, and a device, which keys the JIT's cache."""
+    """A Triton driver that only compiles: it names the architecture, and a device, the key of the JIT's cache."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
@@ -104,9 +104,9 @@ class _CompileOnlyDriver:
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
-    """What Triton compiles when `launch` runs on a GPU of that capability, specialised to the same arguments.
+    """Compile `launch` as on a GPU of that capability, specialised to the same arguments.
 
-    Not for concurrent use with launches: Triton's driver is another one meanwhile.
+    Not to be used while other threads launch kernels: it replaces Triton's driver meanwhile.
     """
     state = dict(vars(driver))
     driver.set_active(_CompileOnlyDriver(capability))
@@ -140,7 +140,7 @@ def machine_code(cubin: bytes) -> MachineCode:
             if opcode == "EXIT" and not predicate:
                 after_exit = len(opcodes)
             target = _TARGET.search(operands) if opcode == "BRA" else None
-            # Code behind the exit returns from detours of divergent warps: a way back, but no loop.
+            # Branches back from behind the exit rejoin divergent warps: they are no loops.
             if target and labels.get(target[0], -1) >= after_exit:
                 loops.append(Instructions(Counter(opcodes[labels[target[0]] :])))
     return MachineCode(Instructions(Counter(opcodes)), tuple(loops), int(resources[1]), int(resources[2]))

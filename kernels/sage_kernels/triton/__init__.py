@@ -1,1 +1,1 @@
-"""Portable GPU kernels in Triton. `registration` says what there is; nothing is imported here."""
+"""Portable GPU kernels in Triton. `registration` lists them; nothing is imported here."""

@@ -1,7 +1,8 @@
-"""dK and dV: a program holds keys, and walks over the queries that see them.
+"""The kernel of dK and dV: a program holds keys, and walks over the queries that see them.
 
-It computes Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ are where the left operands of the next products have to be: in its registers.
-What a key that does not exist would do stays in the row of dK and dV that is its own; only causality needs a mask.
+It computes Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ are already in registers, where the left operands of the next products belong.
+A key that does not exist changes only its own rows of dK and dV, which are zeroed at the end; so tiles need no mask but
+the causal one.
 """
 
 import triton
@@ -13,7 +14,7 @@ from ..language.scores import LOG2E
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import load_key, load_key_scale, load_value, opaque
 from ..language.weights import weights_of_keys
-from .byte_rows import FULL, byte_rows, largest
+from .int8_rows import CODE_MAX, max_magnitude, quantize_rows
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def add_queries(
     gradient_scale,
     lse,
     delta,
-    of_head,
+    head_index,
     q_first,
     q_operand_start,
     q_rows,
@@ -46,36 +47,37 @@ def add_queries(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """(dk, dv) with what a tile of queries adds; the tile of scores is (BLOCK_N keys, BLOCK_M queries)."""
+    """Return (dk, dv) after adding one tile of queries; its scores are (BLOCK_N keys, BLOCK_M queries)."""
     first = q_first + tile * BLOCK_M
-    row = first + tl.arange(0, BLOCK_M)
+    q_row = first + tl.arange(0, BLOCK_M)
     s = tl.dot(k, load_key(query, first, BLOCK_M, CHANNELS, TMA).T)
     do = load_key(gradient, first, BLOCK_M, V_CHANNELS, TMA)
     dp = tl.dot(v, do.T)
-    q_scale = tl.load(query_scale + row)
-    p = weights_of_keys(s, k_scale, q_scale, tl.load(lse + row))
+    q_scale = tl.load(query_scale + q_row)
+    p = weights_of_keys(s, k_scale, q_scale, tl.load(lse + q_row))
     if MASKED:
         column = first_key + tl.arange(0, BLOCK_N)
         allowed = column[:, None] <= (tile * BLOCK_M + tl.arange(0, BLOCK_M) + causal_offset)[None, :]
         p = tl.where(allowed, p, 0.0)
-    row_delta = tl.load(delta + row)
-    if INT8:  # dS times Q's scales, which lie along the sum
+    row_delta = tl.load(delta + q_row)
+    if INT8:  # dS takes Q's scales, which vary along the sum and cannot be factored out of it
         dp *= q_scale[None, :]
         row_delta *= q_scale
     ds = p * (dp - row_delta[None, :])
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
     if INT8:
-        p_max, ds_max = largest(p, 1), largest(ds, 1)
-        p_codes, ds_codes = byte_rows(p, p_max), byte_rows(ds, ds_max)
+        p_max, ds_max = max_magnitude(p, 1), max_magnitude(ds, 1)
+        p_codes, ds_codes = quantize_rows(p, p_max), quantize_rows(ds, ds_max)
         position = q_operand_start + tile * BLOCK_M
-        do_codes = load_value(gradient_codes, of_head, position, q_rows, BLOCK_M, V_CHANNELS, True, TMA)
-        p_max *= tl.load(gradient_scale + first // 64) * (1.0 / FULL)
+        do_codes = load_value(gradient_codes, head_index, position, q_rows, BLOCK_M, V_CHANNELS, True, TMA)
+        p_max *= tl.load(gradient_scale + first // 64) * (1.0 / CODE_MAX)
         dv += tl.dot(p_codes, do_codes).to(tl.float32) * p_max[:, None]
-        q_codes = load_value(query_operand, of_head, position, q_rows, BLOCK_M, CHANNELS, True, TMA)
-        dk += tl.dot(ds_codes, q_codes).to(tl.float32) * (ds_max * (1.0 / FULL))[:, None]
+        q_codes = load_value(query_operand, head_index, position, q_rows, BLOCK_M, CHANNELS, True, TMA)
+        dk += tl.dot(ds_codes, q_codes).to(tl.float32) * (ds_max * (1.0 / CODE_MAX))[:, None]
     else:
-        # Both operands before either product: a matrix instruction under way forbids writing another's registers.
+        # Make both operands before either product: registers of a later operand cannot be written while a matrix
+        # instruction is in flight.
         p, ds = p.to(do.dtype), ds.to(do.dtype)
         q = load_key(query_operand, first, BLOCK_M, CHANNELS, TMA)
         dv = tl.dot(p, do, dv)
@@ -84,8 +86,8 @@ def add_queries(
 
 
 @triton.jit
-def keys_of(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
-    """Of keys `first_key`…: (index in the sequence, token of the caller's tensors, inside the sequence, exists)."""
+def locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
+    """Return (index, token in the caller's tensors, whether inside the sequence, whether it exists) of BLOCK_N keys."""
     column = first_key + tl.arange(0, BLOCK_N)
     exists = key_exists(column, kv_len, valid, PADDED)
     return column, (kv_start + column).to(tl.int64), column < kv_len, exists
@@ -144,7 +146,7 @@ def int8_backward_key(
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group."""
+    """Compute dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group."""
     block = tl.program_id(0)
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     kv_heads = tl.num_programs(1)
@@ -153,12 +155,12 @@ def int8_backward_key(
     first_key = block * BLOCK_N
     if first_key < kv_len:
         kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED) + first_key
-        row = kv_first + tl.arange(0, BLOCK_N)
+        k_row = kv_first + tl.arange(0, BLOCK_N)
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
-        k = tl.load(key + row[:, None] * CHANNELS + channel[None, :])
+        k = tl.load(key + k_row[:, None] * CHANNELS + channel[None, :])
         if PADDED:
             valid += batch * valid_stride
-        _column, token, _inside, exists = keys_of(first_key, kv_start, kv_len, valid, BLOCK_N, PADDED)
+        _column, token, _inside, exists = locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N, PADDED)
         at = value + batch * v_stride_batch + kv_head * v_stride_head + token[:, None] * v_stride_token
         at += v_channel.to(tl.int64)[None, :] * v_stride_channel
         v = tl.load(at, mask=exists[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
@@ -178,22 +180,22 @@ def int8_backward_key(
         for member in range(group):
             head = kv_head * group + member
             q_first = operand_row(batch, head, kv_heads * group, q_rows, q_operand_start, PACKED)
-            of_head = operand_row(batch, head, kv_heads * group, 1, 0, PACKED)
+            head_index = operand_row(batch, head, kv_heads * group, 1, 0, PACKED)
             if CAUSAL:
                 for tile in range(begin, full_begin):
                     dk, dv = add_queries(
                         k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                        gradient_scale, lse, delta, of_head, q_first, q_operand_start, q_rows, tile, causal_offset,
+                        gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                     )  # fmt: skip
             for tile in range(full_begin, end):
                 dk, dv = add_queries(
                     k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                    gradient_scale, lse, delta, of_head, q_first, q_operand_start, q_rows, tile, causal_offset,
+                    gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                 )  # fmt: skip
 
-        column, token, inside, attended = keys_of(opaque(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
+        column, token, inside, attended = locate_keys(opaque(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token

@@ -1,4 +1,4 @@
-"""dQ: a program holds queries, and walks over the keys that they see."""
+"""The kernel of dQ: a program holds queries, and walks over the keys that they see."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from ..language.scores import LOG2E
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
 from ..language.weights import weights_of_queries
-from .byte_rows import FULL, codes_per_unit, largest
+from .int8_rows import CODE_MAX, codes_per_unit, max_magnitude
 
 
 @triton.jit
@@ -21,13 +21,13 @@ def add_keys(
     row_lse,
     row_delta,
     dq,
-    query,
+    row,
     key,
     key_scale,
     key_operand,
     value,
     valid,
-    of_head,
+    head_index,
     kv_first,
     kv_operand_start,
     kv_rows,
@@ -44,7 +44,7 @@ def add_keys(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dq with what a tile of keys adds; `query` are the rows' indices."""
+    """Return dq after adding one tile of keys; `row` are the queries' indices in their sequence."""
     KEY_BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
     SHAPE: tl.constexpr = (BLOCK_M, KEY_BLOCKS, BLOCK_N // 8 // KEY_BLOCKS, 4, 2)
     first = kv_first + tile * BLOCK_N
@@ -56,17 +56,19 @@ def add_keys(
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         allowed = key_exists(column, kv_len, valid, PADDED)[None, :]
         if CAUSAL:
-            allowed = allowed & (column[None, :] <= query[:, None] + causal_offset)
+            allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         ds = tl.where(allowed, ds, 0.0)
     if INT8:
-        # dS times K's scales, which lie along the sum: one a thread and 64 keys.
+        # dS takes K's scales, which vary along the sum and cannot be factored out of it: one per thread and 64 keys.
         by_thread = tl.reshape(ds, SHAPE)
-        of_thread = largest(largest(by_thread, 4), 2) * k_scale[None, :, :]
-        ds_max = largest(largest(of_thread, 2), 1)
+        thread_max = max_magnitude(max_magnitude(by_thread, 4), 2) * k_scale[None, :, :]
+        ds_max = max_magnitude(max_magnitude(thread_max, 2), 1)
         factor = codes_per_unit(ds_max)[:, None, None] * k_scale[None, :, :]
         codes = round_to_byte(as_operand(tl.reshape(by_thread * factor[:, :, None, :, None], (BLOCK_M, BLOCK_N))))
-        k = load_value(key_operand, of_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, CHANNELS, True, TMA)
-        return dq + tl.dot(codes, k).to(tl.float32) * (ds_max * (1.0 / FULL))[:, None]
+        k = load_value(
+            key_operand, head_index, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, CHANNELS, True, TMA
+        )
+        return dq + tl.dot(codes, k).to(tl.float32) * (ds_max * (1.0 / CODE_MAX))[:, None]
     else:
         return tl.dot(ds.to(do.dtype), load_key(key_operand, first, BLOCK_N, CHANNELS, TMA), dq)
 
@@ -117,8 +119,8 @@ def int8_backward_query(
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dQ of BLOCK_M rows of one (batch, q head)."""
-    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    """Compute dQ of BLOCK_M rows of one (batch, q head)."""
+    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)
@@ -126,48 +128,45 @@ def int8_backward_query(
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     if block * BLOCK_M < q_len:
-        row = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
-        row += block * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_row = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
+        q_row += block * BLOCK_M + tl.arange(0, BLOCK_M)
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
-        q = tl.load(query + row[:, None] * CHANNELS + channel[None, :])
-        q_scale = tl.load(query_scale + row) * (softmax_scale * LOG2E)
-        row_lse, row_delta = tl.load(lse + row), tl.load(delta + row)
-        index = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        token = (q_start + index).to(tl.int64)
-        has_key = (index < q_len) & (row_lse < float("inf"))
+        q = tl.load(query + q_row[:, None] * CHANNELS + channel[None, :])
+        q_scale = tl.load(query_scale + q_row) * (softmax_scale * LOG2E)
+        row_lse, row_delta = tl.load(lse + q_row), tl.load(delta + q_row)
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        token = (q_start + row).to(tl.int64)
+        has_key = (row < q_len) & (row_lse < float("inf"))
         at = gradient + batch * gradient_stride_batch + head * gradient_stride_head
         at += token[:, None] * gradient_stride_token + v_channel.to(tl.int64)[None, :] * gradient_stride_channel
         do = tl.load(at, mask=has_key[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
         kv_first = operand_row(batch, head // group, kv_heads, kv_rows, kv_operand_start, PACKED)
-        of_head = operand_row(batch, head // group, kv_heads, 1, 0, PACKED)
+        head_index = operand_row(batch, head // group, kv_heads, 1, 0, PACKED)
         if PADDED:
             valid += batch * valid_stride
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
-        # Tiles begin…full_begin - 1 and full_end… need a mask, those between need none.
-        begin, full_begin, full_end, columns = key_tiles(spans, batch, spans_stride, kv_len, BLOCK_N, PADDED)
-        if CAUSAL:
-            columns = tl.minimum(columns, (block + 1) * BLOCK_M + causal_offset)
-            full_end = tl.minimum(full_end, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
-        full_end = tl.maximum(full_begin, full_end)
+        begin, full_begin, full_end, columns = key_tiles(
+            spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
+        )
         before = full_begin - begin
         for tile in range(full_begin, full_end):
             dq = add_keys(
-                q, q_scale, do, row_lse, row_delta, dq, index, key, key_scale, key_operand, value, valid, of_head,
+                q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
                 kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
                 BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
             )  # fmt: skip
-        for masked in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
-            tile = masked + tl.where(masked < before, begin, full_end - before)
+        for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
+            tile = index + tl.where(index < before, begin, full_end - before)
             dq = add_keys(
-                q, q_scale, do, row_lse, row_delta, dq, index, key, key_scale, key_operand, value, valid, of_head,
+                q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
                 kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
                 BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
             )  # fmt: skip
 
-        index = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
-        token = (q_start + index).to(tl.int64)
+        row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+        token = (q_start + row).to(tl.int64)
         into = query_gradient + batch * stride_batch + head * stride_head + token[:, None] * stride_token
         into += channel[None, :] * stride_channel
-        inside = (index < q_len)[:, None] & (channel < head_dim)[None, :]
+        inside = (row < q_len)[:, None] & (channel < head_dim)[None, :]
         tl.store(into, (dq * softmax_scale).to(query_gradient.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Tile, warps and pipeline stages of each kernel on each architecture, with the reason."""
+"""Tile, warps and pipeline stages of each kernel on each architecture. Measurements: docs/performance.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiproce
 
 @dataclass(frozen=True)
 class Config:
-    """block_m query rows and block_n keys a tile; num_warps warps a program; num_stages tiles of K and V in flight."""
+    """Launch configuration of a kernel.
+
+    Attributes:
+        block_m, block_n: rows and keys a tile.
+        num_warps: warps a program.
+        num_stages: tiles of K and V in flight.
+        maxnreg: cap of registers a thread; None: the compiler's choice.
+    """
 
     block_m: int
     block_n: int
@@ -20,7 +27,7 @@ class Config:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What `launch` gets of it."""
+        """Return the arguments and options that `launch` takes."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -31,14 +38,12 @@ class Config:
 
 
 def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, masked: bool) -> Config:
-    """Of `int8_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
+    """Return the configuration of `int8_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
 
-    Hopper, measured on an H200 (TFLOP/s of the kernel at 64 heads × 16,384 tokens): several small programs a
-    multiprocessor hide each other's softmax, so the registers are capped for three of them (head_dim 128: 853 with 168
-    registers, 770 without a cap, 628 with 128×128 tiles) or four (head_dim 64: 613 with 128 registers, 589 with 168).
-    float16 P·V needs more registers, and at head_dim 128 half the keys (8,192 tokens: 671, with 128 keys 648; head_dim
-    64: 496, with 128 registers 465). Elsewhere the tile is the largest whose main loop compiles without spills; masks
-    and head_dim 256 need registers of their own.
+    On Hopper several small programs a multiprocessor hide each other's softmax, so registers are capped for three of
+    them at head_dim 128 (853 TFLOP/s, 770 without a cap) or four at head_dim 64 (613, with 168 registers 589). float16
+    P·V needs more registers, and at head_dim 128 half the keys (671, with 128 keys 648). Elsewhere the tile is the
+    largest whose main loop compiles without spills; masks and head_dim 256 need more registers.
     """
     if head_dim > 128:
         return Config(64, 64, 8, 2)
@@ -54,12 +59,12 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, mas
 
 
 def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> Config:
-    """Of `nvfp4_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
+    """Return the configuration of `nvfp4_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
 
-    No FP4 card was at hand, so the reasons are in the machine code. Native: tiles of 128×128 with 8 warps are the only
-    ones whose loop ptxas compiles without spills on sm_120; 3 stages, because with 2 the next tile is asked for when
-    this one is done. Emulated: a program holds decoded K and V as well, so tiles have 64 keys, and 64 rows where there
-    is no wgmma; 8 warps spill nowhere up to head_dim 128.
+    Chosen by machine code, not measured. Native: 128×128 tiles with 8 warps are the only ones whose loop does not spill
+    on sm_120; with 2 stages the next tile would be loaded only when this one is done. Emulated: a program also holds
+    decoded K and V, so tiles have 64 keys, and 64 rows where there is no wgmma; 8 warps spill nowhere up to head_dim
+    128.
     """
     if head_dim > 128:
         return Config(64, 64, 8, 1)
@@ -69,15 +74,13 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
 
 
 def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
-    """Of `int8_backward_key`; head_dim as above, `int8` says that P and dS are INT8.
+    """Return the configuration of `int8_backward_key`; head_dim as above, `int8`: P and dS are INT8.
 
-    Two float32 gradients of block_n keys stay in registers, and what is loaded for each tile shrinks with block_n. On
-    Hopper that is 64 keys for the 128 threads of a matrix instruction: larger programs step through their tiles
-    together, smaller ones overlap (on an H200, 64 heads × 8,192 tokens: 5.98 ms with 64 keys, 7.02 with 128; at
-    head_dim 64, 3.68 ms with 128 queries a tile, 3.95 with 64). Elsewhere the tile is the one with the fewest
-    instructions whose loop does not spill; at head_dim 128 in INT8 it spills 3 %, and all that do not spill have 27 %
-    more instructions. Two programs of 4 warps fit the shared memory of compute capability 8.0 alone. On 10.x the
-    gradients lie in tensor memory.
+    Two float32 gradients of block_n keys stay in registers. On Hopper that is 64 keys for the 128 threads of a matrix
+    instruction: smaller programs overlap (5.98 ms with 64 keys, 7.02 with 128; at head_dim 64, 3.68 ms with 128 queries
+    a tile, 3.95 with 64). Elsewhere the tile is the one with the fewest instructions whose loop does not spill; at
+    head_dim 128 in INT8 3 % of them spill, and tiles without spills take 27 % more instructions. Only compute
+    capability 8.0 has shared memory for two programs of 4 warps. On 10.x the gradients lie in tensor memory.
     """
     if head_dim > 128:
         small = capability in LITTLE_SHARED_MEMORY or (capability[0] == 10 and not int8)
@@ -90,11 +93,10 @@ def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: b
 
 
 def int8_backward_query_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
-    """Of `int8_backward_query`; arguments as above.
+    """Return the configuration of `int8_backward_query`; arguments as above.
 
-    On Hopper as for keys, with registers for three programs, or four at head_dim 64 (64 heads × 8,192 tokens: 4.89 ms
-    with 168 registers, 5.08 without a cap; 2.64 with 128, 2.70 without). Elsewhere 128 rows, so that each tile of K and
-    V serves many; none of these loops spills.
+    On Hopper registers are capped for three programs a multiprocessor (4.89 ms, 5.08 without a cap), or four at
+    head_dim 64 (2.64 ms, 2.70 without). Elsewhere 128 rows share each tile of K and V; none of these loops spills.
     """
     if head_dim > 128:
         return Config(64, 32 if capability in LITTLE_SHARED_MEMORY else 64, 8, 2)

@@ -1,4 +1,4 @@
-"""What smoothing Q takes from the scores: each block's mean of Q times K, where `nvfp4_forward` starts its sums."""
+"""Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ def delta_scores(
     first_block: int,
     delta: torch.Tensor,
 ) -> None:
-    """Write what smoothing took from the scores of some blocks of rows of some sequences, from the first ones given on.
+    """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
-        delta: float32 (sequences, q_heads, blocks, keys), written: the block's mean · (K - its mean), divided by the
-            tensor scales of Q and K, keys in the order of the operands' rows: what the accumulators start from.
+        operands, call, tiles: as in `nvfp4_forward.forward`; the operands have a query_mean.
+        first_sequence, first_block: where the ranges begin.
+        delta: float32 (sequences, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided by the
+            tensor scales of Q and K; the accumulators of a tile start from it. Keys are in the order of the operand.
     """
     assert operands.query_mean is not None
     key, (q_sequences, kv_sequences) = call.key, call.token_axes
@@ -108,7 +110,7 @@ def delta_scores_of_means(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """16 blocks of rows and BLOCK_N keys of one (batch, q head)."""
+    """Compute the scores of 16 blocks' means and BLOCK_N keys of one (batch, q head)."""
     first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
     batch, head = first_sequence + (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     kv_head, kv_heads = head // group, q_heads // group
@@ -121,19 +123,19 @@ def delta_scores_of_means(
     mean = tl.load(query_mean + row[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0)
     factor = tl.load(query_tensor_scale + row, mask=inside, other=1.0)
     if first_column < kv_len:
-        # Row p of each 32 of the operand holds this key.
-        p = tl.arange(0, BLOCK_N)
-        token = first_column + p // 32 * 32 + p % 32 // 8 * 2 + p % 8 // 2 * 8 + p % 2
+        # The operand holds this token at this position.
+        position = tl.arange(0, BLOCK_N)
+        token = first_column + position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
         if HAS_VALID:
             valid += batch * valid_stride
         key += batch * stride_batch + kv_head * stride_head
         k, counts = load_tokens(
             key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
         )
-        of_head = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
-        k = tl.where(counts[:, None], k - tl.load(of_head, mask=channel < key_mean_channels, other=0.0)[None, :], 0.0)
+        k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
+        k = tl.where(counts[:, None], k - tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)[None, :], 0.0)
         scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
         k_block = operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
         scores = scores / factor[:, None] / tl.load(key_tensor_scale + k_block + first_column // BLOCK_ROWS)
-        into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + p[None, :]
+        into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + position[None, :]
         tl.store(into, scores, mask=inside[:, None])

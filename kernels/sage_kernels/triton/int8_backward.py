@@ -1,9 +1,9 @@
-"""The backward pass of recipes with gradients: S from INT8 again, then dV, dK and dQ (`reference.backward`).
+"""Backward pass of the recipes with gradients: recompute S from INT8, then dV, dK and dQ (`reference.backward`).
 
 Two kernels see the same tiles of scores: `backward_keys` holds keys and walks over queries, for dK and dV;
 `backward_queries` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
-without atomics. They run one after the other, and so do the passes that write what their loops read: there are never
-more than two such tensors of 16 bit at a time.
+without atomics. The kernels run one after the other, each behind the pass that prepares its operands: there are never
+more than two 16-bit copies of the caller's tensors at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def backward(call: BackwardCall, capability: tuple[int, int]) -> tuple[torch.Ten
     """Return the gradients of Q, K and V of a call whose P and dS are both in 16 bit or both in INT8."""
     gradients = call.new_gradients()
     if not call.is_empty:
-        # Kernels read them as they were made.
+        # Kernels assume contiguous operands.
         call = replace(call, saved=Saved(*(x.contiguous() for x in call.saved)))
         _run(BackwardLaunch.of(call, gradients), capability)
     return gradients

@@ -1,11 +1,10 @@
-"""The forward kernel of the INT8 recipes: Q·Kᵀ in INT8, P·V in float16 (`sage1`, `sage_bwd`), e4m3 (`sage2`) or INT8
-(`sage_bwd_int8`).
+"""Forward kernel of the INT8 recipes: Q·Kᵀ in INT8; P·V in float16, e4m3 or INT8.
 
-A tile of scores comes out of the matrix units as integers. A thread needs one scale of K for each 64 keys
-(`layout.thread_order`), so its maxima are taken of integers, and scaling is one multiplication of the maximum and part
-of the exponent's fused multiply-add. In 8 bit, P goes from the one product's registers into the other's: V's tokens lie
-in the order that takes (`operands.Int8Operands`). Each tile's P·V is then a sum of its own that is added in float32:
-the e4m3 matrix instructions of Hopper keep fewer bits than that, and INT8 has a scale per row and tile.
+A tile of scores leaves the matrix units as integers. A thread needs one scale of K per 64 keys (`layout.thread_order`),
+so it takes maxima of integers; scaling costs one multiplication of the maximum, and is part of the exponent's fused
+multiply-add. In 8 bits, P's registers are those of the scores: V's tokens lie in the order that this takes
+(`operands.Int8Operands`). An 8-bit P·V starts from zero in each tile and is added in float32: Hopper's e4m3 matrix
+instructions accumulate with fewer bits, and INT8 has a scale per row and tile.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..formats.weights import P_SCALE
 from ..language.int8 import round_to_byte
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
-from ..language.scores import LN2, LOG2E, base_2, store_clamped
+from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import as_operand, load_key, load_key_scale, load_value
 from ..layout import batch_strides, ceil_div, power_of_two
@@ -40,7 +39,7 @@ MARGIN = tl.constexpr(2.0**-22)
 
 
 def attend(call: Call, quantizer: Quantizer, capability: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (output, lse or None) of a call with Q and K in INT8; the GPU's capability chooses the tile."""
+    """Return (output, lse or None) of a call with Q and K in INT8; the GPU's capability determines the tile."""
     output, lse = call.new_outputs()
     if not call.is_empty:
         _quantize_and_attend(call.for_kernel(), quantizer, output, lse, capability)
@@ -86,15 +85,15 @@ def forward(
     """Attend to quantised operands.
 
     Args:
-        operands: of the call.
+        operands: those of the call.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
-        lse: float32 (batch, q_heads, tokens), written; or None. It is that of the scores against K without its mean
-            where the operands have no mean_score.
-        call: one `Call.for_kernel`.
+        lse: float32 (batch, q_heads, tokens), written; or None. Operands without a mean_score give that of the scores
+            against K without its mean.
+        call: a result of `Call.for_kernel`.
         capability: the GPU's.
-        tiles: what the mask says, or None without one.
-        padding: which keys exist; None: all. Not beside a mask.
+        tiles: the tiles that the mask leaves, or None without a mask.
+        padding: the keys that exist; None: all, or a mask.
     """
     q_sequences, kv_sequences = call.token_axes
     pv = PV_OF_DTYPE[operands.value.dtype]
@@ -165,8 +164,8 @@ def forward(
 
 
 @triton.jit
-def shift(PV: tl.constexpr):
-    """log2 of what P is multiplied by, so that it fills its format."""
+def p_scale_log2(PV: tl.constexpr):
+    """Return log2 of the factor that makes P fill its format."""
     if PV == "fp8":
         return P_SCALE_LOG2
     elif PV == "int8":
@@ -176,35 +175,37 @@ def shift(PV: tl.constexpr):
 
 
 @triton.jit
-def not_below(tile_max):
-    """What no score of a tile exceeds, however large scores round; one that did by 2⁻⁷ would wrap in `round_to_byte`.
+def upper_bound(tile_max):
+    """Return a bound of a tile's scores that holds after rounding in float32, and is tight within a few roundings.
 
-    It is as near to the maximum as float32 can tell such scores apart.
+    A score above it by 2⁻⁷ would wrap in `round_to_byte`.
     """
     return tile_max + tl.abs(tile_max) * MARGIN
 
 
 @triton.jit
 def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PV: tl.constexpr):
-    """One tile of the online softmax, of unmasked integer scores.
+    """Compute a tile of the online softmax from unmasked integer scores.
 
     Args:
         s: int32 (BLOCK_M, BLOCK_N).
-        scale: float32 (BLOCK_M, BLOCK_N / 64, 4), of each row and the keys of one thread, times log2(e).
-        row_max, row_sum: float32 (BLOCK_M,) and (BLOCK_M, 4), so far; sums are kept by thread.
-        PV: the product it is for.
+        scale: float32 (BLOCK_M, BLOCK_N / 64, 4), for each row and the keys of one thread, times log2(e).
+        row_max, row_sum: float32 (BLOCK_M,) and (BLOCK_M, 4), of the tiles before; each thread keeps its own sum.
+        PV: the format of P·V.
 
     Returns:
         (p, gain, decay, row_max, row_sum): p float32 (BLOCK_M, BLOCK_N), relative to the row's maximum so far, or for
-        INT8 to that of the tile, which is worth `gain` of the other; what was summed before is worth `decay` now.
+        INT8 to the tile's, which `gain` corrects. `decay` is the factor of the sums of the tiles before.
     """
     s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2))
     tile_max = tl.max(tl.max(tl.max(tl.max(s, 4), 2).to(tl.float32) * scale, 1), 1)
     new_max = tl.maximum(row_max, tile_max)
     decay = tl.exp2(row_max - new_max)
-    reference = not_below(tile_max) if PV == "int8" else new_max
+    reference = upper_bound(tile_max) if PV == "int8" else new_max
     gain = tl.exp2(reference - new_max)
-    p = tl.exp2(s.to(tl.float32) * scale[:, :, None, :, None] + (-reference + shift(PV))[:, None, None, None, None])
+    p = tl.exp2(
+        s.to(tl.float32) * scale[:, :, None, :, None] + (-reference + p_scale_log2(PV))[:, None, None, None, None]
+    )
     row_sum = row_sum * decay[:, None]
     tile_sum = tl.sum(tl.sum(tl.sum(p, 4), 2), 1)
     row_sum += tile_sum * gain[:, None] if PV == "int8" else tile_sum
@@ -213,32 +214,33 @@ def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def masked_softmax_tile(x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PV: tl.constexpr):
-    """`softmax_tile` of scaled scores x, -inf where masked."""
+    """Compute `softmax_tile` from scaled scores x, -inf where masked."""
     tile_max = tl.max(x, 1)
     new_max = tl.maximum(row_max, tile_max)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - finite_max)
     reference = finite_max
     if PV == "int8":
-        reference = not_below(tl.where(tile_max == float("-inf"), finite_max, tile_max))
+        reference = upper_bound(tl.where(tile_max == float("-inf"), finite_max, tile_max))
     gain = tl.exp2(reference - finite_max)
-    p = tl.exp2(x + (-reference + shift(PV))[:, None])
-    p_of_thread = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
+    p = tl.exp2(x + (-reference + p_scale_log2(PV))[:, None])
+    thread_p = tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 4, 2))
     row_sum = row_sum * decay[:, None]
-    tile_sum = tl.sum(tl.sum(p_of_thread, 3), 1)
+    tile_sum = tl.sum(tl.sum(thread_p, 3), 1)
     row_sum += tile_sum * gain[:, None] if PV == "int8" else tile_sum
     return p, gain, decay, new_max, row_sum
 
 
 @triton.jit
 def scale_scores(s, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return integer scores times their scales, which are those of `softmax_tile`."""
     s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2)).to(tl.float32)
     return tl.reshape(s * scale[:, :, None, :, None], (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
 def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
-    """acc · decay + P·V · gain."""
+    """Return acc · decay + P·V · gain."""
     if PV == "fp16":
         return tl.dot(p.to(tl.float16), v, acc * decay[:, None])
     elif PV == "fp8":
@@ -247,6 +249,63 @@ def weigh_values(p, gain, v, acc, decay, PV: tl.constexpr):
     else:
         p = round_to_byte(as_operand(p))
         return acc * decay[:, None] + tl.dot(p, v).to(tl.float32) * gain[:, None]
+
+
+@triton.jit
+def attend_tile(
+    tile,
+    needs_mask,
+    q,
+    q_scale,
+    key,
+    key_scale,
+    value,
+    kv_first,
+    value_head,
+    kv_operand_start,
+    kv_rows,
+    mask,
+    row,
+    q_len,
+    kv_len,
+    causal_offset,
+    mask_stride_row,
+    mask_stride_column,
+    row_max,
+    row_sum,
+    acc,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Attend to one more tile of keys; return the new (row_max, row_sum, acc).
+
+    Without MASKED every score of the tile counts. With it those are masked where `needs_mask` is not 0. Other arguments
+    are those of `int8_forward`, `mask` that of its (batch, head).
+    """
+    start = tile * BLOCK_N
+    k_scale = load_key_scale(key_scale, kv_first + start, BLOCK_N)
+    k = load_key(key, kv_first + start, BLOCK_N, CHANNELS, TMA)
+    s = tl.dot(q, k.T)
+    scale = q_scale[:, None, None] * k_scale[None, :, :]
+    if MASKED:
+        x = scale_scores(s, scale, BLOCK_M, BLOCK_N)
+        if needs_mask != 0:
+            column = start + tl.arange(0, BLOCK_N)
+            x = mask_scores(
+                x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
+            )
+        p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
+    else:
+        p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
+    v = load_value(value, value_head, kv_operand_start + start, kv_rows, BLOCK_N, V_CHANNELS, PV != "fp16", TMA)
+    return row_max, row_sum, weigh_values(p, gain, v, acc, decay, PV)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -299,9 +358,8 @@ def int8_forward(
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """BLOCK_M rows of one (batch, q head)."""
-    TRANSPOSED: tl.constexpr = PV != "fp16"
-    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    """Compute BLOCK_M rows of one (batch, q head)."""
+    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)
@@ -323,83 +381,47 @@ def int8_forward(
         if MASK == "none" or MASK == "keys":
             if MASK == "keys":
                 mask += batch * mask_stride_batch
-            # Tiles begin…full_begin - 1 and full_end… need a mask, those between need none.
             begin, full_begin, full_end, columns = key_tiles(
-                tiles, batch, tiles_stride_batch, kv_len, BLOCK_N, MASK == "keys"
-            )
-            if CAUSAL:
-                columns = tl.minimum(columns, (block + 1) * BLOCK_M + causal_offset)
-                full_end = tl.minimum(full_end, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
-            full_end = tl.maximum(full_begin, full_end)
+                tiles, batch, tiles_stride_batch, kv_len, block, causal_offset,
+                BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys",
+            )  # fmt: skip
             for tile in range(full_begin, full_end):
-                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
-                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
-                s = tl.dot(q, k.T)
-                scale = q_scale[:, None, None] * k_scale[None, :, :]
-                p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
-                v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
-                )
-                acc = weigh_values(p, gain, v, acc, decay, PV)
+                row_max, row_sum, acc = attend_tile(
+                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, False, TMA,
+                )  # fmt: skip
             before = full_begin - begin
             for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
-                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
-                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
-                s = tl.dot(q, k.T)
-                x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
-                column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                allowed = (column < kv_len)[None, :]
-                if MASK == "keys":
-                    allowed = allowed & (tl.load(mask + column, mask=column < kv_len, other=0) != 0)[None, :]
-                if CAUSAL:
-                    allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
-                x = tl.where(allowed, x, float("-inf"))
-                p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
-                v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
-                )
-                acc = weigh_values(p, gain, v, acc, decay, PV)
+                row_max, row_sum, acc = attend_tile(
+                    tile, 1, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
+                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                )  # fmt: skip
         else:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             for index in range(0, tl.load(tiles)):
                 entry = tl.load(tiles + 1 + index)
-                tile = entry // 2
-                k_scale = load_key_scale(key_scale, kv_first + tile * BLOCK_N, BLOCK_N)
-                k = load_key(key, kv_first + tile * BLOCK_N, BLOCK_N, CHANNELS, TMA)
-                s = tl.dot(q, k.T)
-                x = scale_scores(s, q_scale[:, None, None] * k_scale[None, :, :], BLOCK_M, BLOCK_N)
-                if entry % 2 != 0:
-                    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                    inside = (row < q_len)[:, None] & (column < kv_len)[None, :]
-                    at = row.to(tl.int64)[:, None] * mask_stride_row + column.to(tl.int64)[None, :] * mask_stride_column
-                    if MASK == "bool":
-                        allowed = tl.load(mask + at, mask=inside, other=0) != 0
-                    else:
-                        x += base_2(tl.load(mask + at, mask=inside, other=float("-inf")))
-                        allowed = inside
-                    if CAUSAL:
-                        allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
-                    x = tl.where(allowed, x, float("-inf"))
-                p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
-                v = load_value(
-                    value, value_head, kv_operand_start + tile * BLOCK_N, kv_rows, BLOCK_N, V_CHANNELS, TRANSPOSED, TMA
-                )
-                acc = weigh_values(p, gain, v, acc, decay, PV)
+                row_max, row_sum, acc = attend_tile(
+                    entry // 2, entry % 2, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start,
+                    kv_rows, mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    row_max, row_sum, acc, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                )  # fmt: skip
 
         total = tl.sum(row_sum, 1)
         channel = tl.arange(0, V_CHANNELS)
-        of_head = (batch * kv_heads + kv_head) * V_CHANNELS + channel
-        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + of_head)[None, :]
-        acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + of_head)[None, :])
+        v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
+        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
+        acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
         if LSE:
-            natural = (row_max + tl.log2(total) - shift(PV)) * LN2
+            natural = (row_max + tl.log2(total) - p_scale_log2(PV)) * LN2
             if mean_score is not None:
                 natural += softmax_scale * tl.load(mean_score + q_row)
             at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token

@@ -1,4 +1,4 @@
-"""From a mask: which tiles of scores have to be computed, which of those need the mask, and which keys count."""
+"""Tile lists of a mask: the tiles of scores to compute, those of them that need the mask, and the keys that count."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..layout import ceil_div
 
 PADDING = tl.constexpr(PADDING_BIAS)
 WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few
-# What is said of some scores, in bits.
+# Bits that describe a set of scores.
 ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 
 
 @dataclass(frozen=True)
 class MaskTiles:
-    """What a mask says of each tile of (block_m, block_n) scores.
+    """The tiles of (block_m, block_n) scores that a mask leaves to compute.
 
     Attributes:
-        mask: the mask as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
+        mask: as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
             uint8.
-        tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for that block of
-            rows, then 2 · tile + (1 if some of its scores are masked or biased) of each, in order. Sizes are 1 where
+        tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for a block of
+            rows, then 2 · tile + (1 if some of its scores are masked or biased) for each, in order. Sizes are 1 where
             the mask is broadcast.
         valid: int32 (mask batch, kv_len), 0 for keys that count in no mean and no scale
             (`reference.forward.valid_keys`).
@@ -39,7 +39,7 @@ class MaskTiles:
 
     @property
     def tile_strides(self) -> tuple[int, int, int]:
-        """Strides of batch, head and row block, 0 where the mask is broadcast."""
+        """Return the strides of batch, head and row block, 0 where the mask is broadcast."""
         batch, head, row = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(3))
         return batch, head, row
 
@@ -56,8 +56,8 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     mask = mask.expand(shape)
     block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if call.is_causal or rows > 1 else (16, 1)
     tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns, block_n)), dtype=torch.int32)
-    # Per batch: bits of each key (ALLOWED: to some query; UNPADDED: without a bias of padding), then one more number
-    # that is not 0 where some query has no key but padding.
+    # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: and no bias says that it is padding),
+    # then a flag that is not 0 where some query has no key but padding.
     keys = mask.new_zeros((batches, columns + 1), dtype=torch.int32)
     launch(
         list_tiles,
@@ -87,7 +87,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
 
 
 @triton.jit
-def either(x, y):
+def bitwise_or(x, y):
     return x | y
 
 
@@ -109,7 +109,7 @@ def list_tiles(
     BOOL: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """The tiles of one block of rows of one (mask batch, mask head), and what they say of the keys."""
+    """List the tiles of one block of rows of one (mask batch, mask head), and add their scores' bits to the keys'."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside_row = row < q_len
@@ -119,7 +119,7 @@ def list_tiles(
     count = 0
     row_has_key = tl.zeros((BLOCK_M,), tl.int32)
     for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
-        of_tile = 0
+        tile_bits = 0
         for part in tl.static_range(BLOCK_N // WIDTH):
             column = tile * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
             inside = inside_row[:, None] & (column < kv_len)[None, :]
@@ -141,16 +141,16 @@ def list_tiles(
                 seen = allowed & not_hidden
                 plain = plain & not_hidden
             bits = tl.where(allowed, ALLOWED, 0) | tl.where(unpadded, UNPADDED, 0) | tl.where(seen, SEEN, 0)
-            bits = tl.reduce(bits | tl.where(plain | ~inside_row[:, None], 0, MASKED), 0, either)
-            of_part = tl.reduce(bits, 0, either)
-            # Threads that hold the same key may read different `known`, which other programs change: what follows from
-            # it stays in its thread, beside what all threads have.
+            bits = tl.reduce(bits | tl.where(plain | ~inside_row[:, None], 0, MASKED), 0, bitwise_or)
+            part_bits = tl.reduce(bits, 0, bitwise_or)
+            # Other programs change `known`, so threads that hold the same key may read different values of it: `news`
+            # must stay in its thread, and be combined only with values that all threads agree on.
             known = tl.load(keys + column, mask=column < kv_len, other=ALLOWED | UNPADDED)
-            news = (of_part & (ALLOWED | UNPADDED) & ~known) != 0
+            news = (part_bits & (ALLOWED | UNPADDED) & ~known) != 0
             tl.atomic_or(keys + column, bits & (ALLOWED | UNPADDED), mask=news)
-            of_tile |= of_part
-        if (of_tile & SEEN) != 0:
-            tl.store(tiles + 1 + count, 2 * tile + ((of_tile & MASKED) != 0).to(tl.int32))
+            tile_bits |= part_bits
+        if (tile_bits & SEEN) != 0:
+            tl.store(tiles + 1 + count, 2 * tile + ((tile_bits & MASKED) != 0).to(tl.int32))
             count += 1
     tl.store(tiles, count)
     if tl.min(tl.where(inside_row, row_has_key, 1), 0) == 0:
@@ -159,7 +159,7 @@ def list_tiles(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def count_keys(keys, kv_len, BLOCK: tl.constexpr):
-    """Decide for each key whether it counts: without padding, if every query has a key that is no padding."""
+    """Write which keys count: those without padding if every query has such a key, else all that some query may see."""
     keys += tl.program_id(1).to(tl.int64) * (kv_len + 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < kv_len

@@ -1,4 +1,4 @@
-"""Attention forward in NVFP4: recipes sage3 and sage3_paper (arXiv 2505.11594), on FP4 matrix units or emulated."""
+"""Forward kernel of the NVFP4 recipes (SageAttention3, arXiv 2505.11594), on FP4 matrix units or emulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ..language.formats import (
     round_to_e2m1,
 )
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.scores import LN2, LOG2E, base_2, store_clamped
+from ..language.padding import key_tiles
+from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..operands import NVFP4Operands
@@ -35,7 +36,7 @@ from .mask_tiles import MaskTiles, mask_tiles
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
 BLOCK_ROWS = tl.constexpr(BLOCK)
-DELTA_SHARE = 0.25  # of the bytes of Q, K and V in 16 bit: the most that the scores of Q's means take
+DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
 
 
 def attend(
@@ -44,10 +45,10 @@ def attend(
     """Return (output, lse or None) of a call whose recipe is in NVFP4.
 
     Args:
-        call: any.
-        quantizer: makes `NVFP4Operands`.
-        capability: the GPU's; it chooses the tile.
-        native: on FP4 matrix units, which the capability must have; else emulated.
+        call: any call of such a recipe.
+        quantizer: a quantiser that makes `NVFP4Operands`.
+        capability: the GPU's, which determines the tile.
+        native: use FP4 matrix units, which the GPU must have; otherwise emulate them.
     """
     output, lse = call.new_outputs()
     if call.is_empty:
@@ -75,13 +76,13 @@ def forward(
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
-        operands: of the call.
+        operands: those of the call.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
         lse: float32 (batch, q_heads, tokens), written; or None.
-        call: one of `Call.for_kernel`; its unquantised keys meet the means of Q.
+        call: a result of `Call.for_kernel`; its unquantised keys are multiplied by the means of Q.
         capability, native: see `attend`.
-        tiles: what the mask says, or None without one.
+        tiles: the tiles that the mask leaves, or None without a mask.
     """
     q_sequences, kv_sequences = call.token_axes
     channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
@@ -156,9 +157,9 @@ def forward(
 
 @triton.jit
 def dot_nvfp4(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
-    """accumulator + A·Bᵀ; a (m, k/2), b (n, k/2) packed e2m1, scales (·, k/16) e4m3 bits."""
+    """Return accumulator + A·Bᵀ; a (m, k/2) and b (n, k/2) are packed e2m1, scales (·, k/16) e4m3 bits."""
     if NATIVE:
-        # A uint8 scale would be read as e8m0.
+        # Triton reads uint8 scales as e8m0.
         return tl.dot_scaled(
             a,
             a_scale.to(tl.float8e4nv, bitcast=True),
@@ -174,41 +175,41 @@ def dot_nvfp4(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
 
 @triton.jit
 def key_order(x):
-    """Columns (m, n) from the order of the operand's rows to that of the keys; no instruction."""
+    """Reorder the columns of x (m, n) from positions in the operand to key indices; takes no instruction."""
     x = tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * x.shape[4]))
 
 
 @triton.jit
 def repeat_columns(x, TIMES: tl.constexpr):
-    """(m, n) -> (m, TIMES·n), every column TIMES times in a row."""
+    """Repeat every column of x (m, n) TIMES times in succession: (m, TIMES·n)."""
     copies = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], TIMES))
     return tl.reshape(copies, (x.shape[0], x.shape[1] * TIMES))
 
 
 @triton.jit
 def thread_keys(x):
-    """(m, n) -> (m, n/8, 8): what a thread holds of a row's consecutive keys."""
+    """View x (m, n) as (m, n/8, 8): the consecutive keys of a row that one thread holds come together."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8))
 
 
 @triton.jit
 def thread_sums(x):
-    """Sums (m, 4) over thread_keys (m, n/8) that lie in one thread."""
+    """Sum x (m, n/8), one number per `thread_keys`, within each thread: (m, 4)."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 1)
 
 
 @triton.jit
 def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    """One tile of the online softmax.
+    """Compute a tile of the online softmax.
 
     Args:
-        s: float32 (m, n) scores in the order of keys; base 2 when multiplied by `factor`; -inf where MASKED.
-        row_max: (m,), so far.
+        s: float32 (m, n) scores in the order of keys, in base 2 times `factor`; with MASKED, -inf where masked.
+        row_max: (m,), of the tiles before.
 
     Returns:
-        (p, scale, decay, row_max): P·448·6, (m, n), and a sixth of its largest in groups of 16, (m, n/16); what was
-        summed before is worth `decay` now.
+        (p, scale, decay, row_max): P·448·6, (m, n), and a sixth of the largest in each group of 16, (m, n/16). Sums of
+        the tiles before must be multiplied by `decay`.
     """
     if NATIVE:
         largest = tl.reduce(thread_keys(s), 2, max_or_nan)
@@ -222,8 +223,8 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)
     shift = reference - P_SCALE_LOG2
     p = tl.exp2(s * factor - shift[:, None])
-    # The largest exp2 is that of the largest score: an eighth of the maxima. Maxima over threads come last, because
-    # the compiler repeats what follows them for each layout it wants them in.
+    # The largest exp2 is that of the largest score, so reuse its maxima over 8 keys. Reduce over threads last: the
+    # compiler repeats what follows such a reduction for each layout it needs.
     scale = tl.exp2(largest * factor - shift[:, None]) * (1 / 6)
     scale = tl.max(tl.reshape(scale, (s.shape[0], s.shape[1] // GROUP, 2)), 2)
     return p, scale, tl.exp2(row_max - reference), new_max
@@ -231,14 +232,14 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
 
 @triton.jit
 def weigh_values(p, scale, v, v_scale, accumulator, NATIVE: tl.constexpr):
-    """(accumulator + P·V, twice each row's P summed by `thread_sums`), both of quantised P.
+    """Return (accumulator + P·V, twice each row's `thread_sums` of P), both of quantised P.
 
     Args:
-        p, scale: see `softmax_tile`.
+        p, scale: results of `softmax_tile`.
         v, v_scale: uint8 (v_channels, n/2), (v_channels, n/16).
     """
     if NATIVE:
-        # A scale of 0 makes 0 of any element, and all are finite in e2m1.
+        # Elements of a group whose scale is 0 may be anything: e2m1 is finite, so products are 0.
         scale = scale.to(tl.float8e4nv)
         factor = scale.to(tl.float32)
         words = native_pack_e2m1(p * repeat_columns(native_reciprocal(factor), GROUP))
@@ -287,7 +288,11 @@ def attend_tile(
     MASKED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """(row_max, total, denominator, accumulator) after one more tile of keys; arguments as in `nvfp4_forward`."""
+    """Attend to one more tile of keys; return the new (row_max, total, denominator, accumulator).
+
+    Without MASKED every score of the tile counts. With it those are masked where `needs_mask` is not 0. Other arguments
+    are those of `nvfp4_forward`, pointers to tile 0 of its (batch, head).
+    """
     start = tl.cast(tile, tl.int64) * BLOCK_N
     k = tl.load(key + start * (CHANNELS // 2))
     k_scale = tl.load(key_scale + start * (CHANNELS // GROUP))
@@ -302,17 +307,9 @@ def attend_tile(
         factor = 1.0
         if needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            allowed = (column < kv_len)[None, :]
-            if CAUSAL:
-                allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
-            if MASK != "none":
-                inside = allowed & (row < q_len)[:, None]
-                at = row.to(tl.int64)[:, None] * mask_stride_row + column.to(tl.int64)[None, :] * mask_stride_column
-                if MASK == "bool":
-                    allowed = tl.load(mask + at, mask=inside, other=0) != 0
-                else:
-                    s += base_2(tl.load(mask + at, mask=inside, other=float("-inf")))
-            s = tl.where(allowed, s, float("-inf"))
+            s = mask_scores(
+                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
+            )
     p, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2)
     v_scale = tl.load(value_scale + start // GROUP)
@@ -383,8 +380,8 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on."""
-    # Later rows have more keys to attend to: begin with those, and end with what fills the gaps.
+    """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on."""
+    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), first_sequence + tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)
@@ -423,11 +420,9 @@ def nvfp4_forward(
         accumulator = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
-            columns = kv_len
-            full = kv_len // BLOCK_N
-            if CAUSAL:
-                columns = tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset)
-                full = tl.minimum(full, tl.maximum(block * BLOCK_M + causal_offset + 1, 0) // BLOCK_N)
+            _begin, _full_begin, full, columns = key_tiles(
+                None, 0, 0, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
+            )
             for tile in range(0, full):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 0, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
@@ -458,9 +453,9 @@ def nvfp4_forward(
         if TOTAL:
             row_sum = tl.sum(total, 1)
         divisor = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
-        of_head = batch * kv_heads + kv_head
-        factor = tl.load(value_tensor_scale + of_head) / tl.where(divisor == 0.0, 1.0, divisor)
-        mean = tl.load(value_mean + of_head * mean_channels + channel, mask=channel < mean_channels, other=0.0)
+        kv_pair = batch * kv_heads + kv_head
+        factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
+        mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
         inside = row < q_len
         token = (q_start + row).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What the Triton kernels can do, in the registry. The first call that runs one imports it, and Triton."""
+"""Registration of the Triton kernels: the requests they support. A kernel's first call imports it, and Triton."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> s
 
 
 class Int8Quantizer:
-    """`triton.quantize.int8`."""
+    """The INT8 quantiser of `triton.quantize.int8`."""
 
     name = "int8_quantize"
     native = True
@@ -65,7 +65,7 @@ class Int8Quantizer:
 
 
 class NVFP4Quantizer:
-    """`triton.quantize.nvfp4`."""
+    """The NVFP4 quantiser of `triton.quantize.nvfp4`."""
 
     name = "nvfp4_quantize"
     native = True
@@ -89,7 +89,7 @@ class NVFP4Quantizer:
 
 
 class Int8Forward:
-    """`triton.int8_forward`."""
+    """The INT8 forward kernel of `triton.int8_forward`."""
 
     name = "int8_forward"
     native = True
@@ -117,7 +117,7 @@ class Int8Forward:
 
 
 class Int8Backward:
-    """`triton.int8_backward`."""
+    """The INT8 backward kernels of `triton.int8_backward`."""
 
     name = "int8_backward"
     native = True
@@ -150,7 +150,7 @@ class Int8Backward:
 
 @dataclass(frozen=True)
 class NVFP4Forward:
-    """`triton.nvfp4_forward`, on FP4 matrix units or emulated."""
+    """The NVFP4 forward kernel of `triton.nvfp4_forward`, on FP4 matrix units or emulated."""
 
     name: str
     native: bool

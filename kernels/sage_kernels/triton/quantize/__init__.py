@@ -1,1 +1,1 @@
-"""Quantisers in Triton, and the statistics that they need."""
+"""Quantisers in Triton, and the statistics they need."""

@@ -1,4 +1,4 @@
-"""Q and K to INT8, bit for bit as `formats.int8` quantises them after `transforms.smooth`."""
+"""Quantisation of Q and K to INT8, with the bits of `formats.int8` after `transforms.smooth`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BLOCK_ROWS = tl.constexpr(64)
 
 
 def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
-    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does; `mean_score` if the LSE is wanted.
+    """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score` for the LSE.
 
     Args:
         call: of a recipe with Q and K in INT8; not empty.
-        valid: int32 or uint8 (batch or 1, kv_len), 0 where a key counts in no mean and no scale; None: all count.
+        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
     q_sequences, kv_sequences = call.token_axes
     statistics = token_statistics(call.key, call.value, call.recipe, kv_sequences, valid)
@@ -43,7 +43,7 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
 def quantize_query(
     query: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Q in INT8 with one scale per token.
+    """Quantise Q to INT8 with one scale per token.
 
     Args:
         query: (batch, q_heads, tokens, head_dim), any strides; (1, q_heads, total tokens, head_dim) when packed.
@@ -53,8 +53,8 @@ def quantize_query(
 
     Returns:
         (codes, scale, key_mean_score): int8 (operand batch, q_heads, rows, channels), float32 (operand batch, q_heads,
-        rows), and the same with each query's product with K's mean, or None. channels is head_dim rounded up to a power
-        of two, rows are `sequences.rows`; what lies beyond a sequence is 0.
+        rows), and float32 of the same shape, each query's product with K's mean, or None. channels is head_dim rounded
+        up to a power of two, rows are `sequences.rows`; beyond a sequence everything is 0.
     """
     q_heads, head_dim = query.shape[1], query.shape[3]
     channels = padded_channels(head_dim)
@@ -91,7 +91,7 @@ def quantize_query(
 def quantize_key(
     key: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K without its mean in INT8, one scale per 16 tokens (`reference.thread_order`).
+    """Subtract K's mean and quantise K to INT8 with one scale per 16 tokens (`layout.thread_order`).
 
     Args:
         key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
@@ -101,8 +101,7 @@ def quantize_key(
 
     Returns:
         (codes, scale): int8 (operand batch, kv_heads, rows, channels), bfloat16 (operand batch, kv_heads, rows / 64,
-        4). A 16-bit scale is loaded into a register; Triton would stage a 32-bit one through shared memory, with the
-        barriers that takes.
+        4). Scales have 16 bits because Triton would load 32-bit ones through shared memory, with barriers.
     """
     kv_heads, head_dim = key.shape[1], key.shape[3]
     channels = padded_channels(head_dim)
@@ -159,7 +158,7 @@ def quantize_query_int8(
     RAGGED: tl.constexpr,
     MEAN_SCORE: tl.constexpr,
 ):
-    """A block of 64 tokens of one (batch, q head)."""
+    """Quantise a block of 64 tokens of Q of one (batch, q head)."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -204,7 +203,7 @@ def quantize_key_int8(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """A block of 64 tokens of one (batch, kv head)."""
+    """Quantise a block of 64 tokens of K of one (batch, kv head)."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -230,5 +229,5 @@ def quantize_key_int8(
 
 @triton.jit
 def thread_max(x):
-    """Largest of the tokens that share a scale: (64,) -> (4,)."""
+    """Return the largest of the tokens that share a scale: (64,) -> (4,)."""
     return tl.max(tl.max(tl.reshape(x, (8, 4, 2)), 2), 0)

@@ -1,4 +1,4 @@
-"""Q, K and V to NVFP4, bit for bit as `formats.nvfp4` quantises them after `transforms`."""
+"""Quantisation of Q, K and V to NVFP4, with the bits of `formats.nvfp4` after `transforms`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LIMIT_MANTISSA = tl.constexpr(0x280000)
 
 
 def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
-    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does; `mean_score` if the LSE is wanted.
+    """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score` for the LSE.
 
     Args:
         call: of a recipe whose qk and pv are "nvfp4"; not empty.
-        valid: int32 or uint8 (batch or 1, kv_len), 0 where a key counts in no mean and no scale; None: all count.
+        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
     recipe, batch = call.recipe, call.batch
     q_sequences, kv_sequences = call.token_axes
@@ -62,7 +62,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
 
 @lru_cache(maxsize=16)
 def _sign_bits(size: int) -> int:
-    """`rotation_signs`: bit j is set where sign j is -1. A constant of the kernel needs no memory on any device."""
+    """Return `rotation_signs` as a kernel's constant, which needs no memory: bit j is set where sign j is -1."""
     return sum(1 << j for j, sign in enumerate(rotation_signs(size).tolist()) if sign < 0)
 
 
@@ -80,7 +80,7 @@ def _quantize_tokens(
     is_query: bool,
     mean_score: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(codes, scale, tensor_scale, mean, mean_score) of Q or K; the last two of Q, or None."""
+    """Return (codes, scale, tensor_scale, mean, mean_score) of Q or K; the last two are None for K."""
     heads, head_dim = x.shape[1], x.shape[3]
     channels = _padded_channels(head_dim)
     shape = (1 if sequences.packed else batch, heads, sequences.rows)
@@ -137,7 +137,7 @@ def _quantize_value(
     statistics: Statistics,
     valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, scale, tensor_scale) of V."""
+    """Return (codes, scale, tensor_scale) of V."""
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
     channels = _padded_channels(v_head_dim)
     shape = (1 if sequences.packed else batch, kv_heads, channels)
@@ -178,7 +178,7 @@ def _quantize_value(
 
 @triton.jit
 def butterflies(x, DISTANCE: tl.constexpr):
-    """Sums and differences of the columns i and i + DISTANCE: (rows, columns), in their place."""
+    """Replace columns i and i + DISTANCE of x (rows, columns) by their sum and difference."""
     pairs = tl.reshape(x, (x.shape[0], x.shape[1] // (2 * DISTANCE), 2, DISTANCE))
     first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
@@ -187,12 +187,12 @@ def butterflies(x, DISTANCE: tl.constexpr):
 
 @triton.jit
 def rotate(x, CHANNELS: tl.constexpr, ROTATION: tl.constexpr, SIGN_BITS: tl.constexpr):
-    """`transforms.rotate` of (rows, CHANNELS) in blocks of ROTATION channels."""
-    place = tl.arange(0, CHANNELS) % ROTATION
+    """Rotate x (rows, CHANNELS) in blocks of ROTATION channels, as `transforms.rotate` does."""
+    channel = tl.arange(0, CHANNELS) % ROTATION
     word = tl.zeros((CHANNELS,), tl.int32)
     for index in tl.static_range((ROTATION + 15) // 16):
-        word = tl.where(place // 16 == index, (SIGN_BITS >> (16 * index)) & 0xFFFF, word)
-    x = x * (1 - 2 * ((word >> (place % 16)) & 1)).to(tl.float32)[None, :]
+        word = tl.where(channel // 16 == index, (SIGN_BITS >> (16 * index)) & 0xFFFF, word)
+    x = x * (1 - 2 * ((word >> (channel % 16)) & 1)).to(tl.float32)[None, :]
     for level in tl.static_range(8):
         if (1 << level) < ROTATION:
             x = butterflies(x, 1 << level)
@@ -201,7 +201,7 @@ def rotate(x, CHANNELS: tl.constexpr, ROTATION: tl.constexpr, SIGN_BITS: tl.cons
 
 @triton.jit
 def least_power_of_two(amax):
-    """(s, 1 / s) of the least power of two s with amax ≤ 448·6·s; 1 for an amax of 0 (`formats.power_of_two`)."""
+    """Return (s, 1 / s) of the least power of two s with amax ≤ 448·6·s; 1 where amax is 0 (`formats.power_of_two`)."""
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 - LIMIT_EXPONENT + ((bits & 0x7FFFFF) > LIMIT_MANTISSA).to(tl.int32)
     exponent = tl.where(bits == 0, 0, tl.maximum(exponent, -126))
@@ -211,16 +211,16 @@ def least_power_of_two(amax):
 
 @triton.jit
 def decode_with_reciprocal(code):
-    """e4m3 codes -> (scale, 1 / scale) in float32; the reciprocal of 0 is 1."""
+    """Decode e4m3 codes to (scale, 1 / scale) in float32; the reciprocal of 0 is 1."""
     scale = decode_e4m3(code).to(tl.float32)
     return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0, 1.0, scale))
 
 
 @triton.jit
 def split_groups(x):
-    """(rows, 16·n) -> tuple of the (rows, n) of elements 0…15 of every group.
+    """Split x (rows, 16·n) into sixteen (rows, n): elements 0…15 of every group.
 
-    Sixteen tensors, because work on them has one layout in every compiler: each thread a whole group.
+    With sixteen tensors every compiler version gives each thread whole groups.
     """
     x = (tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)),)
     for level in tl.static_range(4):
@@ -238,11 +238,11 @@ def split_groups(x):
 
 @triton.jit
 def squared_error(magnitude, code):
-    """Squared error of groups (16 of (rows, groups)) with these scales, summed by adjacent pairs."""
+    """Return the squared error of groups (16 of (rows, groups)) with these scales, summed by adjacent pairs."""
     scale, inverse = decode_with_reciprocal(code)
     error = ()
     for i in tl.static_range(16):
-        # The product is exact: the sum rounds once, as the difference does.
+        # The product is exact, so fma rounds once, as the reference's difference does.
         difference = tl.fma(round_to_e2m1(magnitude[i] * inverse), scale, -magnitude[i])
         error += (difference * difference,)
     for level in tl.static_range(4):
@@ -255,7 +255,7 @@ def squared_error(magnitude, code):
 
 @triton.jit
 def try_step(best, error, magnitude, nearest, step):
-    """(code, error) of the better of `best` and the scale `step` codes above `nearest`."""
+    """Return (code, error) of the better of `best` and the scale `step` codes above `nearest`."""
     code = tl.minimum(tl.maximum(nearest.to(tl.int32) + step, 0), LARGEST_CODE).to(tl.uint8)
     other = squared_error(magnitude, code)
     better = other < error
@@ -264,7 +264,7 @@ def try_step(best, error, magnitude, nearest, step):
 
 @triton.jit
 def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
-    """`nvfp4.round_groups`, packed: float32 (rows, 16·n) -> int64 (rows, n), sixteen codes each; uint8 (rows, n)."""
+    """Quantise float32 (rows, 16·n) by `nvfp4.round_groups`: int64 (rows, n) of sixteen codes, uint8 scales."""
     x = split_groups(x)
     magnitude = (tl.abs(x[0]),)
     for i in tl.static_range(1, 16):
@@ -277,7 +277,7 @@ def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
     if LOWEST_STEP < 0 or HIGHEST_STEP > 0:
         error = squared_error(magnitude, nearest)
         tl.static_assert(-LOWEST_STEP <= HIGHEST_STEP)
-        # A loop at run time: unrolled, it takes the compiler three times as long.
+        # Loop at run time: unrolled, it takes the compiler three times as long.
         for distance in range(1, 1 - LOWEST_STEP):
             best, error = try_step(best, error, magnitude, nearest, -distance)
             best, error = try_step(best, error, magnitude, nearest, distance)
@@ -327,7 +327,7 @@ def quantize_tokens_nvfp4(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """One block of 128 tokens of Q or K of one (batch, head); `codes` as int64, a group each."""
+    """Quantise a block of 128 tokens of Q or K of one (batch, head); `codes` has one int64 per group."""
     block, pair = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -343,8 +343,8 @@ def quantize_tokens_nvfp4(
     )
     key_mean += (batch * (heads // group) + head // group) * key_mean_channels + channel
     if MEAN_SCORE:
-        of_key = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
-        tl.store(mean_score + first + token, tl.sum(tile * of_key[None, :], 1))
+        k_mean = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
+        tl.store(mean_score + first + token, tl.sum(tile * k_mean[None, :], 1))
     if SMOOTH:
         if IS_QUERY:
             count = tl.minimum(length - block * BLOCK_ROWS, BLOCK_ROWS).to(tl.float32)
@@ -375,9 +375,10 @@ def quantize_tokens_nvfp4(
         tile = tile * inverse
     tl.store(tensor_scale + first // BLOCK_ROWS, factor)
     packed, group_scale = quantize_groups(tile, LOWEST_STEP, HIGHEST_STEP)
+    position = token
     if not IS_QUERY:
-        token = token // 32 * 32 + token % 8 // 2 * 8 + token % 32 // 8 * 2 + token % 2
-    at = (first + token)[:, None] * (CHANNELS // GROUP) + tl.arange(0, CHANNELS // GROUP)[None, :]
+        position = token // 32 * 32 + token % 8 // 2 * 8 + token % 32 // 8 * 2 + token % 2
+    at = (first + position)[:, None] * (CHANNELS // GROUP) + tl.arange(0, CHANNELS // GROUP)[None, :]
     tl.store(codes + at, packed)
     tl.store(scale + at, group_scale)
 
@@ -411,7 +412,7 @@ def quantize_value_nvfp4(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """One block of 128 tokens of V of one (batch, kv head), transposed; `codes` as int64, a group each."""
+    """Quantise and transpose a block of 128 tokens of V of one (batch, kv head); `codes` has one int64 per group."""
     block, pair = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -433,16 +434,16 @@ def quantize_value_nvfp4(
         stride_channel,
         HAS_VALID,
     )
-    of_head = batch * kv_heads + head
+    head_index = batch * kv_heads + head
     if SMOOTH:
-        shift = tl.load(value_mean + of_head * mean_channels + channel, mask=channel < mean_channels, other=0.0)
+        shift = tl.load(value_mean + head_index * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         tile = tl.where(counts[:, None], tile - shift[None, :], 0.0)
     factor = 1.0
     if TENSOR_SCALE:
-        factor, inverse = least_power_of_two(tl.load(value_tensor_amax + of_head))
+        factor, inverse = least_power_of_two(tl.load(value_tensor_amax + head_index))
         tile = tile * inverse
     if block == 0:
-        tl.store(tensor_scale + of_head, factor)
+        tl.store(tensor_scale + head_index, factor)
     packed, group_scale = quantize_groups(tl.trans(tile), LOWEST_STEP, HIGHEST_STEP)
     row = (operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel).to(tl.int64)[:, None]
     first = operand_start // GROUP + block * (BLOCK_ROWS // GROUP)

@@ -1,4 +1,4 @@
-"""Means and extrema of K and V over tokens, which their quantisers need before the first element.
+"""Means and extrema of K and V over tokens, which quantising any of their elements requires.
 
 Sums are taken in the order of `transforms.sum_of_tokens`, so that means have the specification's bits: a first kernel
 sums blocks of 128 tokens, a second one the block sums.
@@ -22,7 +22,7 @@ from ...recipe import Recipe
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
-PARTS = tl.constexpr(4)  # of V, for each block and channel: sum, largest, smallest, whether all are finite
+PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
 
 def token_statistics(
@@ -32,12 +32,12 @@ def token_statistics(
     sequences: Sequences,
     valid: torch.Tensor | None = None,
 ) -> Statistics:
-    """Statistics of K and V.
+    """Compute the statistics of K and V.
 
     Args:
         key, value: (batch, kv_heads, tokens, channels), any strides; (1, kv_heads, total tokens, channels) when
             `sequences` is packed.
-        recipe: smooth_k and smooth_v say which means are taken.
+        recipe: its smooth_k and smooth_v decide which means are taken.
         sequences: the token axis.
         valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
     """
@@ -56,7 +56,7 @@ def token_statistics(
     def new(*shape: int) -> torch.Tensor:
         return key.new_empty(shape, dtype=torch.float32)
 
-    def parts_of(x: torch.Tensor, *shape: int, extrema: bool) -> torch.Tensor:
+    def reduce_blocks(x: torch.Tensor, *shape: int, extrema: bool) -> torch.Tensor:
         parts = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, *shape)
         launch(
             block_statistics,
@@ -92,7 +92,7 @@ def token_statistics(
         "valid_stride": valid_stride,
     }
     if recipe.smooth_k:
-        parts = parts_of(key, k_channels, extrema=False)
+        parts = reduce_blocks(key, k_channels, extrema=False)
         launch(
             key_statistics,
             (pairs,),
@@ -106,7 +106,7 @@ def token_statistics(
         )
     else:
         statistics.key_mean.zero_()
-    parts = parts_of(value, PARTS.value, v_channels, extrema=True)
+    parts = reduce_blocks(value, PARTS.value, v_channels, extrema=True)
     launch(
         value_statistics,
         (pairs,),
@@ -141,13 +141,13 @@ def reduce_block(
     stride_channel,
     CHANNELS: tl.constexpr,
     HAS_VALID: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    FILTERED: tl.constexpr,
 ):
     """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
 
-    The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which it needs them, then over
-    the 8. CAREFUL leaves out what does not count or is not finite; otherwise the first three are those of all elements
-    with zeros beyond the length, and the last is 1.
+    The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which it adds them, then over
+    the 8. With FILTERED, tokens that do not count and elements that are not finite are left out; otherwise all elements
+    are reduced, zeros beyond the length included, and the last result is 1.
     """
     channel = tl.arange(0, CHANNELS)
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
@@ -159,7 +159,7 @@ def reduce_block(
         tile, counts = load_tokens(
             x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
         )
-        if CAREFUL:
+        if FILTERED:
             present = is_finite(tile)
             finite = tl.minimum(finite, present.to(tl.float32))
             tile = tl.where(present, tile, 0.0)
@@ -219,7 +219,7 @@ def block_statistics(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """128 tokens of one (batch, kv head): (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS)."""
+    """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS)."""
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch = pair // kv_heads
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -250,7 +250,7 @@ def block_statistics(
 
 @triton.jit
 def valid_tokens(valid, length, HAS_VALID: tl.constexpr):
-    """How many tokens count, at least 1, in float32."""
+    """Return the number of tokens that count, at least 1, in float32."""
     count = length
     if HAS_VALID:
         token = tl.arange(0, 4096)
@@ -263,7 +263,7 @@ def valid_tokens(valid, length, HAS_VALID: tl.constexpr):
 
 @triton.jit
 def mean_of_blocks(parts, valid, blocks, length, stride, CHANNELS: tl.constexpr, HAS_VALID: tl.constexpr):
-    """Mean over a sequence, from the sums of its blocks: groups of 128 by a tree, the groups in order."""
+    """Return the mean over a sequence from its blocks' sums: a tree over each 128 blocks, then these sums in order."""
     total = tl.zeros((CHANNELS,), tl.float32)
     for group in range(0, blocks, BLOCK_ROWS):
         some, _largest, _smallest, _finite = reduce_block(
@@ -288,7 +288,7 @@ def key_statistics(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Mean of K of one (batch, kv head) from the sums of its blocks."""
+    """Compute the mean of K of one (batch, kv head) from the sums of its blocks."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -324,7 +324,7 @@ def value_statistics(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Mean and extrema of V of one (batch, kv head) from those of its blocks."""
+    """Compute the mean and extrema of V of one (batch, kv head) from those of its blocks."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)

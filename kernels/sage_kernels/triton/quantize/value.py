@@ -1,4 +1,4 @@
-"""V for P·V in 8 and 16 bit, bit for bit as `reference.quantize_operands` has it."""
+"""Quantisation of V to e4m3, INT8 or float16, with the bits of `reference.forward.quantize_operands`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ONE_127TH = tl.constexpr(1 / INT8_MAX)
 ONE_448TH = tl.constexpr(1 / E4M3_MAX)
 ONE_128TH = tl.constexpr(1 / BLOCK)
 MAX_MOVE = tl.constexpr(LARGEST_MOVE)
-# float32 numbers around it are ERROR_STEP apart: adding it rounds to the nearest multiple, ties to even.
+# float32 numbers around it are ERROR_STEP apart: adding it rounds to the nearest multiple of ERROR_STEP, ties to even.
 ERROR_ROUNDER = tl.constexpr(1.5 * 2**23 * ERROR_STEP)
 SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
 HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
 MIN_CHANNELS = 16
-CHUNK = 64  # channels of a program at most: registers for more programs in flight
+CHUNK = 64  # channels of a program at most, so that registers allow more programs in flight
 
 
 def quantize_value(
@@ -42,7 +42,7 @@ def quantize_value(
     valid: torch.Tensor | None,
     pv: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V without its mean, in e4m3, INT8 or float16.
+    """Subtract V's mean and quantise V to e4m3, INT8 or float16.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
@@ -54,8 +54,7 @@ def quantize_value(
     Returns:
         (values, scale): in 8 bit (operand batch, kv_heads, channels, rows), in 16 bit (operand batch, kv_heads, rows,
         channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and their tokens are in the order of
-        `language.tiles.operand_token`: as a thread's scores come out of the one matrix product, its weights go into the
-        other.
+        `language.tiles.operand_token`: a thread's weights are then the operand of P·V where Q·Kᵀ left its scores.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
     channels = max(MIN_CHANNELS, power_of_two(v_head_dim))
@@ -117,15 +116,17 @@ def quantize_value_8bit(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """128 tokens and CHUNK channels of one (batch, kv head)."""
+    """Quantise 128 tokens and CHUNK channels of one (batch, kv head) to 8 bits."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    of_pair = pair.to(tl.int64) * CHANNELS + channel
-    channel_scale = tl.load(value_amax + of_pair) * (ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH)
+    channel_index = pair.to(tl.int64) * CHANNELS + channel
+    channel_scale = tl.load(value_amax + channel_index) * (
+        ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH
+    )
     if block == 0:
-        tl.store(scale + of_pair, channel_scale)
+        tl.store(scale + channel_index, channel_scale)
     if block * BLOCK_ROWS < length:
         position = tl.arange(0, BLOCK_ROWS)
         token = block * BLOCK_ROWS + operand_token(position)
@@ -135,7 +136,7 @@ def quantize_value_8bit(
         x, counts = load_tokens(
             base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
         )
-        x = tl.where(counts[:, None], x - tl.load(value_mean + of_pair)[None, :], 0.0)
+        x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)
         inverse = tl.div_rn(tl.full(channel_scale.shape, 1.0, tl.float32), channel_scale)
         x = x * tl.where(channel_scale < SMALLEST_SCALE, 0.0, inverse)[None, :]
         row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel
@@ -149,11 +150,11 @@ def quantize_value_8bit(
 
 @triton.jit
 def round_keeping_sums(x):
-    """A block of tokens, float32 (128, channels), to e4m3: `formats.fp8.round_keeping_sums`."""
+    """Round a block of tokens, float32 (128, channels), to e4m3 by `formats.fp8.round_keeping_sums`."""
     error = x.to(tl.float16).to(tl.float32) - x.to(tl.float8e4nv).to(tl.float32)
     total = tl.sum((error + ERROR_ROUNDER) - ERROR_ROUNDER, 0)[None, :]
     move = tl.minimum(tl.abs(total) * ONE_128TH, tl.abs(x) * MAX_MOVE)
-    # A product, because Triton 3.6 negates by subtracting from 0, which loses the sign of a zero.
+    # Multiply instead of negating: Triton 3.6 negates by subtracting from 0, which loses the sign of a zero.
     return (x + move * tl.where(total < 0, -1.0, 1.0)).to(tl.float8e4nv)
 
 
@@ -182,15 +183,15 @@ def quantize_value_fp16(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """128 tokens and CHUNK channels of one (batch, kv head)."""
+    """Quantise 128 tokens and CHUNK channels of one (batch, kv head) to float16."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    of_pair = pair.to(tl.int64) * CHANNELS + channel
+    channel_index = pair.to(tl.int64) * CHANNELS + channel
     exponent = headroom_exponent(tl.load(value_tensor_amax + pair))
     if block == 0:
-        tl.store(scale + of_pair, tl.zeros(channel.shape, tl.float32) + exp2_of_integer(exponent))
+        tl.store(scale + channel_index, tl.zeros(channel.shape, tl.float32) + exp2_of_integer(exponent))
     if block * BLOCK_ROWS < length:
         token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         base = value + batch * stride_batch + head * stride_head
@@ -199,7 +200,7 @@ def quantize_value_fp16(
         x, counts = load_tokens(
             base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
         )
-        x = tl.where(counts[:, None], x - tl.load(value_mean + of_pair)[None, :], 0.0)
+        x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)
         row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
         into = values + row[:, None] * CHANNELS + channel[None, :]
         tl.store(into, (x * exp2_of_integer(-exponent)).to(tl.float16))
@@ -207,7 +208,7 @@ def quantize_value_fp16(
 
 @triton.jit
 def headroom_exponent(amax):
-    """Exponent of the least power of two s with amax ≤ FP16_HEADROOM·s, within ±126; 0 where amax is 0."""
+    """Return the exponent of the least power of two s with amax ≤ FP16_HEADROOM·s, within ±126; 0 where amax is 0."""
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32) - HEADROOM_EXPONENT
     return tl.where(amax > 0.0, tl.minimum(tl.maximum(exponent, -126), 126), 0)
@@ -215,5 +216,5 @@ def headroom_exponent(amax):
 
 @triton.jit
 def exp2_of_integer(exponent):
-    """2 to the exponent, which lies within ±126."""
+    """Return 2 to an integer exponent within ±126, exact."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
