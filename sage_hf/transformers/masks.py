@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from sage_kernels import tracing
+
 _SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Models that drop query rows once the mask is made, which a mask left to `is_causal` would not survive. They see to
 it themselves for "sdpa", and for no other name."""
@@ -49,7 +51,7 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
     return sage_mask(**kwargs)
 
 
-@torch.compiler.assume_constant_result
+@tracing.assume_constant_result
 def _hands_padding_on(configuration: str) -> bool:
     """Whether models hand a mask (batch, kv_len) on to their attention as it is; told by the module of their config.
 

@@ -1,4 +1,4 @@
-"""Run something right after a module's import, so that `import sage_hf` need not import diffusers or transformers."""
+"""Actions that follow a module's import, so that what may need a library need not import it."""
 
 from __future__ import annotations
 
