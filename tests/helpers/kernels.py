@@ -12,7 +12,7 @@ from sage_kernels.call import BackwardCall, Call
 from sage_kernels.operands import KeyPadding, Saved
 from sage_kernels.recipe import Recipe
 from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
-from sage_kernels.registry import Quantizer, Request
+from sage_kernels.registry import Kernel, Quantizer, Request
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,25 @@ class StandInBackward(StandIn):
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.ran(self.name)
         return ReferenceBackward().backward(call)
+
+
+def registered_backwards() -> dict[str, Kernel]:
+    """Return the backward kernels by name, in the order of preference."""
+    return dict(registry._backwards)
+
+
+def registered_kernels() -> dict[str, Kernel]:
+    """Return all kernels by name."""
+    return {**registry._quantizers, **registry._forwards, **registry._backwards}
+
+
+@contextmanager
+def preferred_backward(kernel: Kernel) -> Iterator[None]:
+    """Prefer a backward kernel to those registered, for a while."""
+    with mock.patch.dict(registry._backwards, {kernel.name: kernel, **registry._backwards}, clear=True):
+        registry.select.cache_clear()
+        yield
+    registry.select.cache_clear()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def can_compile(monkeypatch):
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
+@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(
     ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query"),
     [
@@ -55,7 +55,8 @@ def test_int8_forward_overlaps_its_matrix_products(
     # Two steps; three warpgroups have few registers, which NVRTC 13.0 and 13.5 use in different ways. For the LSE of
     # padded batches they lack about ten.
     loop = loop_without_mask(code, 2 * head_dim // 32)
-    assert sum("WARPGROUP.DEPBAR" in line for line in loop) == 4
+    # A wait for each product of a step: more would keep them from overlapping.
+    assert sum("WARPGROUP.DEPBAR" in line for line in loop) <= 4
     spills = sum("LDL" in line or "STL" in line for line in loop)
     if config.warpgroups == 3 and padded and return_lse:
         assert spills <= 12

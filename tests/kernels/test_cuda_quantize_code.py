@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
+@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(
     ("channels", "dtype", "pv", "return_lse"), product((64, 128), DTYPES, ("fp8", "fp16"), (False, True))
 )

@@ -12,7 +12,14 @@ from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 from sage_kernels.registry import KernelUnavailableError, Request, get_backward, get_forward, get_quantizer, select
 from sage_kernels.triton import registration
-from tests.helpers.kernels import StandInBackward, StandInForward, StandInTraining, only_the_reference
+from tests.helpers.kernels import (
+    StandInBackward,
+    StandInForward,
+    StandInTraining,
+    only_the_reference,
+    registered_backwards,
+    registered_kernels,
+)
 
 CPU = Request("sage3", "cpu", None, torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64, "none", False, False)
 GPU = replace(CPU, device_type="cuda", capability=(9, 0))
@@ -56,8 +63,7 @@ def test_a_gpu_without_a_native_kernel_runs_exact_attention_and_says_why():
     plan = select(VOLTA)
     assert (plan.kernel, plan.recipe, plan.numerics) == ("sdpa", "exact", "exact")
     assert plan.is_fallback
-    assert "compute capability is none of 8.0" in plan.reason
-    assert 'sage3, sage2, sage1: not native here; fallback="emulate" gives its numerics' in plan.reason
+    assert all(word in plan.reason for word in ("compute capability", "sage3", "sage2", "sage1", 'fallback="emulate"'))
 
 
 @pytest.mark.parametrize(
@@ -184,8 +190,8 @@ def test_a_kernel_without_a_backward_pass_is_passed_over_where_gradients_are_wan
 def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_kernel(add_kernel):
     add_kernel("both", "sage2", trains=True)
     plan = select(replace(GPU, recipe="sage2", grad=True))
-    assert (plan.kernel, plan.reason) == ("sdpa", "sage2 is forward only and gradients are wanted")
-    with pytest.raises(KernelUnavailableError, match="forward only and gradients are wanted"):
+    assert plan.kernel == "sdpa" and "sage2" in plan.reason and "gradients" in plan.reason
+    with pytest.raises(KernelUnavailableError, match=r"sage2.*gradients"):
         select(replace(GPU, recipe="sage2", grad=True), "error")
 
 
@@ -258,7 +264,7 @@ HONOURED = {
     "nvfp4_forward_emulated": set(OTHERS),
     "reference": set(OTHERS),
 }
-KERNELS = {**registry._quantizers, **registry._forwards, **registry._backwards}
+KERNELS = registered_kernels()
 
 
 def test_every_kernel_says_what_it_honours():
@@ -304,9 +310,9 @@ def test_hoppers_quantiser_serves_the_means_that_it_takes():
 def test_a_backward_kernel_serves_the_formats_that_it_computes(changes, served):
     recipe = RECIPES["sage_bwd"]
     recipe = replace(recipe, backward=replace(recipe.backward, **changes))
-    found = {name for name, kernel in registry._backwards.items() if kernel.serves(recipe)}
+    found = {name for name, kernel in registered_backwards().items() if kernel.serves(recipe)}
     assert found == {*served, "reference_backward"}
-    assert not any(kernel.serves(replace(recipe, backward=None)) for kernel in registry._backwards.values())
+    assert not any(kernel.serves(replace(recipe, backward=None)) for kernel in registered_backwards().values())
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """The operators with gradients: what the kernel computes arrives, for the inputs that want it, and nothing is cut."""
 
-from contextlib import contextmanager
-from unittest import mock
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,7 +9,7 @@ from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import KernelUnavailableError
-from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference
+from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 NOTHING_PACKED = (None, None, 0, 0, None)
@@ -304,17 +301,9 @@ def ran():
         yield ran
 
 
-@contextmanager
 def another_choice(ran):
     """Prefer another backward kernel than the one chosen so far."""
-    other = StandInBackward("other_backward", "sage_bwd", ran=ran.append)
-    with mock.patch.dict(registry._backwards):
-        others = {other.name: other, **registry._backwards}
-        registry._backwards.clear()
-        registry._backwards.update(others)
-        registry.select.cache_clear()
-        yield
-    registry.select.cache_clear()
+    return preferred_backward(StandInBackward("other_backward", "sage_bwd", ran=ran.append))
 
 
 def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran):
