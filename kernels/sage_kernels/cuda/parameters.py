@@ -158,6 +158,16 @@ def packer(parameters: type) -> Packer:
     return Packer(parameters)
 
 
+# Older compilers (NVRTC 12.8 and 13.0) cannot tell where a field lies; its size, and the struct's, they check as well.
+_LIES_AT = """\
+#define LIES_AT(STRUCT, FIELD, BYTE) true
+#if __has_builtin(__builtin_offsetof)
+#undef LIES_AT
+#define LIES_AT(STRUCT, FIELD, BYTE) (__builtin_offsetof(STRUCT, FIELD) == BYTE)
+#endif
+"""
+
+
 def header(parameters: Mapping[str, type]) -> str:
     """Return the text of "parameters.cuh": structs, a proof that they lie as they are packed, and parameters.
 
@@ -172,7 +182,7 @@ def header(parameters: Mapping[str, type]) -> str:
             _declare(member, structs)
             names.append(f"__grid_constant__ {_name(member)} const {name}")
         macros += f"#define {kernel.upper()}_PARAMETERS {', '.join(names)}\n"
-    return "\n".join(("#pragma once", '#include "tma.cuh"\n', *structs.values(), macros))
+    return "\n".join(("#pragma once", '#include "tma.cuh"\n', _LIES_AT, *structs.values(), macros))
 
 
 def members(structure: type) -> dict[str, CType | type]:
@@ -217,7 +227,7 @@ def _declare(member: CType | type, structs: dict[type, str]) -> None:
     laid_out, name = layout(member), member.__name__
     declared = "".join(f"  {_name(inside)} {field};\n" for field, inside in members(member).items())
     proof = "".join(
-        f"static_assert(__builtin_offsetof({name}, {field.path}) == {field.offset} && "
+        f"static_assert(LIES_AT({name}, {field.path}, {field.offset}) && "
         f"sizeof({name}::{field.path}) == {field.type.size}, "
         f'"{name}: the host packs {field.path} as {field.type.size} bytes from byte {field.offset} on");\n'
         for field in laid_out.fields
