@@ -1,4 +1,4 @@
-"""Actions that run right after a module's import, so that `import sage_hf` need not import diffusers or transformers."""
+"""Actions that run right after a module's import, so `import sage_hf` need not import diffusers or transformers."""
 
 from __future__ import annotations
 

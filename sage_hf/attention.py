@@ -112,8 +112,8 @@ def sage_attention(
         is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; not together with attn_mask.
         scale: finite factor of the scores, which may be 0 or negative; default head_dim ** -0.5.
         enable_gqa: allow q_heads to be a multiple of kv_heads.
-        recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd" and "sage_bwd_int8", which have gradients; or "exact"
-            for PyTorch's own attention.
+        recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd" and "sage_bwd_int8", which have gradients; or
+            "exact" for PyTorch's own attention.
         fallback: what to do if the recipe has no native kernel: "native" (run the best this device has, else exact
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).

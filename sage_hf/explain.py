@@ -26,7 +26,7 @@ class LayerRow:
     """Row of an explanation: what one layer was asked to run, and what ran.
 
     Attributes:
-        layer: name of the layer; `Explanation.__str__` joins layers that did the same ("transformer_blocks.0-29.attn1").
+        layer: name of the layer; `str()` of an Explanation joins layers that did the same, as "blocks.0-29.attn1".
         asked: the recipe asked for; "" if the layer was not switched. Before any call it also names the recipe of
             training mode, if there is one: "sage3, training: sage_bwd".
         recipe, kernel: what ran; "" before any call.

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UnsupportedAttentionError(ValueError):
-    """Error for an attention module, or a way of running it, that low-bit attention cannot serve; the message names it."""
+    """Error for an attention module, or a way of running it, that low-bit attention cannot serve, and that it names."""

@@ -1,4 +1,4 @@
-"""Exact attention with two features that PyTorch's SDPA lacks: capped logits (Gemma 2) and attention sinks (GPT-OSS)."""
+"""Exact attention with what PyTorch's SDPA lacks: capped logits (Gemma 2) and attention sinks (GPT-OSS)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def methods(module_class: type) -> Iterator[CodeType]:
 
 @once_per_class
 def built_classes(module_class: type) -> frozenset[type]:
-    """Return the class, and the module classes that its constructor and theirs in turn build, as far as they name them."""
+    """Return the class and the module classes named in its constructor, in theirs, and so on."""
     found: set[type] = set()
     waiting = [module_class]
     while waiting:
