@@ -206,7 +206,7 @@ class _Job:
         """Run two steps with `attention()` in force, so that nothing is compiled or loaded while time is measured.
 
         Raises:
-            ValueError: the pipeline fails, for example with a size that does not fit it; the message names the settings.
+            ValueError: the pipeline fails, for example with an unsupported size; the message names the settings.
         """
         with attention():
             try:

@@ -151,7 +151,7 @@ def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
 
 
 def _denoisers(pretrained: str) -> dict[str, nn.Module]:
-    """Build the denoisers of a diffusers pipeline without weights, by name; return {} if it is no diffusers pipeline."""
+    """Build the denoisers of a diffusers pipeline, by name, without weights; return {} if it is no such pipeline."""
     from diffusers import DiffusionPipeline
 
     if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():
