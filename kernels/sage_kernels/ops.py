@@ -143,12 +143,12 @@ def log_sum_exp(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the exact log-sum-exp of each row's scores, (batch, q_heads, q_len) float32; arguments as in `attention`."""
+    """Return the exact log-sum-exp of each row's scores, (batch, q_heads, q_len) float32; see `attention`."""
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Return whether forward-mode differentiation goes through one of the tensors; always False inside torch.compile."""
+    """Return whether forward-mode differentiation goes through a tensor; always False inside torch.compile."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

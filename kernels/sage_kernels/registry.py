@@ -182,7 +182,7 @@ class Backward(Kernel, Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Plan without its call's sizes; the fields are those of `Plan`. Few differ, so counting them needs little memory."""
+    """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
     asked: str
     recipe: str
@@ -388,7 +388,7 @@ def _choose_phases(kernel: Forward, request: Request) -> _Phases:
 
 
 def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
-    """Return the name of the first kernel that serves the request ("" if none does), and those passed over before it."""
+    """Return the name of the first kernel that serves the request, or "", and those passed over before it."""
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)
     for kernel in kernels:

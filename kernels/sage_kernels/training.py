@@ -154,7 +154,7 @@ def why_exact(
 def _why_exact_at_any_size(
     recipe: str, fallback: Fallback, device: str, dtype: str, head_dim: int, v_head_dim: int
 ) -> str:
-    """Return `why_exact` of a small call; device and dtype are names, because the compiler's constants are plain data."""
+    """Return `why_exact` of a small call; it takes names, because the compiler's constants are plain data."""
     options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
     query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
     request = Request.of(query, query, value, recipe=recipe, grad=True)
@@ -375,7 +375,7 @@ def _training_lse(
     scale: float | None,
     recipe: str,
 ) -> torch.Tensor:
-    """Return `Saved.lse` plus the contribution of K's mean, which was subtracted before quantising, to each row."""
+    """Return `Saved.lse` plus what K's mean, subtracted before quantising, contributes to each row's scores."""
     if 0 in (*query.shape, key.shape[2]) or not get_recipe(recipe).smooth_k:
         return lse.clone()
     scale = query.shape[3] ** -0.5 if scale is None else scale
