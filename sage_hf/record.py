@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.utils import logging
 from torch import nn
 
-from sage_kernels import dispatch
+from sage_kernels import dispatch, tracing
 from sage_kernels.registry import Outcome, Plan, Request, exact_plan
 
 logger = logging.get_logger(__name__)
@@ -164,7 +164,7 @@ def report_exact(request: Request | None, reason: str, recipe: str) -> None:
         file_plan(exact_plan(request, ("", reason)))
 
 
-@torch.compiler.assume_constant_result
+@tracing.assume_constant_result
 def _log_while_compiling(recipe: str, reason: str) -> None:
     """Call `_log_fallback` while the compiler traces the caller."""
     _log_fallback(recipe, "exact", reason)

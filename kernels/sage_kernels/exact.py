@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from . import tracing
+
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
@@ -263,7 +265,7 @@ def _on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-@torch.compiler.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
+@tracing.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
 def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torch.Tensor:
     """Return the mask in a dtype that PyTorch takes beside query, and on a GPU as its kernels read it.
 
@@ -289,7 +291,7 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
     return x if differentiated or torch._C._are_functorch_transforms_active() else unexpanded(x)
 
 
-@torch.compiler.allow_in_graph
+@tracing.allow_in_graph
 def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
     """Return x as PyTorch's GPU kernels read it, copied only if it must be: see `_is_aligned`.
 

@@ -10,7 +10,11 @@ from importlib.util import find_spec
 @lru_cache(maxsize=1)
 def triton_version() -> tuple[int, int] | None:
     """Return (major, minor) of the installed Triton, None without one."""
-    if find_spec("triton") is None:
+    try:
+        spec = find_spec("triton")
+    except (ImportError, ValueError):  # kept from being imported
+        spec = None
+    if spec is None:
         return None
     try:
         version = metadata.version("triton")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import checks, dispatch, ops, transforms
+from . import checks, dispatch, ops, tracing, transforms
 from .call import BackwardCall, Call, Mask, softmax_scale
 from .layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
 from .operands import Saved
@@ -150,7 +150,7 @@ def why_exact(
     return _reason(_request(query, key, value, valid, is_causal, recipe), fallback)
 
 
-@torch.compiler.assume_constant_result
+@tracing.assume_constant_result
 def _why_exact_at_any_size(
     recipe: str, fallback: Fallback, device: str, dtype: str, head_dim: int, v_head_dim: int
 ) -> str:

@@ -21,6 +21,7 @@ from sage_hf.bench import command as bench
 from sage_hf.config import SageConfig
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
+from sage_kernels.toolchain import triton_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,6 +139,11 @@ def _env(args: argparse.Namespace) -> None:
             rows.append([recipe, chosen.recipe, chosen.kernel, chosen.numerics, chosen.reason])
         print(f"\n{device}: {device_name(device)}")
         print(text_table(["recipe", "runs", "kernel", "numerics", "why"], rows))
+    if triton_version() is None:
+        print(
+            "\nTriton is not installed, and most kernels are written in it: GPUs run exact attention, but for calls of "
+            "sage2 and sage1 without a mask on Hopper. Where there is a wheel, `pip install triton` brings it."
+        )
     if not devices:
         print("\nNo CUDA device: low-bit recipes are emulated, with their true numerics and without their speed.")
 

@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, metavar, forward, training in names:
         text = f"of {forward}; with --training of {training} (default: all)"
         parser.add_argument(option, nargs="+", metavar=metavar, help=text)
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="B,Hq,Hkv,N,D[,causal]",
+        help="any other shape: batch, query heads, key heads, tokens, head_dim; repeatable",
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="default: output")
 
@@ -43,7 +50,9 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
     Raises:
         ValueError: no CUDA device, no matplotlib, or an unknown name of a shape or provider.
     """
-    shapes = _chosen("--shapes", args.shapes, TRAINING_SHAPES if args.training else SHAPES)
+    shapes = [Shape.parse(text) for text in args.shape]
+    if args.shapes is not None or not shapes:
+        shapes = _chosen("--shapes", args.shapes, TRAINING_SHAPES if args.training else SHAPES) + shapes
     providers = _chosen("--providers", args.providers, TRAINING_PROVIDERS if args.training else PROVIDERS)
     device = torch.device(args.device)
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():

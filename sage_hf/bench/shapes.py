@@ -25,6 +25,22 @@ class Shape:
     head_dim: int
     causal: bool = False
 
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal, such as 1,32,8,4096,128,causal.
+
+        Raises:
+            ValueError: it is not such a text, a size is below 1, or Hq is no multiple of Hkv.
+        """
+        sizes, _, causal = text.partition(",causal")
+        try:
+            batch, q_heads, kv_heads, tokens, head_dim = map(int, sizes.split(","))
+        except ValueError:
+            raise ValueError(f"{text!r} is no shape: expected B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal") from None
+        if causal or min(batch, q_heads, kv_heads, tokens, head_dim) < 1 or q_heads % kv_heads:
+            raise ValueError(f"{text!r} is no shape: sizes must be at least 1, and Hq a multiple of Hkv")
+        return cls(text, batch, q_heads, kv_heads, tokens, head_dim, "causal" in text)
+
     @property
     def operations(self) -> float:
         """Multiplications and additions of both matrix products; half of them when causal."""

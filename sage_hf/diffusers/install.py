@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf._import_hook import when_imported
+from sage_kernels.import_hook import when_imported
 
 logger = logging.get_logger(__name__)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from sage_kernels import tracing
+
 _SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Models that drop query rows after the mask is made, so a causal mask must not be replaced by `is_causal`. They ensure
 that themselves for "sdpa" only."""
@@ -49,7 +51,7 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
     return sage_mask(**kwargs)
 
 
-@torch.compiler.assume_constant_result
+@tracing.assume_constant_result
 def _hands_padding_on(configuration: str) -> bool:
     """Return whether the models of a config's module pass a mask (batch, kv_len) to their attention unchanged.
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub.utils import logging
 
-from sage_hf._import_hook import when_imported
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.layers import refusal
+from sage_kernels.import_hook import when_imported
 from sage_kernels.recipe import get_recipe
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 import errno
 import json
 import runpy
-import signal
 import sys
 from pathlib import Path
 
@@ -124,13 +123,17 @@ def write_one(monkeypatch):
     return prepare
 
 
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def compare_two(folder: Path, output: Path) -> int:
     arguments = ["--pretrained", str(folder), "--prompt", "a", "--prompt", "b", "--steps", "1", "--frames", "9"]
     return main(["compare", *arguments, "--height", "64", "--width", "64", "--device", "cpu", "--output", str(output)])
 
 
 def test_interrupting_ends_on_one_line_that_says_what_is_written(folder, tmp_path, capsys, write_one):
-    write_one(lambda: signal.raise_signal(signal.SIGINT))
+    write_one(interrupt)
     assert compare_two(folder, tmp_path) == 130
     printed = capsys.readouterr()
     told = f"interrupted; written: 01-exact.mp4, report.json, report.md in {tmp_path}"
@@ -139,7 +142,7 @@ def test_interrupting_ends_on_one_line_that_says_what_is_written(folder, tmp_pat
 
 
 def test_interrupting_before_anything_is_written_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(generation, "load_pipeline", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(generation, "load_pipeline", interrupt)
     assert compare_two(folder, tmp_path / "new") == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted; written: nothing"
     assert not (tmp_path / "new").exists()

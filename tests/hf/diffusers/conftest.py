@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,10 @@ from sage_hf import record
 
 @pytest.fixture(autouse=True)
 def fresh_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans and once-only messages of other tests forgotten."""
+    """Plans, once-only messages and compiled code of other tests forgotten."""
     record.clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     monkeypatch.setattr("sage_hf.diffusers.install._warned", set())
     monkeypatch.setattr("sage_hf.diffusers.processor._displacing", set())
 

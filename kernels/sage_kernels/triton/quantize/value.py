@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -62,16 +61,17 @@ def quantize_value(
     shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
     values = value.new_empty((operand_batch, kv_heads, *shape), dtype=VALUE_DTYPES[pv])
     scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
-    of_tensor, of_channel = statistics.value_tensor_amax, statistics.value_amax
-    amax: dict[str, Any] = {"value_tensor_amax": of_tensor} if pv == "fp16" else {"value_amax": of_channel}
+    kernel, amax = quantize_value_8bit, statistics.value_amax
+    if pv == "fp16":
+        kernel, amax = quantize_value_fp16, statistics.value_tensor_amax
     launch(
-        quantize_value_fp16 if pv == "fp16" else quantize_value_8bit,
+        kernel,
         (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
         value=value,
         values=values,
         scale=scale,
         value_mean=statistics.value_mean,
-        **amax,
+        value_amax=amax,
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -164,7 +164,7 @@ def quantize_value_fp16(
     values,
     scale,
     value_mean,
-    value_tensor_amax,
+    value_amax,
     valid,
     ranges,
     tokens,
@@ -189,7 +189,7 @@ def quantize_value_fp16(
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     channel_index = pair.to(tl.int64) * CHANNELS + channel
-    exponent = headroom_exponent(tl.load(value_tensor_amax + pair))
+    exponent = headroom_exponent(tl.load(value_amax + pair))
     if block == 0:
         tl.store(scale + channel_index, tl.zeros(channel.shape, tl.float32) + exp2_of_integer(exponent))
     if block * BLOCK_ROWS < length:

@@ -1,4 +1,4 @@
-"""Promises of sage_hf._import_hook: an action follows a module's import, whichever comes first, and leaves no trace."""
+"""An action follows a module's import, whichever comes first, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sage_hf import _import_hook
-from sage_hf._import_hook import when_imported
+from sage_kernels import import_hook
+from sage_kernels.import_hook import when_imported
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_the_module_keeps_its_own_loader_and_no_finder_stays_behind(folder: Path
     assert importlib.util.find_spec("hooked_clean").origin == str(folder / "hooked_clean.py")
     module = importlib.import_module("hooked_clean")
     assert type(module.loader) is type(module.__spec__.loader) is type(module.__loader__) is SourceFileLoader
-    assert "hooked_clean" not in _import_hook._pending
-    if not _import_hook._pending:
-        assert [finder for finder in sys.meta_path if type(finder).__module__ == _import_hook.__name__] == []
+    assert "hooked_clean" not in import_hook._pending
+    if not import_hook._pending:
+        assert [finder for finder in sys.meta_path if type(finder).__module__ == import_hook.__name__] == []
     else:
         assert list(sys.meta_path) == finders
 
@@ -92,7 +92,7 @@ def test_a_missing_module_still_raises_module_not_found(folder: Path) -> None:
     when_imported("hooked_missing", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="hooked_missing"):
         importlib.import_module("hooked_missing")
-    _import_hook._pending.pop("hooked_missing")
+    import_hook._pending.pop("hooked_missing")
 
 
 def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:
 
 def test_hooking_a_module_from_inside_its_own_import_is_refused(folder: Path) -> None:
     (folder / "hooked_circular.py").write_text(
-        "from sage_hf._import_hook import when_imported\nwhen_imported(__name__, print)\n"
+        "from sage_kernels.import_hook import when_imported\nwhen_imported(__name__, print)\n"
     )
     with pytest.raises(ImportError, match="import hooked_circular first"):
         importlib.import_module("hooked_circular")

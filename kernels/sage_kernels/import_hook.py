@@ -1,4 +1,4 @@
-"""Actions that run right after a module's import, so `import sage_hf` need not import diffusers or transformers."""
+"""Actions that run right after a module's import, so that code which may need a library need not import it."""
 
 from __future__ import annotations
 
