@@ -170,7 +170,7 @@ def _masks(clips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_colour(clip: Tensor, mask: Tensor) -> str | None:
-    """Return the palette entry nearest to the median foreground colour, whatever its brightness; None if none is near."""
+    """Return the palette entry nearest to the median foreground colour at any brightness; None if none is near."""
     pixels = clip.permute(0, 2, 3, 1)[mask > 0]
     colour = pixels.median(0).values
     names, palette = list(COLOURS), torch.tensor(list(COLOURS.values()), device=clip.device)

@@ -172,7 +172,7 @@ class Experiments:
     def one_run(
         self, folder: str, architecture: str, recipe: str, seed: int, text: Text, base: Path | None = None
     ) -> dict[str, Any]:
-        """Train with a recipe and a seed, from ``base`` or from scratch, and save the weights; or return a finished run."""
+        """Train with a recipe and a seed, from ``base`` or from scratch, and save the weights, unless that was done."""
         args, path = self.args, self.args.run_dir / folder / f"{recipe}-{seed}"
         stage = "pretrain" if base is None else "finetune"
         steps, lr = getattr(args, f"{stage}_steps"), getattr(args, f"{stage}_lr")
