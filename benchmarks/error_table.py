@@ -1,4 +1,4 @@
-"""What each choice in the FP4 and INT8 recipes is worth: relative L1 error of the output against float64 attention.
+"""Measure what each choice in the FP4 and INT8 recipes is worth: relative L1 error of the output against float64.
 
 python benchmarks/error_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
 results/error_table.json
@@ -24,7 +24,7 @@ from sage_kernels.reference import forward as reference
 PAPER, SAGE3, SAGE2 = RECIPES["sage3_paper"], RECIPES["sage3"], RECIPES["sage2"]
 SEARCHED = replace(PAPER, smooth_v=True, tensor_scale=True, scale_steps=SAGE3.scale_steps)
 
-# From the published recipe to ours, one choice at a time; then what is left out of ours.
+# From the published recipe to ours, one choice at a time; then ours without one of its choices.
 VARIANTS: dict[str, Recipe] = {
     "NVFP4, no smoothing": replace(PAPER, smooth_q=False, smooth_k=False),
     "smooth K": replace(PAPER, smooth_q=False),
@@ -45,7 +45,7 @@ PROMPT = "a red circle moving left"
 
 
 def relative_l1(triples: list[Triple], truths: list[torch.Tensor], recipe: Recipe) -> float:
-    """Σ|O - O'| / Σ|O| over all triples."""
+    """Return Σ|O - O'| / Σ|O| over all triples."""
     error = size = 0.0
     for triple, truth in zip(triples, truths, strict=True):
         output, _ = reference.attention(*triple, recipe)
@@ -55,7 +55,7 @@ def relative_l1(triples: list[Triple], truths: list[torch.Tensor], recipe: Recip
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table, as the README shows it; `rows` as in the JSON."""
+    """Return the errors as a Markdown table; `rows` as in the JSON."""
     names = list(rows[0]["rel_l1"])
     lines = ["| variant | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for row in rows:

@@ -1,10 +1,10 @@
-"""Forward attention: our recipes beside SDPA, cuDNN, FA3 and the authors' SageAttention, on this machine's GPU.
+"""Measure forward attention: our recipes beside SDPA, cuDNN, FA3 and the authors' SageAttention, on this GPU.
 
 python benchmarks/forward.py --output benchmarks/results
 python benchmarks/forward.py --render benchmarks/results/nvidia-h200-forward.json
 
-The first measures and writes <gpu>-forward.json and .png, as `sage-hf bench` does on a user's GPU. The second draws
-the plot of a JSON again and prints the README's table.
+The first command measures and writes <gpu>-forward.json and .png, as `sage-hf bench` does on a user's GPU. The second
+draws the plot of a JSON again and prints its table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sage_hf.bench import command, plots, tables
 
 
 def main(description: str | None = __doc__, training: bool = False) -> None:
-    """The whole of a benchmark's script."""
+    """Run a benchmark's script: parse arguments, then measure, or render a JSON."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_arguments(parser)
     parser.set_defaults(training=training)

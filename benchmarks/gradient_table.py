@@ -1,10 +1,10 @@
-"""What each choice in the recipes with gradients is worth: errors of O, dQ, dK, dV against float64 attention.
+"""Measure what each choice in the recipes with gradients is worth: errors of O, dQ, dK, dV against float64.
 
 python benchmarks/gradient_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
 benchmarks/results/cpu-gradient_table.json
 
-All tensors are bfloat16. dO is Gaussian where tensors are drawn; on trained models it is what the layer gets: of the
-video model from a Gaussian gradient of its output, of the language model from its loss.
+All tensors are bfloat16. For drawn tensors dO is Gaussian. For trained models it is what the layer receives: in the
+video model from a Gaussian gradient of the model's output, in the language model from its loss.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ RESULTS = ("O", "dQ", "dK", "dV")
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe, and how many consecutive tokens of Q and of K share a scale where that is not the recipe's choice.
+    """A recipe, with other numbers of consecutive tokens of Q and K that share a scale.
 
-    Those of Q are 1…128, those of K 64 or 128; as in the recipes, scales of K are bfloat16.
+    Attributes:
+        recipe: formats and transforms.
+        query_tokens: 1…128; 1 is the recipe's choice.
+        key_tokens: 64 or 128; None is the recipe's choice. As in the recipes, scales of K are bfloat16.
     """
 
     recipe: Recipe
@@ -43,17 +46,20 @@ class Variant:
 
 
 def backward(recipe: Recipe = BWD, **formats: str) -> Variant:
-    """The recipe with other formats in its backward."""
+    """Return the recipe with other formats in its backward pass."""
     return Variant(replace(recipe, backward=replace(recipe.backward or Backward(), **formats)))
 
 
 def published(**formats: str) -> Variant:
-    """The recipe of arXiv 2505.11594, section 4, as far as its text says: scales per tile, 128 tokens of Q, 64 of K."""
+    """Return the recipe of arXiv 2505.11594, section 4, as far as its text tells.
+
+    Scales are per tile, over 128 tokens of Q and 64 of K.
+    """
     variant = backward(replace(BWD_INT8, smooth_v=False), **{"scales": "tile", **formats})
     return replace(variant, query_tokens=128, key_tokens=64)
 
 
-# Around the default, then around the paper's with INT8 in four of five products.
+# Variants of the default recipe, then of the paper's, which has INT8 in four of five products.
 VARIANTS: dict[str, Variant] = {
     "`sage_bwd`": Variant(BWD),
     "`sage_bwd`, consistent δ": backward(delta="consistent"),
@@ -90,19 +96,19 @@ PROMPT = "a red circle moving left"
 
 
 def drawn(triple: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sigma: float = 1.0) -> Sample:
-    """Q and K `sigma` times as large, V, and a Gaussian dO."""
+    """Return a sample of Q and K scaled by `sigma`, V, and a Gaussian dO."""
     query, key, value = triple
     gradient = torch.randn(query.shape, generator=torch.Generator().manual_seed(1))
     return Sample(query * sigma, key * sigma, value, gradient)
 
 
 def in_bfloat16(sample: Sample) -> Sample:
-    """The sample as a model in bfloat16 has it; a gradient too small for float16 stays what it is."""
+    """Return the sample in bfloat16, which also keeps gradients that are too small for float16."""
     return Sample(*(x.bfloat16() for x in sample[:4]), sample.is_causal, sample.scale)
 
 
 def exact(sample: Sample) -> tuple[torch.Tensor, ...]:
-    """O, dQ, dK, dV in float64."""
+    """Return exact O, dQ, dK, dV in float64."""
     leaves = [x.double().requires_grad_() for x in sample[:3]]
     output = F.scaled_dot_product_attention(
         *leaves, is_causal=sample.is_causal, scale=sample.scale, enable_gqa=leaves[0].shape[1] != leaves[1].shape[1]
@@ -111,7 +117,7 @@ def exact(sample: Sample) -> tuple[torch.Tensor, ...]:
 
 
 def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
-    """O, dQ, dK, dV of the variant."""
+    """Return O, dQ, dK, dV of the variant."""
     query, key, value, gradient = (x.contiguous() for x in sample[:4])
     recipe, head_dim, kv_len = variant.recipe, query.shape[-1], key.shape[2]
     options = {"is_causal": sample.is_causal, "scale": head_dim**-0.5 if sample.scale is None else sample.scale}
@@ -130,15 +136,16 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
 
 
 def in_blocks(x: torch.Tensor, tokens: int, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 codes and scales, float32, of x padded to whole blocks of 128 tokens."""
+    """Return INT8 codes and scales, as float32, of x padded to whole blocks of 128 tokens."""
     codes, scale = int8.quantize(F.pad(x, (0, 0, 0, -x.shape[-2] % reference.BLOCK_N)), tokens, scale_dtype)
     return codes.float(), scale.float()
 
 
 def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], variant: Variant) -> dict[str, dict]:
-    """Of each of O, dQ, dK, dV: cosine similarity, relative L1 error, and RMSE relative to the truth's, of all samples.
+    """Return the errors of O, dQ, dK and dV over all samples: cosine similarity, relative L1 error and relative RMSE.
 
-    Samples are scaled to one root mean square of the truth, so that a layer with small gradients counts as others do.
+    Each sample is scaled so that the root mean square of the truth is 1: a layer with small gradients counts like the
+    others.
     """
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in RESULTS}
     for sample, truth in zip(samples, truths, strict=True):
@@ -146,8 +153,8 @@ def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], varian
             size = wanted.square().mean().sqrt()
             pairs[name].append((got.double() / size, wanted / size))
     measured = {}
-    for name, of_name in pairs.items():
-        got, wanted = (torch.cat([pair[side].flatten() for pair in of_name]) for side in (0, 1))
+    for name, tensors in pairs.items():
+        got, wanted = (torch.cat([pair[side].flatten() for pair in tensors]) for side in (0, 1))
         measured[name] = {
             "cosine": F.cosine_similarity(got, wanted, dim=0).item(),
             "rel_l1": ((got - wanted).abs().sum() / wanted.abs().sum()).item(),
@@ -157,21 +164,23 @@ def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], varian
 
 
 def markdown(rows: list[dict], name: str) -> str:
-    """The table of one set of tensors, relative L1 error with cosine similarity; `rows` as in the JSON."""
+    """Return a Markdown table for one set of tensors: relative L1 error (cosine similarity); `rows` as in the JSON."""
     lines = [f"| {name} | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
     for row in rows:
-        cells = [f"{row[name][of]['rel_l1']:.4f} ({row[name][of]['cosine']:.5f})" for of in RESULTS]
+        cells = [f"{row[name][result]['rel_l1']:.4f} ({row[name][result]['cosine']:.5f})" for result in RESULTS]
         lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def summary(rows: list[dict]) -> str:
-    """Relative L1 errors of dQ / dK / dV of the recipes, ours and the published one, on each set of tensors."""
+    """Return a Markdown table of relative L1 errors of dQ / dK / dV, for our recipes and the published one."""
     sets = [name for name in rows[0] if name != "variant"]
     lines = ["| dQ / dK / dV | " + " | ".join(sets) + " |", "|---" * (len(sets) + 1) + "|"]
     for row in rows:
         if row["variant"] in SUMMARISED:
-            cells = [" / ".join(f"{row[name][of]['rel_l1']:.3f}".lstrip("0") for of in RESULTS[1:]) for name in sets]
+            cells = [
+                " / ".join(f"{row[name][result]['rel_l1']:.3f}".lstrip("0") for result in RESULTS[1:]) for name in sets
+            ]
             lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What a results file says of the source and the machine."""
+"""Facts about the source and the machine, for results files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def git_commit() -> str:
-    """Of the checkout; "" where there is none."""
+    """Return the commit of the checkout; "" if there is no checkout."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def cpu_facts() -> dict[str, str]:
-    """Of a table of errors made on a CPU."""
+    """Return the facts for a table of errors that is computed on a CPU."""
     return {"device": "cpu", "torch": torch.__version__, "commit": git_commit(), "date": date.today().isoformat()}

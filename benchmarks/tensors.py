@@ -1,4 +1,4 @@
-"""Q, K, V and dO to measure on: drawn ones, and the activations and gradients of trained models."""
+"""Q, K, V and dO to measure on: random ones, and the activations and gradients of trained models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Sample(NamedTuple):
-    """One attention layer with the gradient of its output: float32 (batch, heads, tokens, head_dim)."""
+    """Inputs of one attention call and the gradient of its output: float32 (batch, heads, tokens, head_dim)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -29,17 +29,17 @@ class Sample(NamedTuple):
 
 
 def gaussian(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> Triple:
-    """Independent standard normal Q, K, V, float32 (batch, heads, tokens, head_dim)."""
+    """Draw independent standard normal Q, K, V, float32 (batch, heads, tokens, head_dim)."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(batch, heads, tokens, head_dim, generator=generator) for _ in range(3))
     return query, key, value
 
 
 def dit_like(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> Triple:
-    """Q, K, V with what makes a diffusion transformer's hard to quantise, float32 (batch, heads, tokens, head_dim).
+    """Draw Q, K, V that are as hard to quantise as a diffusion transformer's, float32 (batch, heads, tokens, head_dim).
 
-    Neighbouring tokens are correlated (a moving average over 16), every 16th channel of Q and K is 6 times louder, K
-    has a bias per channel of 3 times its deviation, V one of half its deviation.
+    Neighbouring tokens are correlated (a moving average over 16), every 16th channel of Q and K is 6 times as large,
+    and each channel has a bias: of 3 times the standard deviation in K, of half of it in V.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -61,14 +61,14 @@ def dit_like(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) 
 def video_activations(
     folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...], seed: int = 0
 ) -> list[Triple]:
-    """Q, K, V of every attention layer of a CogVideoX pipeline, at some denoising steps of one exact generation.
+    """Return Q, K, V of every attention layer of a CogVideoX pipeline, at some denoising steps of one exact generation.
 
     Args:
         folder: pipeline folder or id with generation settings in generation.json.
         prompt: what to generate.
         steps: number of denoising steps.
         at_steps: the steps whose tensors to keep.
-        seed: of the initial noise.
+        seed: seed of the initial noise.
     """
     from sage_hf import record
 
@@ -91,27 +91,30 @@ def video_activations(
 def video_gradients(
     folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...], seed: int = 0
 ) -> list[Sample]:
-    """As `video_activations`, with the gradients that a Gaussian one of the denoiser's output sends to each layer."""
+    """Return Q, K, V and dO of every attention layer, at some steps; arguments as in `video_activations`.
+
+    dO is what each layer receives from a Gaussian gradient of the denoiser's output.
+    """
     pipe = _exact_pipeline(folder)
     inputs: list[dict[str, Any]] = []
 
-    def keep(step: int, of_step: dict[str, Any]) -> None:
+    def keep(step: int, arguments: dict[str, Any]) -> None:
         if step in at_steps:
-            inputs.append(of_step)
+            inputs.append(arguments)
 
     _denoise(pipe, folder, prompt, steps, seed, keep)
     generator = torch.Generator().manual_seed(seed)
     samples: list[Sample] = []
-    for of_step in inputs:
-        samples += _layers(
-            lambda of_step=of_step: pipe.transformer(**of_step)[0],
+    for arguments in inputs:
+        samples += _record_layers(
+            lambda arguments=arguments: pipe.transformer(**arguments)[0],
             lambda output: (output * torch.randn(output.shape, generator=generator)).sum(),
         )
     return samples
 
 
 def _exact_pipeline(folder: str | Path) -> CogVideoXPipeline:
-    """The pipeline with exact attention, which this package records."""
+    """Load the pipeline with exact attention through sage_hf, which records the calls."""
     from diffusers import CogVideoXPipeline
 
     from sage_hf import SageAttnProcessor
@@ -130,7 +133,7 @@ def _denoise(
     seed: int,
     at_step: Callable[[int, dict[str, Any]], None],
 ) -> None:
-    """Generate once; before each step, `at_step` gets its number and the denoiser's arguments."""
+    """Generate once; call `at_step` with each step's number and the denoiser's arguments before the step."""
     settings = json.loads((Path(folder) / "generation.json").read_text())
     step = 0
 
@@ -155,8 +158,8 @@ def _denoise(
         handle.remove()
 
 
-def _layers(forward: Callable[[], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]) -> list[Sample]:
-    """Q, K, V and dO of every attention call of `forward`, whose result `loss` makes a number of.
+def _record_layers(forward: Callable[[], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]) -> list[Sample]:
+    """Return Q, K, V and dO of every attention call of `forward`; `loss` maps its result to a scalar.
 
     Raises:
         ValueError: a call has a mask.
@@ -175,7 +178,7 @@ def _layers(forward: Callable[[], torch.Tensor], loss: Callable[[torch.Tensor], 
 
 
 def text_activations(model: str, text: str) -> list[Triple]:
-    """Q, K, V of every attention layer of a transformers text encoder reading `text` (cut at 512 tokens)."""
+    """Return Q, K, V of every attention layer of a transformers text encoder for `text`, cut at 512 tokens."""
     from transformers import AutoModel, AutoTokenizer
 
     from sage_hf import record
@@ -189,11 +192,11 @@ def text_activations(model: str, text: str) -> list[Triple]:
 
 
 def text_gradients(model: str, text: str) -> list[Sample]:
-    """Q, K, V and dO of every attention layer of a causal language model, when it learns `text` (cut at 1024 tokens).
+    """Return Q, K, V and dO of every attention layer of a causal language model that learns `text`, cut at 1024 tokens.
 
     Args:
-        model: transformers folder or id; without a tokenizer of its own its 256 tokens are bytes.
-        text: what to learn.
+        model: transformers folder or id; a vocabulary of 256 tokens means bytes, without a tokenizer.
+        text: the text whose loss gives the gradients.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -205,4 +208,4 @@ def text_gradients(model: str, text: str) -> list[Sample]:
         tokens = AutoTokenizer.from_pretrained(model)(text, truncation=True, max_length=1024, return_tensors="pt")
         tokens = tokens["input_ids"]
     learner = AutoModelForCausalLM.from_pretrained(model, attn_implementation="sage_exact", dtype=torch.float32).eval()
-    return _layers(lambda: learner(tokens, labels=tokens, use_cache=False).loss, lambda loss: loss)
+    return _record_layers(lambda: learner(tokens, labels=tokens, use_cache=False).loss, lambda loss: loss)

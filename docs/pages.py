@@ -1,9 +1,9 @@
-"""Fill in what README.md and the pages of docs/ take from results and from the code.
+"""Fill in those sections of README.md and docs/ that are generated from results and from the code.
 
 python docs/pages.py            rewrite the generated sections, and draw the pictures again
 python docs/pages.py --tree     print the tree of the source, as docs/architecture.md shows it
 
-A section stands between `<!-- generated: NAME -->` and `<!-- end -->`, where NAME is one of SECTIONS.
+A generated section lies between `<!-- generated: NAME -->` and `<!-- end -->`, where NAME is one of SECTIONS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BENCHMARKS = "benchmarks"
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MODELS = "nvidia-h200-models"
-"""The result with the time of whole models' steps."""
+"""Name of the result with the times of whole models' steps."""
 TREES = ("sage_hf", "kernels/sage_kernels")
 
 sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
@@ -39,10 +39,10 @@ _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DO
 
 
 def render(text: str) -> str:
-    """Return a page with its generated sections made anew.
+    """Return a page with its generated sections replaced by new ones.
 
     Raises:
-        KeyError: a section that is not in SECTIONS.
+        KeyError: a section's name is not in SECTIONS.
     """
     return _MARKED.sub(lambda match: f"{match[1]}\n{SECTIONS[match[2]]()}\n\n{match[3]}", text)
 
@@ -53,56 +53,56 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return five rows of what a user gains: steps of whole models once measured, until then calls of attention."""
+    """Return a table of what a user gains: steps of five models if models were measured, else calls of attention."""
     return tables.model_gain(read_result(MODELS), most=5) if has_models() else attention_gain()
 
 
 def model_gain() -> str:
-    """Return the time of a step of every model that was measured."""
+    """Return a table of the time of a step of every measured model."""
     if not has_models():
         return "The steps of whole models are not in a results file yet; the table below times attention alone."
     return f"{tables.model_gain(read_result(MODELS))}\n\n{sources(MODELS)}"
 
 
 def has_models() -> bool:
-    """Return whether whole models were measured."""
+    """Return whether there is a result of whole models."""
     return (RESULTS / f"{MODELS}.json").exists()
 
 
 def attention_gain() -> str:
-    """Return PyTorch's time and ours of one attention call of several models."""
+    """Return a table of PyTorch's time and ours for one attention call of several models."""
     return tables.attention_gain(read_result("nvidia-h200-forward"))
 
 
 def speed() -> str:
-    """Return every provider's forward speed at every shape."""
+    """Return a table of every provider's forward speed at every shape."""
     return tables.markdown(read_result("nvidia-h200-forward"))
 
 
 def training_speed() -> str:
-    """Return every provider's speed, errors and memory in training."""
+    """Return tables of every provider's speed, errors and memory in training."""
     return tables.markdown(read_result("nvidia-h200-forward_backward"))
 
 
 def errors() -> str:
-    """Return the error of the output by choice in the recipes."""
+    """Return a table of the error of the output for each choice in the recipes."""
     return error_table.markdown(read_result("cpu-error_table")["rows"])
 
 
 def gradient_errors() -> str:
-    """Return the errors of the gradients by recipe."""
+    """Return a table of the errors of the gradients for each recipe."""
     return gradient_table.summary(read_result("cpu-gradient_table")["rows"])
 
 
 def trained_models() -> str:
-    """Return what training in INT8 does to models."""
+    """Return a table of the losses of models that were trained in INT8 and exactly."""
     names = ("language_model", "tiny_video")
     texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in names)
     return training_summary.summary(*map(json.loads, texts))
 
 
 def recipes() -> str:
-    """Return every recipe's formats and transforms."""
+    """Return a table of every recipe's formats and transforms."""
     rows = [
         "| recipe | Q·Kᵀ | P·V | mean subtracted of | Q and K rotated | backward pass: P·dO, dS·K, dO·Vᵀ |",
         "|---|---|---|---|---|---|",
@@ -117,12 +117,12 @@ def recipes() -> str:
 
 
 def picture(name: str, message: str) -> str:
-    """Return the Markdown of a picture in RESULTS, for a page of docs/."""
+    """Return the Markdown that shows a picture in RESULTS on a page of docs/."""
     return f"![{message}](../{BENCHMARKS}/results/{name}.png)"
 
 
 def sources(*names: str) -> str:
-    """Return a line that links the results a section is made of, for a page of docs/."""
+    """Return a line that links the results behind a section, for a page of docs/."""
     return "Source: " + ", ".join(f"[{name}.json](../{BENCHMARKS}/results/{name}.json)" for name in names) + "."
 
 
@@ -144,7 +144,7 @@ python {BENCHMARKS}/gradient_table.py --video examples/tiny_video   # the gradie
 
 
 def tree() -> str:
-    """Return the folders and files of the two packages, each with the first sentence that it says of itself."""
+    """Return the folders and files of the two packages, each with the first sentence of its description."""
     lines = []
     for top in TREES:
         lines += [_line(0, f"{top}/", _about(ROOT / top / "__init__.py")), *_branches(ROOT / top, 1), ""]
@@ -167,7 +167,7 @@ def _line(depth: int, name: str, about: str) -> str:
 
 
 def _about(path: Path) -> str:
-    """Return the first sentence of a module's docstring, or of the comment that a CUDA file begins with."""
+    """Return the first sentence of a module's docstring, or of the comment at the start of a CUDA file."""
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8")

@@ -1,16 +1,16 @@
-"""Fine-tunes the tiny CogVideoX with exact and with INT8 attention and compares them, then generates in FP4.
+"""Fine-tune the tiny CogVideoX with exact and with INT8 attention, compare the two, then generate in FP4.
 
     python examples/finetune_tiny_video.py finetune    # every recipe and seed
     python examples/finetune_tiny_video.py evaluate    # all of them, with exact, 8-bit and FP4 attention
     python examples/finetune_tiny_video.py all         # both
 
-The task: clips run backwards under the captions they have, so that what "moves left" now moves right. The shipped model
-draws every direction wrong, by construction; its colours and shapes are right and shall remain so. Only the transformer
-learns, its text encoder keeps what words mean. Every recipe sees the same data in the same order; the held-out loss is
+The task: clips run backwards under unchanged captions, so that a shape that "moves left" now moves right. The shipped
+model therefore gets every direction wrong at the start; its colours and shapes are right and shall stay right. Only the
+transformer learns; the text encoder is frozen. Every recipe sees the same data in the same order. The held-out loss is
 that of the velocity predicted for clips of the 48 scenes outside of all training, always with exact attention.
 
-A run is kept in ``--run-dir`` and not repeated, so an interrupted command goes on with the run that it was at. Each
-command writes its section of ``<output>/tiny_video.json`` and prints a table; fine-tuning draws its curves beside it.
+Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
+Each command writes its section of ``<output>/tiny_video.json`` and prints a table; fine-tuning also plots its curves.
 Training is in bfloat16 on a GPU and in float32 on a CPU. Needs ``pip install ".[video,benchmarks]"``.
 """
 
@@ -55,12 +55,12 @@ HELD_OUT_SEED = 1_000_000
 
 
 class Batch(NamedTuple):
-    """What the transformer is asked and what it shall answer.
+    """Inputs of the transformer, and the output that it should predict.
 
     Attributes:
-        noisy, velocity: (B, f, C, h, w) float32.
+        noisy, velocity: the noisy latents and the target, (B, f, C, h, w) float32.
         timesteps: (B,) int64.
-        text: (B, PROMPT_LENGTH, text_dim), of the text encoder.
+        text: output of the text encoder, (B, PROMPT_LENGTH, text_dim).
     """
 
     noisy: Tensor
@@ -70,18 +70,18 @@ class Batch(NamedTuple):
 
 
 def as_asked(scene: Scene) -> Scene:
-    """What a scorer reads from a clip that runs backwards."""
+    """Return the scene that the scorer should read from a clip of `scene` that runs backwards."""
     return scene._replace(direction=OPPOSITE[scene.direction])
 
 
 def use_recipe(transformer: CogVideoXTransformer3DModel, recipe: str) -> None:
-    """Switches attention; "exact" is diffusers' own use of PyTorch's, without this project."""
+    """Switch the attention to a recipe; "exact" is diffusers' own processor, without this project."""
     exact = recipe == "exact"
     transformer.set_attn_processor(CogVideoXAttnProcessor2_0() if exact else sage_hf.SageAttnProcessor(recipe=recipe))
 
 
 class Task:
-    """The data, drawn and encoded once: latents of backward clips, and the text encoder's output for their captions."""
+    """Data of the task, drawn and encoded once: latents of backward clips, and the encoded captions."""
 
     def __init__(self, pipe: CogVideoXPipeline, size: TinySize, pool: int, device: torch.device):
         self.scheduler = build_scheduler()
@@ -106,7 +106,7 @@ class Task:
         return Batch(noisy, self.scheduler.get_velocity(clean, noise, timesteps), timesteps, text)
 
     def draw(self, batch_size: int, seed: int) -> Batch:
-        """A batch for training; the seed alone decides it."""
+        """Draw a batch for training, which depends on the seed alone."""
         generator, device = torch.Generator().manual_seed(seed), self.latents.device
         picked = torch.randint(len(self.latents), (batch_size,), generator=generator)
         template = torch.randint(self.captions.shape[1], (batch_size,), generator=generator)
@@ -122,7 +122,7 @@ class Task:
             yield Batch(*part)
 
     def predict(self, transformer: CogVideoXTransformer3DModel, batch: Batch) -> Tensor:
-        """The velocity that the transformer predicts, float32."""
+        """Return the velocity that the transformer predicts, float32."""
         return transformer(
             hidden_states=batch.noisy,
             encoder_hidden_states=batch.text,
@@ -134,7 +134,7 @@ class Task:
 
 @torch.no_grad()
 def encode_backwards(pipe: CogVideoXPipeline, size: TinySize, scenes: Sequence[Scene], seed: int) -> Tensor:
-    """Scaled latents (scenes, f, C, h, w) float32 of a clip of each scene, run backwards."""
+    """Return scaled latents (scenes, f, C, h, w) float32 of a clip of each scene, run backwards."""
     generator, device, latents = torch.Generator().manual_seed(seed), pipe.vae.device, []
     for first in tqdm(range(0, len(scenes), 32), desc="encoding clips", mininterval=2.0):
         clips = draw_clips(
@@ -158,7 +158,7 @@ def train(
     batch_size: int,
     **how: Any,
 ) -> dict[str, Any]:
-    """Trains a transformer in place on batches that depend on the seed alone; ``how`` and result as `fit`."""
+    """Train a transformer in place on batches that depend on the seed alone; see `fit` for ``how`` and the result."""
     transformer = accelerator.prepare(transformer)
 
     def loss_of_step(step: int) -> Tensor:
@@ -182,17 +182,17 @@ def train(
 
 
 def mean_squared_error(task: Task, predicted: list[Tensor]) -> float:
-    """Of the velocities predicted for the held-out clips."""
+    """Return the mean squared error of the velocities predicted for the held-out clips."""
     return F.mse_loss(torch.cat(predicted), task.held_out.velocity).item()
 
 
 def relative_l1(exact: Tensor, other: Tensor) -> float:
-    """Σ|exact − other| / Σ|exact|."""
+    """Return Σ|exact − other| / Σ|exact|."""
     return ((exact - other).abs().sum() / exact.abs().sum()).item()
 
 
 class Experiment:
-    """Both commands: what they share is made once."""
+    """Both commands, with the data and the pipeline that they share."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -219,7 +219,7 @@ class Experiment:
         return transformer.to(self.accelerator.device).eval()
 
     def one_run(self, recipe: str, seed: int) -> dict[str, Any]:
-        """A run of a recipe and a seed, or what was kept of it. Keeps its weights."""
+        """Train with a recipe and a seed and save the weights, or return a finished run."""
         args, path = self.args, self.weights(recipe, seed)
         settings = {
             "recipe": recipe,
@@ -230,7 +230,7 @@ class Experiment:
             "pool": args.pool,
             "points": args.points,
             "base": {"name": args.folder.name, "crc32": self.base_crc32},
-            "gpu": facts(self.accelerator.device)["gpu"],  # and with it the dtype
+            "gpu": facts(self.accelerator.device)["gpu"],  # decides the dtype, too
         }
 
         def run() -> dict[str, Any]:
@@ -260,10 +260,12 @@ class Experiment:
 
     @torch.no_grad()
     def measure(self, folder: Path, recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """recipe → what one set of weights does with it; differences are to exact attention, the first recipe.
+        """Measure one set of weights with each recipe; the first recipe is "exact", the others are compared to it.
 
-        Attributes of a row: "held_out_loss"; "velocity_rel_l1" and "clips_rel_l1", Σ|exact − low-bit| / Σ|exact|; the
-        held-out prompts (of "prompts") of which "colour", "shape" and "direction" are as asked, and "all" of these.
+        Returns:
+            recipe → row, with "held_out_loss"; "velocity_rel_l1" and "clips_rel_l1", Σ|exact − low-bit| / Σ|exact|;
+            the number of held-out "prompts", and of those whose clip shows the "colour", the "shape", the "direction"
+            or "all" of these as asked for; and "kernels", those that ran.
         """
         scenes = held_out_scenes()
         scenes = scenes[:: max(1, len(scenes) // self.args.prompts)][: self.args.prompts]
@@ -308,16 +310,16 @@ class Experiment:
             measured = [self.measure(folder, INFERENCE_RECIPES) for folder in folders]
             rows.append({"trained_with": trained_with, "seeds": measured})
             for recipe in INFERENCE_RECIPES:
-                of_recipe = [seed[recipe] for seed in measured]
+                seed_rows = [seed[recipe] for seed in measured]
                 table.append(
                     [
                         trained_with,
                         recipe,
-                        mean_and_spread(row["held_out_loss"] for row in of_recipe),
-                        mean_and_spread(row["velocity_rel_l1"] for row in of_recipe),
-                        mean_and_spread(row["clips_rel_l1"] for row in of_recipe),
-                        *(f"{sum(row[name] for row in of_recipe)}" for name in (*Scene._fields, "all")),
-                        f"{sum(row['prompts'] for row in of_recipe)}",
+                        mean_and_spread(row["held_out_loss"] for row in seed_rows),
+                        mean_and_spread(row["velocity_rel_l1"] for row in seed_rows),
+                        mean_and_spread(row["clips_rel_l1"] for row in seed_rows),
+                        *(f"{sum(row[name] for row in seed_rows)}" for name in (*Scene._fields, "all")),
+                        f"{sum(row['prompts'] for row in seed_rows)}",
                     ]
                 )
         header = ["trained with", "run with", "held-out loss", "velocity rel-L1", "clips rel-L1"]
@@ -346,7 +348,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # A recipe's own numerics everywhere, never another recipe's.
+    # Run each recipe's own numerics on every device, never another recipe's.
     sage_hf.set_default_fallback("emulate")
     torch.set_float32_matmul_precision("high")
     experiment = Experiment(args)

@@ -1,8 +1,8 @@
-"""CogVideoX-2B: `generate_video.py` with the defaults that this model wants.
+"""Render prompts with CogVideoX-2B: `generate_video.py` with defaults for this model.
 
     python examples/generate_cogvideox.py --prompt "A panda plays the guitar in a bamboo forest."
 
-Attention runs as `configs/cogvideox-2b.json` says; `--recipe sage3` or `--config my.json` to have it otherwise.
+Attention runs as `configs/cogvideox-2b.json` says; choose otherwise with `--recipe sage3` or `--config my.json`.
 Needs a GPU.
 """
 

@@ -1,8 +1,8 @@
-"""Mochi 1: `generate_video.py` with the defaults that this model wants.
+"""Render prompts with Mochi 1: `generate_video.py` with defaults for this model.
 
     python examples/generate_mochi.py --prompt "A cat walks on the grass, realistic."
 
-Attention runs as `configs/mochi.json` says; `--recipe sage3` or `--config my.json` to have it otherwise.
+Attention runs as `configs/mochi.json` says; choose otherwise with `--recipe sage3` or `--config my.json`.
 Needs a GPU.
 """
 

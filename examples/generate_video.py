@@ -1,13 +1,13 @@
-"""Render prompts with low-bit attention, beside exact attention if asked, and report what ran and what it cost.
+"""Render prompts with low-bit attention, beside exact attention if asked, and report what ran and how fast.
 
     python examples/generate_video.py --compare --prompt "a red circle moving left"
 
-renders with the tiny model of this repository; any text-to-video pipeline of diffusers goes in its place:
+renders with the tiny model of this repository. Any text-to-video pipeline of diffusers can take its place:
 
     python examples/generate_video.py --compare --pretrained zai-org/CogVideoX-2b --config cogvideox-2b --cpu-offload \\
         --vae-tiling --prompt "A panda plays the guitar in a bamboo forest."
 
-In your own code it takes one line more than without:
+In your own code it takes one more line:
 
     pipe = DiffusionPipeline.from_pretrained("zai-org/CogVideoX-2b", dtype=torch.bfloat16).to("cuda")
     handle = sage_hf.apply(pipe, "sage3")

@@ -1,8 +1,8 @@
-"""Procedural clips of one coloured shape moving in one direction, their captions, and a scorer that reads them back.
+"""Procedural clips of one coloured shape moving in one direction, their captions, and a scorer that recognises them.
 
 The grid has 8 colours x 4 shapes x 4 directions = 128 scenes. 48 of them are held out of all training
 (:func:`held_out_scenes`), chosen so that every pair of attributes still occurs in training: a model that draws a
-held-out scene has composed it, it cannot have copied it.
+held-out scene must have composed it and cannot have copied it.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> clips = draw_clips([Scene("red", "circle", "left")], generator=generator)   # (1, 17, 3, 128, 128) in [0, 1]
@@ -30,7 +30,7 @@ COLOURS: dict[str, tuple[float, float, float]] = {
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
 DIRECTIONS: dict[str, tuple[float, float]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
-# The first is the canonical caption; the others teach a model to accept freer wording.
+# The first is the canonical caption; the others teach a model other wordings.
 CAPTION_TEMPLATES: tuple[str, ...] = (
     "a {colour} {shape} moving {direction}",
     "{colour} {shape} {direction}",
@@ -40,7 +40,7 @@ CAPTION_TEMPLATES: tuple[str, ...] = (
 
 
 class Scene(NamedTuple):
-    """What a clip shows. In a reading (:func:`read_clips`) an attribute that could not be told is None."""
+    """Scene that a clip shows. In a reading (:func:`read_clips`) an attribute that was not recognised is None."""
 
     colour: str | None
     shape: str | None
@@ -51,30 +51,30 @@ class Scene(NamedTuple):
 
 
 def all_scenes() -> list[Scene]:
-    """The whole grid of 128 scenes, in a fixed order."""
+    """Return the whole grid of 128 scenes, in a fixed order."""
     return [Scene(c, s, d) for c in COLOURS for s in SHAPES for d in DIRECTIONS]
 
 
 def is_held_out(scene: Scene) -> bool:
-    """True for 3/8 of the grid: three of eight colours for each shape and direction, which three turning with both."""
+    """Return whether a scene is held out: for each shape and direction, three of the eight colours, in rotation."""
     colour, shape = list(COLOURS).index(scene.colour), SHAPES.index(scene.shape)
     return (colour + 2 * shape + 3 * list(DIRECTIONS).index(scene.direction)) % len(COLOURS) < 3
 
 
 def held_out_scenes() -> list[Scene]:
-    """The 48 scenes that no training clip shows."""
+    """Return the 48 scenes that no training clip shows."""
     return [scene for scene in all_scenes() if is_held_out(scene)]
 
 
 def train_scenes() -> list[Scene]:
-    """The 80 scenes that training clips show."""
+    """Return the 80 scenes that training clips show."""
     return [scene for scene in all_scenes() if not is_held_out(scene)]
 
 
 def signed_distance(shape: str, x: Tensor, y: Tensor) -> Tensor:
-    """Distance to the edge of a shape centred on its centroid, negative inside, y pointing down.
+    """Return the distance to the edge of a shape whose centroid is the origin, negative inside; y points down.
 
-    Every shape has the area of the unit circle, so that size says nothing about shape.
+    Every shape has the area of the unit circle, so that size does not reveal the shape.
     """
     if shape == "circle":
         return torch.hypot(x, y) - 1
@@ -91,7 +91,7 @@ def signed_distance(shape: str, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _pixel_centres(size: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-    """x (1, size) and y (size, 1) of the pixel centres, in units of the frame's width."""
+    """Return x (1, size) and y (size, 1) of the pixel centres, in units of the frame's width."""
     centres = (torch.arange(size, device=device) + 0.5) / size
     return centres[None, :], centres[:, None]
 
@@ -104,13 +104,14 @@ def draw_clips(
     size: int = 128,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Draws one clip per scene with random size, speed, path, shade and background.
+    """Draw one clip for each scene, with random size, speed, path, shade and background.
 
     Args:
         scenes: B scenes.
-        generator: A CPU generator; the same seed draws the same clips on every device.
-        num_frames: Frames per clip.
-        size: Height and width in pixels.
+        generator: a CPU generator; the same seed draws the same clips on every device.
+        num_frames: frames of each clip.
+        size: height and width in pixels.
+        device: device of the clips.
 
     Returns:
         (B, num_frames, 3, size, size) float32 in [0, 1].
@@ -156,9 +157,9 @@ def draw_clips(
 
 
 def _masks(clips: Tensor) -> tuple[Tensor, Tensor]:
-    """Foreground (B, F, H, W) as 0/1 and whether a shape-sized object is seen (B, F).
+    """Return the foreground (B, F, H, W) as 0/1, and whether a frame shows an object of a shape's size (B, F).
 
-    Background is each frame's median colour; the edge is where the contrast falls to half of its peak.
+    The background is each frame's median colour; the edge is where the contrast falls to half of its peak.
     """
     background = clips.flatten(-2).median(-1).values[..., None, None]
     contrast = (clips - background).abs().amax(2)
@@ -169,7 +170,7 @@ def _masks(clips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_colour(clip: Tensor, mask: Tensor) -> str | None:
-    """Nearest palette entry to the median foreground colour, brightness aside."""
+    """Return the palette entry nearest to the median foreground colour at any brightness; None if none is near."""
     pixels = clip.permute(0, 2, 3, 1)[mask > 0]
     colour = pixels.median(0).values
     names, palette = list(COLOURS), torch.tensor(list(COLOURS.values()), device=clip.device)
@@ -179,7 +180,7 @@ def _read_colour(clip: Tensor, mask: Tensor) -> str | None:
 
 
 def _read_shape(mask: Tensor, area: Tensor, centre_x: Tensor, centre_y: Tensor) -> str | None:
-    """The shape whose template, at the mask's own centroid and area, overlaps it best (intersection over union)."""
+    """Return the shape whose template at the mask's centroid and area overlaps it best; None up to an IoU of 0.6."""
     x, y = _pixel_centres(mask.shape[-1], mask.device)
     scale = (area / math.pi).sqrt()[:, None, None]
     dx, dy = (x - centre_x[:, None, None]) / scale, (y - centre_y[:, None, None]) / scale
@@ -193,7 +194,10 @@ def _read_shape(mask: Tensor, area: Tensor, centre_x: Tensor, centre_y: Tensor) 
 
 
 def _read_direction(frames: Tensor, centre_x: Tensor, centre_y: Tensor) -> str | None:
-    """Direction of the centroid's least-squares velocity; None below 1/8 frame width per clip or when diagonal."""
+    """Return the direction of the centroid's least-squares velocity.
+
+    It is None if the centroid moves by less than 1/8 of the frame's width in the clip, or diagonally.
+    """
     time = frames - frames.mean()
     velocity = torch.stack([(time * centre_x).sum(), (time * centre_y).sum()]) / time.square().sum()
     travel = velocity * (frames[-1] - frames[0])
@@ -205,13 +209,13 @@ def _read_direction(frames: Tensor, centre_x: Tensor, centre_y: Tensor) -> str |
 
 
 def read_clips(clips: Tensor) -> list[Scene]:
-    """Measures colour, shape and direction from pixels alone.
+    """Recognise colour, shape and direction from pixels alone.
 
     Args:
         clips: (B, F, 3, H, W) in [0, 1], H == W, any floating dtype.
 
     Returns:
-        One :class:`Scene` per clip; all attributes are None where fewer than 3/4 of the frames show an object.
+        One :class:`Scene` for each clip; all attributes are None if fewer than 3/4 of the frames show an object.
     """
     if clips.ndim != 5 or clips.shape[2] != 3 or clips.shape[3] != clips.shape[4]:
         raise ValueError(f"clips must be (batch, frames, 3, size, size) in [0, 1], got {tuple(clips.shape)}")
@@ -238,7 +242,7 @@ def read_clips(clips: Tensor) -> list[Scene]:
 
 
 def attribute_matches(readings: Sequence[Scene], scenes: Sequence[Scene]) -> dict[str, list[bool]]:
-    """Per attribute, and for colour and direction together, which clips show what was asked for."""
+    """Return, for each attribute and for colour and direction together, which clips show what was asked for."""
     pairs = list(zip(readings, scenes, strict=True))
     matches = {name: [getattr(r, name) == getattr(s, name) for r, s in pairs] for name in Scene._fields}
     matches["colour and direction"] = [c and d for c, d in zip(matches["colour"], matches["direction"], strict=True)]

@@ -1,7 +1,7 @@
-"""Text that every machine with Python already has: the sources of installed packages, as bytes.
+"""Training text that every machine with Python has: the sources of installed packages, as bytes.
 
-Bytes need no tokenizer, so nothing about a model depends on the machine that made one; a small text gives many tokens;
-and losses of different models are in the same unit, nats a byte.
+Bytes need no tokenizer, which would depend on the machine that made it; a small text gives many tokens; and losses of
+different models have the same unit, nats per byte.
 """
 
 import sysconfig
@@ -15,18 +15,18 @@ from torch import Tensor
 
 VOCABULARY = 256
 FILE_END = b"\0"
-# Tests (many distributions leave them out), tables, and packages that are not the standard library's own.
+# Folders of tests (many distributions omit them), of tables, and of packages outside the standard library.
 LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 HELD_OUT_ONE_IN = 16
 
 
 @dataclass(frozen=True)
 class Text:
-    """All files of a folder, one after the other, each with a zero byte after it.
+    """All files of a folder, concatenated, with a zero byte after each.
 
     Attributes:
-        training, held_out: uint8 (bytes,). A file is wholly in one of them.
-        facts: Where it comes from, and a checksum.
+        training, held_out: uint8 (bytes,). Each file is entirely in one of them.
+        facts: name, sizes and a checksum of the text.
     """
 
     training: Tensor
@@ -35,15 +35,15 @@ class Text:
 
 
 def standard_library() -> Path:
-    """The folder of the standard library of the running Python."""
+    """Return the folder of the standard library of the running Python."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def package_sources(package: str) -> Path:
-    """The folder of an installed package.
+    """Return the folder of an installed package.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the package is not installed.
     """
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -52,14 +52,14 @@ def package_sources(package: str) -> Path:
 
 
 def read_text(folder: Path, name: str) -> Text:
-    """The Python files below a folder, sorted by path; the first and every 16th after it are held out.
+    """Read the Python files below a folder, sorted by path; hold out the first one and every 16th after it.
 
     Args:
-        folder: Is searched recursively, `LEFT_OUT` left out.
-        name: What to call it in `Text.facts`.
+        folder: searched recursively, except for folders in `LEFT_OUT`.
+        name: name of the text in `Text.facts`.
 
     Raises:
-        ValueError: there are fewer than two.
+        ValueError: there are fewer than two files.
     """
     paths = [path.relative_to(folder) for path in folder.rglob("*.py")]
     paths = sorted(path for path in paths if not LEFT_OUT.intersection(path.parts))
@@ -83,7 +83,7 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def training_windows(text: Tensor, length: int, count: int, seed: int) -> Tensor:
-    """`count` windows drawn at random, the same on every device: uint8 (count, length) on the text's device.
+    """Draw `count` windows at random, the same on every device: uint8 (count, length) on the text's device.
 
     Raises:
         ValueError: the text is shorter than a window.
@@ -94,7 +94,7 @@ def training_windows(text: Tensor, length: int, count: int, seed: int) -> Tensor
 
 
 def held_out_windows(text: Tensor, length: int, count: int) -> Tensor:
-    """`count` windows at equal distances over the whole text: uint8 (count, length) on the text's device.
+    """Return `count` windows at equal distances over the whole text: uint8 (count, length) on the text's device.
 
     Raises:
         ValueError: the text is shorter than a window.

@@ -17,7 +17,7 @@ PIPELINE_PROMPT_LENGTH = 226
 
 @dataclass(frozen=True)
 class TinySize:
-    """Widths and extents of every part. The defaults are the committed model; tests train a smaller one."""
+    """Sizes of every part of the pipeline. The defaults are those of the committed model; tests train a smaller one."""
 
     num_frames: int = 17
     clip_size: int = 128
@@ -30,7 +30,7 @@ class TinySize:
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
-        """(latent frames, channels, height, width), as the transformer takes them."""
+        """Return (latent frames, channels, height, width), the transformer's input."""
         return (self.num_frames - 1) // 4 + 1, self.latent_channels, self.clip_size // 8, self.clip_size // 8
 
 
@@ -64,7 +64,7 @@ def build_transformer(size: TinySize) -> CogVideoXTransformer3DModel:
 
 
 def rotary_embedding(size: TinySize) -> tuple[Tensor, Tensor]:
-    """The (cos, sin) that CogVideoXPipeline passes at this size, each (video tokens, 64)."""
+    """Return the (cos, sin) that CogVideoXPipeline passes at this size, each (video tokens, 64)."""
     grid = size.clip_size // 16
     return get_3d_rotary_pos_embed(
         embed_dim=64,
@@ -75,7 +75,7 @@ def rotary_embedding(size: TinySize) -> tuple[Tensor, Tensor]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the words of the captions; other words become <unk>."""
+    """Build a word-level tokenizer over the words of the captions; other words become <unk>."""
     scenes = itertools.product(CAPTION_TEMPLATES, COLOURS, SHAPES, DIRECTIONS)
     words = sorted({word for template, *scene in scenes for word in Scene(*scene).caption(template).split()})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
@@ -112,7 +112,7 @@ def build_text_encoder(size: TinySize, vocab_size: int) -> T5EncoderModel:
 
 
 def build_scheduler() -> CogVideoXDDIMScheduler:
-    """CogVideoX's schedule: v-prediction, zero terminal SNR, trailing timesteps."""
+    """Build CogVideoX's scheduler: v-prediction, zero terminal SNR, trailing timesteps."""
     return CogVideoXDDIMScheduler(
         prediction_type="v_prediction",
         rescale_betas_zero_snr=True,

@@ -1,4 +1,4 @@
-"""Generates the held-out prompts with one attention recipe and counts what the scorer reads back from the pixels."""
+"""Generate the held-out prompts with one attention recipe, and count what the scorer recognises in the pixels."""
 
 import json
 import time
@@ -15,12 +15,12 @@ SCORE_SEED = 1000
 
 
 def demo_scenes() -> list[Scene]:
-    """Four held-out scenes that differ in most attributes: the samples of a run, the default prompts of a demo."""
+    """Return four held-out scenes that differ in most attributes, for samples of a run and prompts of a demo."""
     return held_out_scenes()[::15]
 
 
 def update_json(path: Path, key: str, value: dict) -> None:
-    """Sets one key of a JSON file, which need not exist yet."""
+    """Set one key of a JSON file, which need not exist yet."""
     content = json.loads(path.read_text()) if path.exists() else {}
     content[key] = value
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -34,7 +34,7 @@ def generate(
     num_inference_steps: int = 20,
     batch_size: int = 4,
 ) -> Tensor:
-    """Renders the scenes' captions, each from its own seed, so that a recipe changes nothing but the arithmetic.
+    """Render the scenes' captions, each from its own seed, so that a recipe changes nothing but the arithmetic.
 
     Returns:
         Clips (B, F, 3, H, W) float32 in [0, 1] on the CPU.
@@ -55,16 +55,16 @@ def generate(
 
 
 def score(folder: Path, recipe: str, *, guidance_scale: float | None = None, save: bool = False) -> dict:
-    """Generates the 48 held-out prompts with one attention recipe, counts what is read back and prints it.
+    """Generate the 48 held-out prompts with one attention recipe, and print how many clips show what was asked for.
 
     Args:
-        folder: A pipeline folder with generation.json.
-        recipe: "exact" (diffusers' own attention) or a recipe of sage_hf; emulated where it does not run natively.
-        guidance_scale: Default: that of generation.json.
-        save: Also writes the entry into ``<folder>/scores.json``.
+        folder: a pipeline's folder, with generation.json.
+        recipe: "exact" (diffusers' own attention) or a recipe of sage_hf, emulated if it does not run natively.
+        guidance_scale: default: that of generation.json.
+        save: also write the result into ``<folder>/scores.json``.
 
     Returns:
-        The number of prompts, how many were read right per attribute, and what the others were read as.
+        The number of prompts, how many clips are right in each attribute, and what was recognised in the others.
     """
     pipe = CogVideoXPipeline.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     pipe.set_progress_bar_config(disable=True)

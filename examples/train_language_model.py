@@ -1,18 +1,18 @@
-"""Trains small language models with exact and with INT8 attention and compares them, then runs them in FP4.
+"""Train small language models with exact and with INT8 attention, compare the two, then run them in FP4.
 
-    python examples/train_language_model.py pretrain    # 1. from nothing: without QK-norm (Llama) and with it (Qwen 3)
+    python examples/train_language_model.py pretrain    # 1. from scratch: without QK-norm (Llama) and with it (Qwen 3)
     python examples/train_language_model.py finetune    # 2. the exact Llama of seed 0 of step 1, on other text
     python examples/train_language_model.py evaluate    # 3. the models of step 2, with exact, 8-bit and FP4 attention
     python examples/train_language_model.py all         # all three
 
-The text is Python source, byte by byte: the standard library's to pre-train, torch's own to fine-tune. Every recipe
-sees the same data in the same order, from the same initial weights; several seeds tell a difference from noise. The
-held-out loss is always computed with exact attention: it judges the weights.
+The text is Python source code as bytes: the standard library for pre-training, torch's sources for fine-tuning. Every
+recipe sees the same data in the same order, from the same initial weights; several seeds separate differences from
+noise. The held-out loss is always computed with exact attention, because it judges the weights.
 
-A run is kept in ``--run-dir`` and not repeated, so an interrupted command goes on with the run that it was at. Each
-command writes its section of ``<output>/language_model.json``, draws its curves beside it, and prints a table. Training
-is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Needs matplotlib and tqdm:
-``pip install ".[video,benchmarks]"``.
+Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
+Each command writes its section of ``<output>/language_model.json`` and prints a table; training also plots its curves.
+Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Needs matplotlib
+and tqdm: ``pip install ".[video,benchmarks]"``.
 """
 
 import argparse
@@ -70,7 +70,7 @@ DEFAULT_OUTPUT = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Size:
-    """Extents of the model and of a step."""
+    """Sizes of the model and of a training step."""
 
     hidden_size: int
     intermediate_size: int
@@ -89,7 +89,7 @@ SIZES = {
 
 
 def build_model(architecture: str, size: Size, seed: int) -> PreTrainedModel:
-    """A model with random weights that depend on the seed alone."""
+    """Build a model with random weights that depend on the seed alone."""
     _, config_class, model_class = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     return model_class(
@@ -111,25 +111,25 @@ def build_model(architecture: str, size: Size, seed: int) -> PreTrainedModel:
 
 
 def operations_per_token(model: PreTrainedModel, size: Size) -> float:
-    """Floating-point operations to train on one token: 6 a weight, and causal attention's products."""
+    """Return the floating-point operations to train on one token: 6 per weight, and those of causal attention."""
     weights = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     return 6 * weights + 6 * size.num_layers * size.seq_len * size.hidden_size
 
 
 def use_recipe(model: PreTrainedModel, recipe: str) -> None:
-    """Switches attention; "exact" is transformers' own use of PyTorch's, without this project."""
+    """Switch the attention to a recipe; "exact" is transformers' own "sdpa", without this project."""
     model.set_attn_implementation("sdpa" if recipe == "exact" else recipe)
 
 
 def loss_of(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """Mean loss in nats a byte over windows, uint8 (count, seq_len)."""
+    """Return the mean loss in nats per byte over windows, uint8 (count, seq_len)."""
     tokens = windows.long()
     # Without a mask, transformers 4 takes every batch for packed sequences, which have no low-bit gradients.
     return model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
 
 def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
-    """`loss_of` many windows, some at a time."""
+    """Return `loss_of` many windows, computed in batches."""
     losses = []
     for batch in windows.split(batch_size):
         with accelerator.autocast():
@@ -140,14 +140,14 @@ def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Ten
 def train(
     accelerator: Accelerator, model: PreTrainedModel, text: Text, size: Size, seed: int, **how: Any
 ) -> dict[str, Any]:
-    """Trains a model in place on windows whose order depends on the seed alone; ``how`` and result as `fit`."""
+    """Train a model in place on windows that depend on the seed alone; ``how`` and the result are those of `fit`."""
     model = accelerator.prepare(model)
     training = text.training.to(accelerator.device)
     windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(accelerator.device)
 
     def loss_of_step(step: int) -> Tensor:
-        seed_of_step = seed * 1_000_003 + step
-        return loss_of(model, training_windows(training, size.seq_len, size.batch_size, seed_of_step))
+        step_seed = seed * 1_000_003 + step
+        return loss_of(model, training_windows(training, size.seq_len, size.batch_size, step_seed))
 
     return fit(
         accelerator,
@@ -161,7 +161,7 @@ def train(
 
 
 class Experiments:
-    """The three commands: what they share is read once."""
+    """The three commands, with the settings that they share."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -172,7 +172,7 @@ class Experiments:
     def one_run(
         self, folder: str, architecture: str, recipe: str, seed: int, text: Text, base: Path | None = None
     ) -> dict[str, Any]:
-        """A run of a recipe and a seed, from ``base`` or from nothing, or what was kept of it. Keeps its weights."""
+        """Train with a recipe and a seed, from ``base`` or from scratch, and save the weights, unless that was done."""
         args, path = self.args, self.args.run_dir / folder / f"{recipe}-{seed}"
         stage = "pretrain" if base is None else "finetune"
         steps, lr = getattr(args, f"{stage}_steps"), getattr(args, f"{stage}_lr")
@@ -186,7 +186,7 @@ class Experiments:
             "points": args.points,
             "size": asdict(self.size),
             "text": text.facts,
-            "gpu": facts(self.accelerator.device)["gpu"],  # and with it the dtype
+            "gpu": facts(self.accelerator.device)["gpu"],  # decides the dtype, too
         }
         if base is not None:
             settings["base"] = json.loads(base.with_suffix(".json").read_text())["settings"]
@@ -210,7 +210,7 @@ class Experiments:
         return read_text(self.args.finetune_text or package_sources("torch"), "the Python sources of torch")
 
     def announce(self, architecture: str, stage: str, runs: int) -> None:
-        """Says how long the runs of a stage would take at 40 % of the GPU's peak."""
+        """Print how long the runs of a stage would take at 40 % of the GPU's peak."""
         tokens = runs * getattr(self.args, f"{stage}_steps") * self.size.batch_size * self.size.seq_len
         model = build_model(architecture, self.size, seed=0)
         operations = tokens * operations_per_token(model, self.size)
@@ -223,7 +223,7 @@ class Experiments:
         )
 
     def finish(self, stage: str, groups: dict[str, list[dict[str, Any]]]) -> None:
-        """Writes, draws and prints what the runs of a stage say."""
+        """Write, plot and print the results of a stage's runs."""
         section: dict[str, Any] = {}
         for title, runs in groups.items():
             final: dict[str, dict[int, float | None]] = {}
@@ -250,7 +250,7 @@ class Experiments:
         self.finish("pretrain", groups)
 
     def base(self) -> Path:
-        """The weights to fine-tune, whatever the seeds of fine-tuning: pre-trained with exact attention from seed 0."""
+        """Return the weights to fine-tune, for all seeds: those pre-trained with exact attention and seed 0."""
         self.one_run("pretrain-llama", "llama", "exact", 0, self.pretraining_text())
         return self.args.run_dir / "pretrain-llama" / "exact-0"
 
@@ -268,7 +268,7 @@ class Experiments:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Held-out perplexity a byte of the fine-tuning text, of every fine-tuned model with every inference recipe."""
+        """Measure the held-out perplexity per byte of every fine-tuned model with every inference recipe."""
         size, folders = self.size, {"not fine-tuned": [self.base()]}
         for run in self.finetuned():
             recipe, seed = run["settings"]["recipe"], run["settings"]["seed"]
@@ -327,7 +327,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # A recipe's own numerics everywhere, never another recipe's.
+    # Run each recipe's own numerics on every device, never another recipe's.
     sage_hf.set_default_fallback("emulate")
     torch.set_float32_matmul_precision("high")
     experiments = Experiments(args)

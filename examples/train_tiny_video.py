@@ -1,14 +1,14 @@
-"""Trains a tiny CogVideoX from nothing on procedurally drawn clips, and scores what it generates.
+"""Train a tiny CogVideoX from scratch on procedurally drawn clips, and score what it generates.
 
     python examples/train_tiny_video.py vae                      # 1. the autoencoder
     python examples/train_tiny_video.py transformer              # 2. the denoiser and its text encoder
-    python examples/train_tiny_video.py score --recipe exact     # 3. 48 held-out prompts, read back from pixels
+    python examples/train_tiny_video.py score --recipe exact     # 3. 48 held-out prompts, recognised from pixels
     python examples/train_tiny_video.py score --recipe sage3
 
 Steps 1 and 2 take under ten minutes each on one data-centre GPU with ``--mixed-precision bf16`` (and ``--compile`` for
 the transformer). The result is a diffusers folder for ``CogVideoXPipeline.from_pretrained("examples/tiny_video")``.
-An interrupted run continues with ``--resume``: whatever a step draws is a function of (seed, step, process), so the
-continued run repeats what the uninterrupted one would have done.
+An interrupted run continues with ``--resume``: what a step draws depends on (seed, step, process) only, so the
+continued run does what the uninterrupted one would have done.
 """
 
 import argparse
@@ -51,10 +51,9 @@ CAPTION_DROPOUT = 0.1
 
 
 class VaeObjective(nn.Module):
-    """Reconstruction, plus a small KL term that keeps the latents smooth and centred.
+    """Loss of the autoencoder: reconstruction, plus a small KL term that keeps the latents smooth and centred.
 
-    A shape covers about 5 % of a frame: without a greater weight there, painting only the background is a local
-    optimum.
+    A shape covers about 5 % of a frame: without a larger weight there, drawing only the background is a local optimum.
     """
 
     def __init__(self, vae: AutoencoderKLCogVideoX, shape_weight: float = 10.0, kl_weight: float = 1e-4):
@@ -64,7 +63,7 @@ class VaeObjective(nn.Module):
         self.kl_weight = kl_weight
 
     def forward(self, clips: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """clips (B, 3, F, H, W) in [-1, 1]; noise (B, C, f, h, w) draws the posterior's sample."""
+        """Return the losses for clips (B, 3, F, H, W) in [-1, 1]; noise (B, C, f, h, w) samples the posterior."""
         posterior = self.vae.encode(clips).latent_dist
         error = self.vae.decode(posterior.mean + posterior.std * noise).sample.float() - clips
         background = clips.flatten(-2).median(-1).values[..., None, None]
@@ -77,13 +76,13 @@ class VaeObjective(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, clips: Tensor) -> Tensor:
-        """(B, F, 3, H, W) in [0, 1] through the latents' means and back."""
+        """Encode clips (B, F, 3, H, W) in [0, 1] to the latents' means, and decode these."""
         latents = self.vae.encode(to_model_range(clips)).latent_dist.mode()
         return ((self.vae.decode(latents).sample.transpose(1, 2) + 1) / 2).clamp(0, 1)
 
 
 class DenoisingObjective(nn.Module):
-    """Mean squared error of the predicted velocity; the text encoder learns along with the transformer."""
+    """Loss of the denoiser: mean squared error of the predicted velocity. The text encoder is trained, too."""
 
     def __init__(
         self,
@@ -98,7 +97,10 @@ class DenoisingObjective(nn.Module):
         self.register_buffer("rotary_sin", rotary[1], persistent=False)
 
     def forward(self, noisy: Tensor, velocity: Tensor, timesteps: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
-        """noisy and its true velocity (B, f, C, h, w); timesteps (B,) int64; input_ids (B, L) int64."""
+        """Return the loss for noisy latents and their true velocity (B, f, C, h, w).
+
+        The others are timesteps (B,) int64 and input_ids (B, L) int64.
+        """
         predicted = self.transformer(
             hidden_states=noisy,
             encoder_hidden_states=self.text_encoder(input_ids)[0],
@@ -110,7 +112,7 @@ class DenoisingObjective(nn.Module):
 
 
 class Progress:
-    """Steps done and the losses logged so far; part of every checkpoint."""
+    """Number of steps done and losses logged so far; part of every checkpoint."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -130,12 +132,12 @@ def fit(
     show: Callable[[nn.Module, Path], None],
     args: argparse.Namespace,
 ) -> tuple[nn.Module, Progress]:
-    """Trains ``objective`` up to ``args.steps`` steps, with checkpoints, samples and a log.
+    """Train ``objective`` up to ``args.steps`` steps, with checkpoints, samples and a log.
 
     Args:
-        objective: Maps the keyword arguments that ``draw_batch`` returns to a dict that has "loss".
-        draw_batch: Called with a step and that step's seed.
-        show: Called with the averaged objective and a path without suffix to write a sample to.
+        objective: maps the keyword arguments that ``draw_batch`` returns to a dict with "loss".
+        draw_batch: called with a step and that step's seed.
+        show: called with the averaged objective and a path without suffix, to which it writes a sample.
 
     Returns:
         The exponential moving average of the objective, and the progress.
@@ -186,12 +188,12 @@ def fit(
 
 
 def to_model_range(clips: Tensor) -> Tensor:
-    """(B, F, 3, H, W) in [0, 1] to the VAE's (B, 3, F, H, W) in [-1, 1]."""
+    """Convert clips (B, F, 3, H, W) in [0, 1] to the VAE's (B, 3, F, H, W) in [-1, 1]."""
     return (clips * 2 - 1).transpose(1, 2).contiguous()
 
 
 def save_gif(clips: Tensor, path: Path) -> None:
-    """Writes clips (B, F, 3, H, W) in [0, 1] side by side into one gif."""
+    """Write clips (B, F, 3, H, W) in [0, 1] side by side into one gif."""
     frames = (clips.float().clamp(0, 1) * 255).round().byte().permute(1, 3, 0, 4, 2).flatten(2, 3)
     export_to_gif([Image.fromarray(frame) for frame in frames.cpu().numpy()], str(path.with_suffix(".gif")), fps=8)
 
@@ -206,7 +208,7 @@ def settings(args: argparse.Namespace) -> dict:
 
 
 def train_vae(args: argparse.Namespace, size: TinySize) -> None:
-    """Trains the autoencoder; saves it, with the scaling factor of its latents, as ``<folder>/vae``."""
+    """Train the autoencoder; save it, with the scaling factor of its latents, as ``<folder>/vae``."""
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
     torch.manual_seed(args.seed)
     device = accelerator.device
@@ -251,7 +253,7 @@ def train_vae(args: argparse.Namespace, size: TinySize) -> None:
 
 
 def caption_ids(tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
-    """Token ids (training scenes + 1, templates, length); the last row is the empty caption."""
+    """Return token ids (training scenes + 1, templates, length); the last row is the empty caption."""
     captions = [scene.caption(template) for scene in train_scenes() for template in CAPTION_TEMPLATES]
     captions += [""] * len(CAPTION_TEMPLATES)
     ids = tokenizer(captions, padding="max_length", max_length=length, return_tensors="pt").input_ids
@@ -260,7 +262,7 @@ def caption_ids(tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
 
 @torch.no_grad()
 def encode_pool(vae: AutoencoderKLCogVideoX, args: argparse.Namespace, size: TinySize) -> tuple[Tensor, Tensor]:
-    """Draws and encodes ``args.pool`` clips: scaled latents (pool, f, C, h, w) float16, scene numbers (pool,)."""
+    """Draw and encode ``args.pool`` clips; return scaled latents (pool, f, C, h, w) float16, scene numbers (pool,)."""
     scenes = train_scenes()
     numbers = torch.arange(args.pool) % len(scenes)
     generator = torch.Generator().manual_seed(args.seed)
@@ -279,7 +281,7 @@ def encode_pool(vae: AutoencoderKLCogVideoX, args: argparse.Namespace, size: Tin
 
 
 def make_portable(folder: Path) -> None:
-    """Takes this machine's paths and transformers 5's name of the tokenizer class, unknown to 4, out of the configs."""
+    """Remove this machine's paths, and transformers 5's tokenizer class, which 4 does not know, from the configs."""
     for path in (folder / "model_index.json", folder / "tokenizer" / "tokenizer_config.json"):
         path.write_text(path.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     path = folder / "vae" / "config.json"
@@ -289,7 +291,7 @@ def make_portable(folder: Path) -> None:
 
 
 def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
-    """Trains transformer and text encoder on the VAE in ``<folder>/vae``; saves the whole pipeline in ``<folder>``."""
+    """Train transformer and text encoder with the VAE in ``<folder>/vae``; save the whole pipeline in ``<folder>``."""
     if not (args.folder / "vae").is_dir():
         raise SystemExit(f"{args.folder / 'vae'} does not exist: run the vae command first")
     accelerator = Accelerator(mixed_precision=args.mixed_precision)
@@ -303,7 +305,7 @@ def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
     text_encoder = build_text_encoder(size, len(tokenizer))
     objective = DenoisingObjective(build_transformer(size), text_encoder, rotary_embedding(size)).to(device)
     if args.compile:
-        # Static: the two prompt lengths are compiled once each.
+        # Static shapes: each of the two prompt lengths is compiled once.
         objective.compile(dynamic=False)
 
     def draw_batch(step: int, seed: int) -> dict[str, Tensor]:
@@ -317,7 +319,7 @@ def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
         dropped = torch.rand(args.batch_size, generator=generator, device=device) < CAPTION_DROPOUT
         clean = latents[picked].float()
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        # Whoever calls the pipeline without max_sequence_length gets the long padding: the model must know both.
+        # Without max_sequence_length the pipeline pads prompts to the greater length, so the model must know both.
         ids = long_ids if step % 4 == 3 else short_ids
         return {
             "noisy": scheduler.add_noise(clean, noise, timesteps),

@@ -1,4 +1,4 @@
-"""One run of a training experiment: a recipe, a seed, a curve of losses."""
+"""Training loop of the experiments: one run trains with one recipe and records a curve of losses."""
 
 import time
 from collections.abc import Callable
@@ -15,10 +15,10 @@ import sage_hf
 
 
 def build_accelerator() -> Accelerator:
-    """Bfloat16 on a GPU, float32 on a CPU.
+    """Build an accelerator that computes in bfloat16 on a GPU and in float32 on a CPU.
 
     Raises:
-        SystemExit: started on several processes; a run is one process's.
+        SystemExit: there are several processes; a run takes only one.
     """
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     if accelerator.num_processes > 1:
@@ -30,10 +30,10 @@ def build_accelerator() -> Accelerator:
 
 
 def kernels_that_ran(model: nn.Module, recipe: str) -> list[str]:
-    """What ran for a recipe, as "recipe · kernel · native or emulated".
+    """Return what ran for a recipe, as "recipe · kernel · native or emulated".
 
     Raises:
-        RuntimeError: exact attention ran in its place, so that a comparison would be one of exact with itself.
+        RuntimeError: another recipe or exact attention ran instead, which would make a comparison meaningless.
     """
     if recipe == "exact":
         return ["PyTorch's scaled_dot_product_attention"]
@@ -57,29 +57,34 @@ def fit(
     points: int,
     title: str,
 ) -> dict[str, Any]:
-    """Trains a model in place: AdamW, cosine schedule with 5 % of warm-up, gradients clipped to norm 1.
+    """Train a model in place: AdamW, cosine schedule with 5 % of warm-up, gradients clipped to norm 1.
 
     Args:
-        model: Prepared by ``accelerator``. What needs no gradient stays as it is.
-        loss_of_step: Called with 1, 2, …: the scalar loss of that step's batch.
-        held_out_loss: Called after ``use_recipe(model, "exact")``, in evaluation mode.
-        use_recipe: Switches the model's attention.
-        recipe: Of the attention in training.
-        steps, points: How many steps, and how often along the way to note the losses; each at least 1.
-        title: Of the progress bar.
+        accelerator: made by `build_accelerator`.
+        model: prepared by ``accelerator``. Only parameters that require gradients are trained.
+        loss_of_step: called with 1, 2, …; returns the scalar loss of that step's batch.
+        held_out_loss: called after ``use_recipe(model, "exact")``, in evaluation mode.
+        use_recipe: switches the model's attention.
+        recipe: recipe of the attention in training.
+        lr: peak learning rate.
+        steps: number of steps, at least 1.
+        tokens_per_step: number of tokens in a step's batch.
+        points: number of points of the curve, at least 1.
+        title: text of the progress bar.
 
     Returns:
-        "curve": rows of "step", "train_loss" (mean since the row before), "largest_gradient_norm" (likewise) and
-        "held_out_loss"; what is not finite is None. "kernels" as `kernels_that_ran`; "tokens_per_second", without
-        the steps before the first of several points, which compile the kernels; "peak_memory_bytes", None on a CPU.
+        "curve": rows of "step", "train_loss" (mean since the row before), "largest_gradient_norm" (since the row
+        before) and "held_out_loss"; values that are not finite are None. "kernels": see `kernels_that_ran`.
+        "tokens_per_second": if there are several points, without the steps before the first, which compile kernels.
+        "peak_memory_bytes": None on a CPU.
 
     Raises:
-        SystemExit: no steps, or no points.
+        SystemExit: steps or points is less than 1.
     """
     if steps < 1 or points < 1:
         raise SystemExit(f"{steps} steps and {points} points of the curve: both must be at least 1")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Matrices decay, gains and biases do not.
+    # Weight decay applies to matrices, but not to gains and biases.
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -103,7 +108,7 @@ def fit(
     curve: list[dict[str, Any]] = [
         {"step": 0, "train_loss": None, "largest_gradient_norm": None, "held_out_loss": held_out()}
     ]
-    # Of more points than steps, each step is one.
+    # With more points than steps, each step is a point.
     noted = {round(steps * point / points) for point in range(1, points + 1)} - {0}
     losses: list[Tensor] = []
     norms: list[Tensor] = []

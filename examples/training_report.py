@@ -1,4 +1,4 @@
-"""What the training experiments share: resumable parts of a result, comparison over seeds, tables and curves."""
+"""Reports of the training experiments: resumable parts of a result, comparison over seeds, tables and curves."""
 
 import json
 import math
@@ -20,16 +20,16 @@ PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate")
 
 
 def finite(value: float) -> float | None:
-    """The number, shortened for JSON, or None where it is NaN or infinite."""
+    """Return the number rounded to 6 digits, for JSON; None if it is NaN or infinite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def facts(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """The machine, the versions and the commit that a result comes from; None where there is none.
+    """Return the machine, the versions and the commit that a result comes from, each None if there is none.
 
     Args:
-        device: What ran it.
-        commit: Of the source; default: that of the checkout.
+        device: the device that ran it.
+        commit: commit of the source; None: that of the checkout.
     """
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -42,7 +42,7 @@ def facts(device: torch.device, commit: str | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this file is in, if git and a checkout are there."""
+    """Return the commit of the checkout that this file is in; None without git or without a checkout."""
     git = shutil.which("git")
     if git is None:
         return None
@@ -58,12 +58,12 @@ def _version(package: str) -> str | None:
 
 
 def resume_or_run(path: Path, settings: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The part of a result that `path` holds, else what `run` returns, which is then written there.
+    """Return the part of a result in the file `path`; if there is no file, make the part by `run` and write it there.
 
     Args:
-        path: A JSON file.
-        settings: Everything that the part depends on, as plain data; kept with it.
-        run: Makes the part.
+        path: a JSON file.
+        settings: everything that the part depends on, as plain data; stored with it.
+        run: makes the part.
 
     Raises:
         SystemExit: the file was made with other settings.
@@ -86,7 +86,7 @@ def resume_or_run(path: Path, settings: dict[str, Any], run: Callable[[], dict[s
 
 
 def update_result(path: Path, section: str, value: dict[str, Any]) -> None:
-    """Sets one section of a result's JSON file, which need not exist yet."""
+    """Set one section of a result's JSON file, which need not exist yet."""
     content = json.loads(path.read_text()) if path.exists() else {}
     content[section] = value
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,16 +94,17 @@ def update_result(path: Path, section: str, value: dict[str, Any]) -> None:
 
 
 def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[str, Any]]:
-    """Final losses of every recipe against exact attention's.
+    """Compare the final losses of every recipe with those of exact attention.
 
     Args:
-        final_losses: recipe → seed → loss, None where the run diverged. Runs of one seed saw the same data in the same
-            order from the same initial weights, so their difference is the recipe's doing.
+        final_losses: recipe → seed → loss, None if the run diverged. Runs of one seed saw the same data in the same
+            order from the same initial weights, so their difference is due to the recipe.
 
     Returns:
-        recipe → "mean" and "spread" (standard deviation over the seeds); and, where exact attention ran the same seeds,
-        "differences" to it by seed, their "mean_difference" and "difference_spread", and "within_seed_noise": whether
-        the mean difference is at most the spread of exact attention. What cannot be told is None.
+        recipe → "diverged" (number of such runs), "mean" and "spread" (standard deviation over the seeds); and, if
+        exact attention ran the same seeds, "differences" to it by seed, their "mean_difference" and
+        "difference_spread", and "within_seed_noise": whether the mean difference is at most the spread of exact
+        attention. Values that cannot be computed are None.
     """
     baseline = final_losses.get(BASELINE, {})
     noise = _spread(baseline.values())
@@ -131,46 +132,46 @@ def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str,
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """None where a value is None, or there is none."""
+    """Return the mean; None if a value is None, or if there are no values."""
     known = _known(values)
     return finite(statistics.fmean(known)) if known else None
 
 
 def _spread(values: Iterable[float | None]) -> float | None:
-    """Standard deviation; None where a value is None, or there are fewer than two."""
+    """Return the standard deviation; None if a value is None, or if there are fewer than two values."""
     known = _known(values)
     return finite(statistics.stdev(known)) if len(known) > 1 else None
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
-    """The values, or none at all where one is None."""
+    """Return the values, or an empty list if one of them is None."""
     values = list(values)
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []
 
 
 def number(value: float | bool | None, digits: int = 4) -> str:
-    """A cell of a table; a dash where there is no value."""
+    """Return the text of a table's cell; a dash for None."""
     if value is None:
         return "–"
     return str(value) if isinstance(value, bool) else f"{value:.{digits}f}"
 
 
 def mean_and_spread(values: Iterable[float | None], digits: int = 4) -> str:
-    """A cell "mean ± standard deviation over seeds"; without the latter for a single value."""
+    """Return the text of a cell: "mean ± standard deviation", or the mean alone if there is no deviation."""
     values = list(values)
     spread = _spread(values)
     return number(_mean(values), digits) + ("" if spread is None else f" ± {number(spread, digits)}")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
-    """What `compare` returns, as markdown."""
+    """Return the result of `compare` as a Markdown table."""
     header = ["trained with", "final held-out loss", "spread over seeds", "mean difference to exact", "its spread"]
     rows = [
         [
@@ -187,13 +188,13 @@ def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, loss: str) -> None:
-    """Draws held-out loss against steps, and the difference of each run to exact attention's of its seed.
+    """Plot the held-out loss against steps, and the difference of each run to exact attention with the same seed.
 
     Args:
-        groups: title → runs with "settings" ("recipe", "seed") and "curve": rows of "step", "held_out_loss" (None where
-            it is not finite, which leaves a gap). A row of axes each.
-        path: Of the PNG.
-        loss: What it is and its unit, for the axes.
+        groups: title → runs with "settings" ("recipe", "seed") and "curve": rows of "step" and "held_out_loss", where
+            None leaves a gap. Each group gets a row of axes.
+        path: file of the PNG.
+        loss: name and unit of the loss, for the axes.
     """
     figure = Figure(figsize=(12, 4.5 * len(groups)), layout="constrained")
     for (title, runs), (losses, differences) in zip(
@@ -222,7 +223,7 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, l
         differences.axhline(0, color="C0")
         losses.set(title=title, xlabel="step", ylabel=loss)
         differences.set(title="difference to exact attention, same seed", xlabel="step", ylabel=f"Δ {loss}")
-        # The first steps differ most and matter least: they may leave the frame.
+        # The first steps differ most and matter least, so they may lie outside of the axes.
         shown = [
             abs(y)
             for line in differences.lines

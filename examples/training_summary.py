@@ -1,4 +1,4 @@
-"""Prints the table of the training experiments in docs/training.md, from their results:
+"""Print the table of the training experiments in docs/training.md, from their results:
 
 python examples/training_summary.py examples/results
 """
@@ -21,7 +21,7 @@ TITLES = (
 
 
 def summary(language_model: Mapping[str, Any], tiny_video: Mapping[str, Any]) -> str:
-    """The table, in Markdown: what was trained with each recipe, then what that is worth run with others."""
+    """Return the Markdown table: results of training with each recipe, then of running those models with others."""
     rows = []
     for (stage, name), title in zip(STAGES, TITLES, strict=True):
         group = language_model[stage][name] if name else next(iter(language_model[stage].values()))
@@ -35,7 +35,7 @@ def summary(language_model: Mapping[str, Any], tiny_video: Mapping[str, Any]) ->
     trained = {row["trained_with"]: row for row in tiny_video["evaluate"]["rows"]}
     for run_with in ("exact", "sage3"):
         scores = ([seed[run_with] for seed in trained[recipe]["seeds"]] for recipe in RECIPES)
-        counts = (f"{sum(s['all'] for s in of)} of {sum(s['prompts'] for s in of)}" for of in scores)
+        counts = (f"{sum(s['all'] for s in seeds)} of {sum(s['prompts'] for s in seeds)}" for seeds in scores)
         rows.append([f"— its clips right in colour, shape and direction, run with `{run_with}`", *counts])
     return markdown(["", *(recipe if recipe == "exact" else f"`{recipe}`" for recipe in RECIPES)], rows)
 

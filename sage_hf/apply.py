@@ -19,16 +19,16 @@ from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import get_recipe
 
-Change = Callable[[list[Callable[[], None]]], None]  # makes a change and appends what undoes it
+Change = Callable[[list[Callable[[], None]]], None]  # makes a change, and appends the functions that undo it
 
 _applied: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Handle]]] = weakref.WeakKeyDictionary()
 
 
 class Handle:
-    """What `apply` changed. `restore()` puts back exactly what was there; so does leaving a `with` block.
+    """Handle of an `apply`: `restore()`, or leaving a `with` block, puts back exactly what was there before.
 
     Attributes:
-        config: the configuration applied.
+        config: the configuration that was applied.
     """
 
     def __init__(self, config: SageConfig, targets: list[Target], undo: list[Callable[[], None]]) -> None:
@@ -40,10 +40,10 @@ class Handle:
         self._forget_plans()
 
     def restore(self) -> None:
-        """Put back the attention of before `apply`, the very same objects. A second call does nothing.
+        """Put back the objects that computed attention before `apply`. A second call does nothing.
 
         Raises:
-            RuntimeError: a later `apply` to the same model is still in force; nothing is changed.
+            RuntimeError: a later `apply` to the same model is still in force. Nothing is changed then.
         """
         if not self._undo:
             return
@@ -75,24 +75,24 @@ class Handle:
 
 
 def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
-    """Run the attention of a diffusers pipeline (its denoisers), a diffusers model or a transformers model in few bits.
+    """Switch the attention of a diffusers pipeline (its denoisers), a diffusers or a transformers model to few bits.
 
-    Everything is checked before anything is changed. The attention belongs to the model, so other pipelines that share
-    a denoiser run it too; step rules count the steps of the pipeline that is running.
+    Everything is checked before anything is changed. Attention belongs to the model, so other pipelines that share a
+    denoiser run the new one too; step rules count the steps of the pipeline that is running.
 
     Args:
-        pipe_or_model: what to switch; of a pipeline its ControlNets too.
+        pipe_or_model: the pipeline or model to switch; a pipeline's ControlNets are switched too.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
 
     Returns:
-        A handle that undoes it: `handle.restore()`, or `with sage_hf.apply(...):`.
+        A handle that undoes the switch: `handle.restore()`, or `with sage_hf.apply(...):`.
 
     Raises:
-        TypeError: neither a pipeline nor a model.
-        ValueError: unknown or unreadable configuration, a pattern that matches no layer, a model without attention, an
-            attention module that is not recognised (a layer rule with "exact" leaves it as it is), step rules for a
-            model without steps.
+        TypeError: pipe_or_model is neither a pipeline nor a model.
+        ValueError: the configuration is unknown or cannot be read, a pattern matches no layer, the model has no
+            attention, an attention module is not recognised (a layer rule with "exact" leaves such a module as it is),
+            or there are step rules for a model without steps.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -130,7 +130,7 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
-    """A processor per layer, made from the one it has, and a hook that follows the denoising steps."""
+    """Return the change of a diffusers model: a processor for each layer, and a hook that follows denoising steps."""
     from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, exchange_processor
 
     processors = {}
@@ -158,11 +158,11 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
 
 
 def _transformers_change(target: Target, config: SageConfig) -> Change:
-    """The implementation of the model by transformers' own switch, and the recipe of each layer on its module."""
+    """Return the change of a transformers model: its `attn_implementation`, and each layer's recipe on its module."""
     model: Any = getattr(target.model, "_orig_mod", target.model)
     if config.steps:
         timestep_argument(model)
-    # Transformers makes the masks that the implementation's name asks for: what training can use, if a layer can.
+    # The implementation's name decides which masks transformers makes: those for gradients if a layer's recipe has any.
     recipes = [config.training or config.recipe, config.recipe, *(rule.recipe for rule in config.layers)]
     with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
     implementation = name_of(next(with_gradients, recipes[0]), None)
@@ -182,13 +182,13 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
 
 
 def _recipe(config: SageConfig, layer: str) -> str:
-    """The layer's recipe in evaluation mode, outside of the steps that a rule excepts."""
+    """Return the layer's recipe in evaluation mode, at steps that no step rule covers."""
     rule = config.layer_rule(layer)
     return config.recipe if rule is None else rule.recipe
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configs of a transformers model, of the models in it, and the configs inside those."""
+    """Return the configs of a transformers model and of the models inside it, with the configs nested in them."""
     found: dict[int, Any] = {}
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
     while pending:

@@ -14,22 +14,22 @@ from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, R
 
 
 def set_default_fallback(fallback: str) -> None:
-    """Set what `fallback=None` means from now on, in this process; at import it is what SAGE_HF_FALLBACK says.
+    """Set what `fallback=None` means in this process from now on; at import, SAGE_HF_FALLBACK decides.
 
     Raises:
-        ValueError: it is not "native", "emulate" or "error".
+        ValueError: `fallback` is not "native", "emulate" or "error".
     """
     global _default_fallback
     _default_fallback = check_fallback(fallback)
 
 
 def default_fallback() -> Fallback:
-    """What `fallback=None` means in this process."""
+    """Return what `fallback=None` means in this process."""
     return _default_fallback
 
 
 def check_fallback(fallback: str) -> Fallback:
-    """`fallback` itself; ValueError, listing the choices, when it is none of them."""
+    """Return `fallback` if it is one of the choices; otherwise raise a ValueError that lists them."""
     for known in FALLBACKS:
         if fallback == known:
             return known
@@ -37,10 +37,10 @@ def check_fallback(fallback: str) -> Fallback:
 
 
 def fallback_of_environment() -> Fallback:
-    """Return what SAGE_HF_FALLBACK says; "native" where it is empty or not there.
+    """Return the value of the environment variable SAGE_HF_FALLBACK; "native" if it is empty or not set.
 
     Raises:
-        ValueError: it says something else than "native", "emulate" or "error".
+        ValueError: its value is not "native", "emulate" or "error".
     """
     try:
         return check_fallback(os.environ.get("SAGE_HF_FALLBACK") or "native")
@@ -99,22 +99,22 @@ def sage_attention(
     fallback: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+    """Compute attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        query: (batch, q_heads, q_len, head_dim); float16, bfloat16 or float32. float64, and a head_dim outside 16…256,
-            run exactly.
+        query: (batch, q_heads, q_len, head_dim); float16, bfloat16 or float32. Exact attention runs for float64
+            and for a head_dim outside 16…256.
         key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
-        value: (batch, kv_heads, kv_len, v_head_dim); v_head_dim outside 16…256 runs exactly.
-        attn_mask: bool (True: may attend) or floating (added to the scores), broadcastable to (batch, q_heads, q_len,
-            kv_len).
+        value: (batch, kv_heads, kv_len, v_head_dim); exact attention runs for a v_head_dim outside 16…256.
+        attn_mask: bool (True: may attend) or floating point (added to the scores), broadcastable to (batch, q_heads,
+            q_len, kv_len).
         dropout_p: must be 0.
-        is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; excludes attn_mask.
+        is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; not together with attn_mask.
         scale: finite factor of the scores, which may be 0 or negative; default head_dim ** -0.5.
         enable_gqa: allow q_heads to be a multiple of kv_heads.
-        recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd", "sage_bwd_int8", which have gradients; "exact" for
-            PyTorch's own attention.
-        fallback: what to do where the recipe has no native kernel: "native" (run the best this device has, else exact
+        recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd" and "sage_bwd_int8", which have gradients; or
+            "exact" for PyTorch's own attention.
+        fallback: what to do if the recipe has no native kernel: "native" (run the best this device has, else exact
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
@@ -130,9 +130,10 @@ def sage_attention(
     first forward pass without gradients, so as inference: use `use_reentrant=False`.
 
     Raises:
-        ValueError: arguments that do not fit together, dropout, an unknown recipe or fallback, a scale not finite.
-        TypeError: an argument that is not a tensor, a dense one or a floating one; a scale that is no number.
-        KernelUnavailableError: fallback="error" and no native kernel.
+        ValueError: arguments do not fit together, dropout_p is not 0, recipe or fallback is unknown, or scale is not
+            finite.
+        TypeError: query, key or value is not a dense floating-point tensor, or scale is not a number.
+        KernelUnavailableError: fallback="error" and there is no native kernel.
 
     Source: SageAttention3, SageBwd (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv
     2410.02367).
@@ -169,7 +170,7 @@ def attend(
     fallback: str | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sage_attention`, which documents the rest, with a mask and causality together.
+    """Compute `sage_attention`, but accept a mask and causality together; see there for the other arguments.
 
     Args:
         attn_mask, is_causal: a query attends to what both allow.
@@ -242,7 +243,10 @@ def _exact(
     recipe: str,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's attention with its gradients, and the lse without; rows without a key are 0 unless it was asked for."""
+    """Run PyTorch's attention with gradients; return (output, lse), the lse without a gradient.
+
+    Rows that may attend to no key are 0, unless exact attention is the recipe that was asked for.
+    """
     if is_causal and mask is not None:
         mask, is_causal = exact.with_causality(mask, query, key), False
     output = exact.sdpa(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -264,7 +268,7 @@ def _record_exact(
     return_lse: bool,
     reason: str,
 ) -> None:
-    """Record that exact attention runs: because it was asked for, or because gradients are wanted."""
+    """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`)."""
     compiling = torch.compiler.is_compiling()
     request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
     if recipe != "exact":
@@ -274,7 +278,7 @@ def _record_exact(
 
 
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether reverse or forward differentiation would go through one of the tensors."""
+    """Return whether reverse-mode or forward-mode differentiation would go through one of the tensors."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
     return ops.has_tangent(*tensors)
@@ -290,7 +294,7 @@ def _why_exact(
     recipe: str,
     fallback: Fallback,
 ) -> str:
-    """Why the gradients that are wanted are those of exact attention; "" where the recipe has its own."""
+    """Return why this call falls back to exact gradients; "" if the recipe computes its own."""
     if recipe == "exact":
         return ""
     if get_recipe(recipe).backward is None:

@@ -1,8 +1,8 @@
-"""The attributes that sage_hf puts on modules of other libraries; it writes to nothing else of theirs.
+"""The attributes that sage_hf sets on modules of other libraries; it sets no others.
 
-LAYER, on attention modules of diffusers that a shared processor serves: (the processor, what the module computed).
-RECIPE, TRAINING, FALLBACK and IMPLEMENTATION, on attention modules of transformers: the names of the recipe, of that in
-training mode and of the fallback, which a user may set too, and the `attn_implementation` that they belong to.
+LAYER is set on diffusers' attention modules that a shared processor serves: (that processor, the module's `Layer`).
+The others are set on attention modules of transformers. RECIPE, TRAINING and FALLBACK, which a user may set too, name
+the recipe, the recipe in training mode and the fallback; IMPLEMENTATION is the `attn_implementation` they belong to.
 """
 
 LAYER = "_sage_layer"

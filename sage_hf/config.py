@@ -1,4 +1,4 @@
-"""SageConfig: one recipe, and what gets another one: layers, denoising steps, training. JSON in and out."""
+"""SageConfig: one recipe, and its exceptions by layer, by denoising step and in training, read and written as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sage_kernels.registry import FALLBACKS
 
 @dataclass(frozen=True)
 class LayerRule:
-    """Layers whose name matches `pattern` (shell style, case-sensitive: `transformer_blocks.0.*`) run `recipe`.
+    """Rule: layers whose name matches `pattern` (shell style, case-sensitive: `transformer_blocks.0.*`) run `recipe`.
 
     Names are those of `sage_hf.explain`: relative to the denoiser of a pipeline, or to the model.
     """
@@ -26,7 +26,7 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class StepRule:
-    """Denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` the first two, `-1, None` the last one.
+    """Rule: denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` the first two, `-1, None` the last.
 
     A step is a distinct timestep of the pipeline's scheduler; timesteps that a second-order scheduler puts between two
     steps (KDPM2) belong to the step before them, and a scheduler that has more timesteps than it was asked for (PNDM:
@@ -39,11 +39,11 @@ class StepRule:
 
     @property
     def counts_from_end(self) -> bool:
-        """Whether the number of steps must be known to tell which steps are meant."""
+        """Return whether the rule covers steps that are known only once the number of steps is."""
         return (self.start or 0) < 0 or (self.stop or 0) < 0
 
     def covers(self, step: int, num_steps: int | None) -> bool:
-        """Whether `step` (0 is the first) of `num_steps` is meant.
+        """Return whether the rule covers `step` (0 is the first) of `num_steps`.
 
         Raises:
             ValueError: the rule counts from the end and `num_steps` is None.
@@ -59,22 +59,22 @@ class StepRule:
 
 @dataclass(frozen=True)
 class SageConfig:
-    """Which recipe every attention layer runs, at every denoising step.
+    """Configuration of the recipe that each attention layer runs at each denoising step.
 
-    The first layer rule that matches a layer decides for it, always. The other layers run `training`, if given, while
-    they are in training mode (`model.train()`); otherwise the first step rule that covers a step decides, and `recipe`
-    where none does.
+    The first layer rule that matches a layer always decides for it. The other layers run `training`, if given, while
+    they are in training mode (`model.train()`). Otherwise the first step rule that covers the step decides, and if
+    none does, they run `recipe`.
 
     Attributes:
-        recipe: name of the recipe of everything not excepted.
+        recipe: name of the recipe that runs where there is no exception.
         fallback: "native", "emulate", "error", or None for the process default (`sage_hf.set_default_fallback`).
-        layers: exceptions by layer name, the first match wins.
-        steps: exceptions by denoising step, the first match wins.
+        layers: exceptions by layer name; the first match wins.
+        steps: exceptions by denoising step; the first match wins.
         training: name of the recipe of layers in training mode; None: the same as in evaluation mode.
-        note: for the reader.
+        note: comment for human readers; it has no effect.
 
     Raises:
-        ValueError: an unknown recipe or fallback, an empty pattern or an empty range of steps.
+        ValueError: a recipe or fallback is unknown, or a pattern or a range of steps is empty.
     """
 
     recipe: str = "sage3"
@@ -106,15 +106,15 @@ class SageConfig:
             _check_recipe(step_rule.recipe, f"steps[{i}].recipe")
 
     def layer_rule(self, layer: str) -> LayerRule | None:
-        """The rule that decides for `layer`, if one does."""
+        """Return the layer rule that decides for `layer`; None if none matches."""
         return next((rule for rule in self.layers if fnmatch.fnmatchcase(layer, rule.pattern)), None)
 
     def training_recipe(self, layer: str) -> str | None:
-        """The recipe that `training` gives `layer`; None where there is no such recipe, or a rule decides."""
+        """Return the recipe of `layer` in training mode; None if `training` is None or a layer rule decides."""
         return self.training if self.layer_rule(layer) is None else None
 
     def resolve(self, layer: str, step: int = 0, num_steps: int | None = None) -> str:
-        """The recipe of `layer`, in evaluation mode, at `step` (0 is the first) of `num_steps`.
+        """Return the recipe of `layer`, in evaluation mode, at `step` (0 is the first) of `num_steps`.
 
         Raises:
             ValueError: a step rule counts from the end and `num_steps` is None.
@@ -124,12 +124,12 @@ class SageConfig:
         return next((rule.recipe for rule in self.steps if rule.covers(step, num_steps)), self.recipe)
 
     def unmatched_patterns(self, layers: Iterable[str]) -> list[str]:
-        """Patterns of the layer rules that match none of `layers`."""
+        """Return the patterns of the layer rules that match none of `layers`."""
         layers = list(layers)
         return [r.pattern for r in self.layers if not any(fnmatch.fnmatchcase(name, r.pattern) for name in layers)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back; what is empty is left out."""
+        """Return the configuration as plain data that `from_dict` reads back, without empty entries."""
         data: dict[str, Any] = {"recipe": self.recipe, "training": self.training, "fallback": self.fallback}
         data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
         data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
@@ -138,7 +138,11 @@ class SageConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SageConfig:
-        """Raises ValueError naming the key that is unknown, missing or of the wrong kind."""
+        """Build a configuration from plain data.
+
+        Raises:
+            ValueError: a key is unknown or missing, or its value is not supported; the message names the key.
+        """
         optional = ("fallback", "layers", "steps", "training", "note")
         _check_keys(data, "the configuration", required=("recipe",), optional=optional)
         layers, steps = [], []
@@ -154,12 +158,16 @@ class SageConfig:
         return cls(data["recipe"], data.get("fallback"), *rules, data.get("note", ""), data.get("training"))
 
     def to_json(self) -> str:
-        """JSON text that `from_json` reads back."""
+        """Return the configuration as JSON text that `from_json` reads back."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> SageConfig:
-        """Raises ValueError: not JSON, or not a configuration (the message names the key)."""
+        """Build a configuration from JSON text.
+
+        Raises:
+            ValueError: `text` is not JSON, or not a configuration (the message names the key).
+        """
         try:
             data = json.loads(text, object_pairs_hook=_no_duplicates)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -186,11 +194,11 @@ class SageConfig:
 
     @classmethod
     def from_name(cls, name: str | Path) -> SageConfig:
-        """The configuration of a recipe ("sage3"), of a model family ("cogvideox-2b", see `names`) or of a JSON file.
+        """Return the configuration of a recipe ("sage3"), a model family ("cogvideox-2b", see `names`) or a JSON file.
 
         Raises:
-            TypeError: it is neither a string nor a path.
-            ValueError: it is none of these; the message lists what exists.
+            TypeError: `name` is neither a string nor a path.
+            ValueError: `name` is none of these; the message lists what exists.
         """
         if not isinstance(name, str | Path):
             raise TypeError(
@@ -210,12 +218,12 @@ class SageConfig:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of the configurations that ship with sage-hf."""
+        """Return the names of the configurations that ship with sage-hf."""
         return tuple(sorted(path.stem for path in _configs_folder().glob("*.json")))
 
 
 def _configs_folder() -> Path:
-    """`configs/` of a checkout, which an installed wheel holds as `sage_hf/configs`."""
+    """Return the folder of configurations: `sage_hf/configs` of an installed wheel, else `configs/` of the checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

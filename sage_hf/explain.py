@@ -1,4 +1,4 @@
-"""An honest answer to "which kernel ran?", layer by layer."""
+"""Explanation of which kernel ran in each layer, and why not the one asked for."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ UNATTRIBUTED = "(compiled, or no layer)"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What one layer was asked to run and what ran.
+    """Row of an explanation: what one layer was asked to run, and what ran.
 
     Attributes:
-        layer: its name; `Explanation.__str__` joins layers that did the same ("transformer_blocks.0-29.attn1").
-        asked: the recipe asked for, "" where the layer was not switched. Before any call, where training mode has a
-            recipe of its own: "sage3, training: sage_bwd".
-        recipe, kernel, numerics: what ran ("native", "emulated" or "exact"), "" before any call.
-        quantizer: what made the kernel's operands, "" where the kernel did.
-        backward: what computes gradients, "" where none were wanted.
-        calls: how often, of the latest 256 calls of the layer.
-        reason: why the recipe asked for did not run, or why there is nothing to tell.
+        layer: name of the layer; `str()` of an Explanation joins layers that did the same, as "blocks.0-29.attn1".
+        asked: the recipe asked for; "" if the layer was not switched. Before any call it also names the recipe of
+            training mode, if there is one: "sage3, training: sage_bwd".
+        recipe, kernel: what ran; "" before any call.
+        numerics: "native", "emulated" or "exact"; "" before any call.
+        quantizer: the kernel that made the operands; "" if the attention kernel makes them itself.
+        backward: the kernel that computes gradients; "" if none were wanted.
+        calls: number of such calls, among the layer's latest 256.
+        reason: why the recipe asked for did not run, or why nothing is known about this layer.
     """
 
     layer: str
@@ -48,19 +49,19 @@ class LayerRow:
 
     @property
     def kernels(self) -> str:
-        """Return the names of all kernels of a call, in one line."""
+        """Return the names of all kernels of a call, joined by commas."""
         return ", ".join(name for name in (self.kernel, self.quantizer, self.backward) if name)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel ran in each layer, and why not the one asked for; `str()` is a table.
+    """Table of the kernels that ran in each layer, and why not the ones asked for; `str()` formats it.
 
     Attributes:
-        rows: a row for every layer and everything that it ran, in the model's order.
-        compiled: what ran, and how often, in calls that belong to no layer: inside compiled graphs, through diffusers'
-            attention backends, or by hand; of this whole process.
-        planned: the rows say what will run, not what ran.
+        rows: one row for each layer and each kind of call it made, in the model's order.
+        compiled: what ran in this process, and how often, in calls that belong to no layer: inside compiled graphs,
+            through diffusers' attention backends, or called by hand.
+        planned: whether the rows say what will run rather than what ran.
     """
 
     rows: tuple[LayerRow, ...]
@@ -79,7 +80,7 @@ class Explanation:
             "why",
         )
         lines: list[tuple[str, ...]] = [header]
-        for row in [*_joined(self.rows), *(_ran(UNATTRIBUTED, *ran) for ran in self.compiled)]:
+        for row in [*_join_rows(self.rows), *(_make_row(UNATTRIBUTED, *ran) for ran in self.compiled)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
             calls = (
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
@@ -100,15 +101,16 @@ class Explanation:
 
 
 def explain(pipe_or_model: object) -> Explanation:
-    """Layer → recipe asked for → what ran, on which kernel, native or emulated → why not the one asked for.
+    """Return, for each layer, the recipe asked for, what ran, on which kernel, and why not what was asked for.
 
-    Works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
+    This works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
 
     Args:
         pipe_or_model: a diffusers pipeline (its denoisers), a diffusers model or a transformers model.
 
     Raises:
-        TypeError, ValueError: as `sage_hf.apply`.
+        TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
+        ValueError: a model has no attention layer that can be switched.
     """
     rows = [row for target in find_targets(pipe_or_model) for row in _target_rows(target)]
     return Explanation(tuple(rows), tuple(record.compiled_outcomes().items()))
@@ -123,7 +125,7 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
         if not ran:
             yield row
         for outcome, calls in ran.items():
-            yield _ran(row.layer, outcome, calls)
+            yield _make_row(row.layer, outcome, calls)
 
 
 def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
@@ -151,12 +153,12 @@ def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
 
 
 def asked(recipe: str, training: str | None) -> str:
-    """How the recipe of a layer, and that of its training mode, are told."""
+    """Return a text that names the recipe of a layer, and that of its training mode if there is one."""
     return recipe if training is None else f"{recipe}, training: {training}"
 
 
-def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
-    """Layers whose names differ in one running number, and that did the same, as one row."""
+def _join_rows(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
+    """Join consecutive layers that did the same and whose names differ only in their number ("blocks.0-29")."""
     layers = [(name, tuple(group)) for name, group in groupby(rows, key=lambda row: row.layer)]
     by_template: dict[str, list[tuple[int, tuple[LayerRow, ...]]]] = {}
     for name, group in layers:
@@ -168,7 +170,7 @@ def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
         runs: list[list[tuple[int, tuple[LayerRow, ...]]]] = []
         for index, group in members:
             before = runs[-1][-1] if runs else None
-            if before is not None and index == before[0] + 1 and _facts(group) == _facts(before[1]):
+            if before is not None and index == before[0] + 1 and _without_names(group) == _without_names(before[1]):
                 runs[-1].append((index, group))
             else:
                 runs.append([(index, group)])
@@ -179,10 +181,10 @@ def _joined(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
     return joined
 
 
-def _facts(group: tuple[LayerRow, ...]) -> tuple[LayerRow, ...]:
+def _without_names(group: tuple[LayerRow, ...]) -> tuple[LayerRow, ...]:
     return tuple(replace(row, layer="") for row in group)
 
 
-def _ran(layer: str, outcome: Outcome, calls: int) -> LayerRow:
+def _make_row(layer: str, outcome: Outcome, calls: int) -> LayerRow:
     facts = (outcome.asked, outcome.recipe, outcome.kernel, outcome.numerics, calls, outcome.reason)
     return LayerRow(layer, *facts, outcome.quantizer, outcome.backward)

@@ -1,7 +1,7 @@
-"""The names that stand for a recipe and a fallback where diffusers and transformers take nothing but a name.
+"""Names for a recipe with a fallback, for places where diffusers and transformers take only a name.
 
-Low-bit recipes by their own name ("sage3"), each also with "_native", "_emulate" or "_error" for the fallback (without
-one, the process's default); "sage_exact" for exact attention through our plumbing.
+A low-bit recipe goes by its own name ("sage3"), with the process's default fallback, or with "_native", "_emulate" or
+"_error" appended for that fallback; "sage_exact" is exact attention called the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sage_kernels.registry import FALLBACKS
 
 
 def name_of(recipe: str, fallback: str | None) -> str:
-    """The name that stands for this recipe and fallback."""
+    """Return the name for a recipe with a fallback; fallback None is the process's default."""
     if recipe == "exact":
         return "sage_exact"
     return recipe if fallback is None else f"{recipe}_{fallback}"

@@ -1,8 +1,8 @@
-"""Who ran what: the plan of every attention call, by layer.
+"""The record of what ran: the plan of every attention call, by layer.
 
-The operators of sage_kernels announce each call's plan; this file files it under the layer on whose behalf the call was
-made, logs each reason for a fallback once, and once that emulation is slow, and lets others watch the calls (metrics
-do). Calls inside a compiled graph have no layer: what ran in them is counted together.
+The operators of sage_kernels announce each call's plan. This module files it under the layer that made the call, logs
+each reason for a fallback once, warns once that emulation is slow, and lets observers watch the calls (metrics do).
+Calls inside a compiled graph have no layer: what ran in them is counted together.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ logger = logging.get_logger(__name__)
 
 PLANS_PER_LAYER = 256
 SLOW_SCORES = 2**26
-"""Scores (batch · heads · q_len · kv_len) of a slow emulated call: a CPU core takes 10 to 40 ns for each."""
+"""Number of scores (batch · heads · q_len · kv_len) from which an emulated call is called slow: a CPU core takes 10 to
+40 ns for each."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One eager call of `sage_attention`, as observers see it.
+    """An eager call of `sage_attention`, as observers see it.
 
     Attributes:
         layer: the module on whose behalf the call was made, or None.
@@ -81,7 +82,7 @@ def layer_scope(module: nn.Module) -> Iterator[None]:
 
 
 def run_in_layer(module: nn.Module, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-    """`function(*args, **kwargs)`, its calls filed under `module` unless it is being compiled."""
+    """Return `function(*args, **kwargs)`, with its attention calls filed under `module` unless it is being compiled."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     with layer_scope(module):
@@ -89,7 +90,7 @@ def run_in_layer(module: nn.Module, function: Callable[..., Result], *args: obje
 
 
 def last_plans(module: nn.Module) -> tuple[Plan, ...]:
-    """Plans of the module's latest calls (at most 256), the most recent last."""
+    """Return the plans of the module's latest calls (at most 256), the most recent last."""
     return tuple(_plans.get(module, ()))
 
 
@@ -99,16 +100,16 @@ def forget(module: nn.Module) -> None:
 
 
 def compiled_outcomes() -> Counter[Outcome]:
-    """What ran, and how often, outside any layer: inside compiled graphs, or called by hand.
+    """Return what ran outside any layer, inside compiled graphs or called by hand, and how often.
 
-    Exact attention inside a compiled graph, asked for or because gradients are wanted, is PyTorch's own and not
-    counted.
+    Exact attention inside a compiled graph is PyTorch's own and is not counted, whether it was asked for or took over
+    because gradients were wanted.
     """
     return _compiled.copy()
 
 
 def clear() -> None:
-    """Forget all plans and which reasons were logged."""
+    """Forget all plans, and which messages were logged."""
     _plans.clear()
     _compiled.clear()
     _logged.clear()
@@ -125,7 +126,7 @@ def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
 
 
 def file_plan(plan: Plan) -> None:
-    """File a plan under the current layer, and log once what its user should know: a fallback, a slow emulation."""
+    """File a plan under the current layer, and log a fallback or a slow emulation once."""
     _thread.latest = plan
     if _thread.layers:
         _plans.setdefault(_thread.layers[-1], deque(maxlen=PLANS_PER_LAYER)).append(plan)
@@ -139,7 +140,7 @@ def file_plan(plan: Plan) -> None:
 
 
 def notify_observers(call: Callable[[nn.Module | None, Plan], AttentionCall]) -> None:
-    """Build the call's description by `call(layer, plan)` and give it to the observers, if there are any."""
+    """Describe the call by `call(layer, plan)` and hand the description to the observers, if there are any."""
     plan, _thread.latest = _thread.latest, None
     if _observers and plan is not None:
         description = call(_thread.layers[-1] if _thread.layers else None, plan)
@@ -148,12 +149,12 @@ def notify_observers(call: Callable[[nn.Module | None, Plan], AttentionCall]) ->
 
 
 def report_exact(request: Request | None, reason: str, recipe: str) -> None:
-    """Record that exact attention runs in place of `recipe`, decided above the operators.
+    """Record that exact attention runs in place of `recipe`, as a caller of the operators decided.
 
     Args:
-        request: the call's facts, or None where they are not known (or the call is being compiled).
-        reason: why; names limits, not this call's sizes.
-        recipe: what was asked for.
+        request: the facts of the call; None if they are not known or the call is being compiled.
+        reason: why the recipe does not run: the limit, without this call's sizes, so that it is logged once.
+        recipe: the recipe asked for.
     """
     if torch.compiler.is_compiling():
         _log_while_compiling(recipe, reason)
@@ -165,7 +166,7 @@ def report_exact(request: Request | None, reason: str, recipe: str) -> None:
 
 @tracing.assume_constant_result
 def _log_while_compiling(recipe: str, reason: str) -> None:
-    """`_log_fallback`, run when the compiler traces it."""
+    """Call `_log_fallback` while the compiler traces the caller."""
     _log_fallback(recipe, "exact", reason)
 
 

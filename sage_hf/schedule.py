@@ -1,4 +1,4 @@
-"""Which denoising step a denoiser is at, and the recipes of its layers at that step."""
+"""The denoising step that a denoiser is at, and the recipes of its layers at that step."""
 
 from __future__ import annotations
 
@@ -19,44 +19,49 @@ from sage_kernels import tracing
 
 TIMESTEP_ARGUMENTS = ("timestep", "t")
 PIPELINE_ARGUMENTS = {"self", "components", "pipe", "pipeline"}
-"""Names by which the functions of a denoising loop take the pipeline; `components` in modular pipelines."""
+"""Names of the argument by which functions of a denoising loop take the pipeline; `components` in modular ones."""
 
 logger = logging.get_logger(__name__)
 
 
 class Switchable(Protocol):
-    """What the schedule switches: an attention processor with a recipe."""
+    """Attention processor whose recipe the schedule switches."""
 
     recipe: str
 
 
 class StepSchedule:
-    """Assigns `processor.recipe` when the denoising step changes; a forward pre-hook of the denoiser.
+    """Forward pre-hook of a denoiser that assigns `processor.recipe` when the denoising step changes.
 
-    The step is the place of the timestep that the denoiser is called with in the timesteps of the running pipeline's
-    scheduler, so calls that share a step (classifier-free guidance), schedules entered in the middle (video to video),
-    two denoisers that share one schedule (Wan 2.2) and pipelines that share one denoiser, each with a scheduler of its
-    own, are told apart. Where the denoiser is given something else than the scheduler's timesteps, or there is no
-    pipeline, changes of the timestep are counted; one against the direction of those before it starts a new
-    generation. A second-order scheduler may have timesteps between two steps (KDPM2): these belong to the step before
-    them. Every other distinct timestep is a step, also where a scheduler has more of them than it was asked for (PNDM).
+    The step is the position of the denoiser's timestep among the timesteps of the running pipeline's scheduler. This
+    handles calls that share a step (classifier-free guidance), schedules entered in the middle (video to video), two
+    denoisers that share one schedule (Wan 2.2), and pipelines that share one denoiser, each with its own scheduler.
+    If the denoiser is given anything but the scheduler's timesteps, or there is no pipeline, changes of the timestep
+    are counted instead; a change in the opposite direction starts a new generation. A second-order scheduler may have
+    timesteps between two steps (KDPM2), which belong to the step before them. Every other distinct timestep is a step,
+    even if a scheduler has more of them than it was asked for (PNDM).
 
-    The running pipeline is found by `running_pipeline`. A call from elsewhere, as from a thread of its own, is taken
-    for one of the pipeline given to `sage_hf.apply`, and that is logged once. Pickled, that pipeline is gone: what is
-    loaded follows the pipeline that runs it, and raises where none does.
+    The running pipeline is found by `running_pipeline`. A call from elsewhere, for example from another thread, counts
+    as a call of the pipeline given to `sage_hf.apply`, which is logged once. Pickling drops that pipeline: an unpickled
+    schedule follows the pipeline that runs it, and raises if there is none.
 
-    Limits: a loop of your own that runs inside the call of another pipeline is taken for that pipeline's, unless it is
-    in a function that takes its own pipeline. Threads must not run one denoiser at the same time. A configuration is in
-    force for every pipeline that shares the denoiser, and the one that was applied last is.
+    Limits: your own loop inside the call of another pipeline counts as that pipeline's loop, unless it is in a function
+    that takes its own pipeline. Threads must not run one denoiser at the same time. A configuration holds for every
+    pipeline that shares the denoiser; the one applied last is in force.
 
-    A processor's recipe is assigned only where it changes, so a compiled layer guards on a string that rarely changes.
+    A processor's recipe is assigned only when it changes, so a compiled layer guards on a string that rarely changes.
     """
 
     def __init__(self, config: SageConfig, processors: Mapping[str, Switchable], pipe: Any = None) -> None:
-        """Args: config; processors by layer name; pipe, whose `scheduler` is read where no other pipeline is running.
+        """Create a schedule that is not attached to a denoiser yet.
+
+        Args:
+            config: the configuration with the step rules.
+            processors: the processors to switch, by layer name.
+            pipe: the pipeline whose `scheduler` is read while no other pipeline is running.
 
         Raises:
-            ValueError: a step rule counts from the end, and there is no pipeline to tell the number of steps.
+            ValueError: a step rule counts from the end, and no pipeline tells the number of steps.
         """
         if pipe is None and any(rule.counts_from_end for rule in config.steps):
             raise ValueError(
@@ -73,10 +78,10 @@ class StepSchedule:
         self.num_steps: int | None = None
 
     def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        """Follow `denoiser`; the returned handle's `remove()` undoes it.
+        """Follow the calls of `denoiser` until `remove()` of the returned handle.
 
         Raises:
-            ValueError: its forward takes no timestep.
+            ValueError: the denoiser's forward takes no timestep.
         """
         model = getattr(denoiser, "_orig_mod", denoiser)
         self._argument = timestep_argument(model)
@@ -101,10 +106,10 @@ class StepSchedule:
 
         Args:
             timestep: of any shape; the largest counts.
-            pipe: the pipeline that is running; None: the one given at the start.
+            pipe: the running pipeline; None: the one given to the constructor.
 
         Raises:
-            RuntimeError: the pipeline given at the start is gone, and with it the number of steps.
+            RuntimeError: the pipeline given to the constructor no longer exists, so the step is unknown.
         """
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
         generation = self._generation(pipe, value)
@@ -116,7 +121,7 @@ class StepSchedule:
                 processor.recipe = recipe
 
     def _generation(self, pipe: Any, value: float) -> Generation:
-        """The generation of which `value` is a timestep; a new one if `set_timesteps` was called since the last."""
+        """Return the generation that the timestep `value` belongs to: a new one after each `set_timesteps`."""
         if pipe is None:
             if self._pipe is None:
                 return self._counted
@@ -133,12 +138,12 @@ class StepSchedule:
 
 
 class Generation:
-    """One pass through a scheduler's timesteps, or through timesteps of which nothing is known.
+    """A pass through a scheduler's timesteps, or through timesteps that are counted as they come.
 
     Attributes:
-        timesteps: the scheduler's own tensor, or None.
-        step: of the latest timestep.
-        num_steps: how many there are, or None.
+        timesteps: the scheduler's own tensor; None without a scheduler.
+        step: the step of the latest timestep.
+        num_steps: the number of steps; None if it is not known.
     """
 
     def __init__(self) -> None:
@@ -153,12 +158,13 @@ class Generation:
 
     @classmethod
     def of_scheduler(cls, scheduler: Any, first: float) -> Generation:
-        """Start a generation with the scheduler's timesteps; `first` is what the denoiser is given first."""
+        """Return a generation with the scheduler's timesteps; `first` is the first timestep the denoiser is given."""
         generation = cls()
         generation.timesteps = scheduler.timesteps
         generation._places = list(dict.fromkeys(scheduler.timesteps.tolist()))  # second-order schedulers repeat some
         generation._units = units(getattr(scheduler, "config", {}).get("num_train_timesteps", 1000))
-        found = generation._find(first)  # 1.0 may be the first timestep in one unit and the last in another: the first
+        found = generation._find(first)
+        # 1.0 may be the first timestep in one unit and the last in another: prefer the unit where it comes earlier.
         generation._units = sorted(found, key=found.__getitem__)
         generation.num_steps = len(generation._places)
         if getattr(scheduler, "order", 1) > 1:
@@ -177,7 +183,7 @@ class Generation:
             self.step = self._place * self.num_steps // len(self._places)
 
     def _find(self, value: float) -> dict[Unit, int]:
-        """The place of `value` in each of the units in which it is one of the scheduler's timesteps."""
+        """Return the place of `value` among the scheduler's timesteps, for each unit in which it is one of them."""
         places = {unit: unit.place(value, self._places) for unit in self._units}
         return {unit: place for unit, place in places.items() if place is not None}
 
@@ -194,12 +200,12 @@ class Generation:
 def running_pipeline() -> Any:
     """Return the pipeline whose denoising loop is calling, or None.
 
-    It is the argument named `self`, `components`, `pipe` or `pipeline`, of the innermost function on the stack that has
-    one with a scheduler that holds timesteps: the `self` of a pipeline's `__call__`, the `components` of a modular
-    pipeline's block, the `pipe` of a function of your own.
+    It is found on the stack, innermost function first, as an argument named `self`, `components`, `pipe` or `pipeline`
+    whose scheduler holds timesteps: the `self` of a pipeline's `__call__`, the `components` of a modular pipeline's
+    block, the `pipe` of your own function.
 
-    Before Python 3.13 reading `f_locals` keeps a function's locals of that moment, a few latents, until the next
-    reading or the function's end: so only functions with such an argument are read.
+    Before Python 3.13, reading `f_locals` keeps a function's current locals (a few latents) alive until the next read
+    or until the function returns, so only functions with such an argument are read.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -213,10 +219,10 @@ def running_pipeline() -> Any:
 
 
 def timestep_argument(denoiser: nn.Module) -> str:
-    """The name of the argument by which its forward takes the timestep.
+    """Return the name of the denoiser's forward argument that takes the timestep.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the forward has no such argument.
     """
     parameters = inspect.signature(type(denoiser).forward).parameters
     for name in TIMESTEP_ARGUMENTS:
@@ -230,10 +236,11 @@ def timestep_argument(denoiser: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """How a denoiser's timestep becomes the scheduler's: scale · timestep + offset.
+    """Conversion of a denoiser's timestep to the scheduler's: scale · timestep + offset.
 
     Attributes:
-        relative, absolute: how far it may be off, as a part of the scheduler's timestep and of all.
+        scale, offset: the factor and the summand above.
+        relative, absolute: tolerance of the result: relative · |scheduler's timestep| + absolute.
     """
 
     scale: float
@@ -242,7 +249,7 @@ class Unit:
     absolute: float
 
     def place(self, timestep: float, places: list[float]) -> int | None:
-        """Where in `places` the denoiser's timestep is; None if it is not among them."""
+        """Return the index in `places` of the denoiser's timestep; None if it is not among them."""
         given = self.scale * timestep + self.offset
         nearest = min(range(len(places)), key=lambda place: abs(places[place] - given))
         near = abs(places[nearest] - given) <= self.relative * abs(places[nearest]) + self.absolute
@@ -250,7 +257,7 @@ class Unit:
 
 
 def units(train_steps: int) -> list[Unit]:
-    """What pipelines pass: t, t/N or 1 − t/N, rounded to bfloat16 on its way once or twice."""
+    """Return the units in which pipelines pass a timestep: t, t/N or 1 − t/N, rounded to bfloat16 once or twice."""
     rounding = 2 * 2**-8
     return [
         Unit(1, 0, rounding, 0),
@@ -260,7 +267,7 @@ def units(train_steps: int) -> list[Unit]:
 
 
 class _PipelineReference(weakref.ref):
-    """Does not keep the pipeline alive. A deep copy refers to the same one; what a pickle brings refers to none."""
+    """Weak reference to a pipeline. A deep copy refers to the same pipeline, an unpickled reference to none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PipelineReference:
         return self
@@ -270,7 +277,7 @@ class _PipelineReference(weakref.ref):
 
 
 class _Generations(weakref.WeakKeyDictionary):
-    """Generations by scheduler, which it does not keep alive. A pickle brings none."""
+    """Generations by scheduler, referenced weakly. Pickling drops them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()

@@ -1,4 +1,4 @@
-"""The models of a pipeline whose attention can be switched, and their attention layers."""
+"""The models of a pipeline whose attention can be switched, and those models' attention layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from sage_hf import diffusers, transformers
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-CONTROLNETS = ("controlnet",)  # run beside the denoiser at every step; of several, a module that holds them
+CONTROLNETS = ("controlnet",)  # runs beside the denoiser at every step; several are held by one module
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Target:
     """A model whose attention can be switched.
 
     Attributes:
-        name: its name in the pipeline; "" for a model given alone.
-        model: as given, so possibly compiled.
+        name: the model's name in the pipeline if several of its models are switched, else "".
+        model: the model as given, possibly compiled.
         library: "diffusers" or "transformers".
-        layers: attention layers by dotted name in the (uncompiled) model.
+        layers: the attention layers, by dotted name in the (uncompiled) model.
     """
 
     name: str
@@ -31,16 +31,16 @@ class Target:
     layers: dict[str, Any]
 
     def label(self, layer: str) -> str:
-        """The layer's name, with that of the model where several models of the pipeline are switched."""
+        """Return the layer's name, prefixed with the model's name if several models of the pipeline are switched."""
         return f"{self.name}.{layer}" if self.name else layer
 
 
 def find_targets(pipe_or_model: object) -> list[Target]:
-    """The denoisers of a diffusers pipeline and its ControlNets (those that attend), or the model itself.
+    """Return the denoisers and attending ControlNets of a diffusers pipeline, or the model itself.
 
     Raises:
-        TypeError: neither a pipeline with a denoiser nor a model.
-        ValueError: a model has no attention layer whose attention can be switched.
+        TypeError: the argument is neither a pipeline with a denoiser nor a model.
+        ValueError: a model has no attention layer that can be switched.
     """
     if isinstance(pipe_or_model, nn.Module):
         return [_target("", pipe_or_model)]

@@ -1,4 +1,4 @@
-"""One attention call: its tensors, its mask and everything else that decides the result."""
+"""One attention call: its tensors, its mask and all options that affect the result."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .operands import Saved
 from .recipe import Recipe
 
 PADDING_BIAS = -1e4
-"""An additive mask of this and less forbids a key as padding does, where each query has another one left."""
+"""Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
 
 MaskKind = Literal["none", "keys", "bool", "additive"]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query may attend to.
+    """Mask that says which keys each query may attend to.
 
     Attributes:
-        kind: "none"; "keys": only says which keys exist, the same for all queries and heads; "bool"; "additive".
-        tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None of
+        kind: "none"; "keys" (says which keys exist, for all queries and heads alike); "bool"; or "additive".
+        tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None for
             kind "none".
-        valid: of kind "keys", bool (batch or 1, kv_len), False where a key does not exist.
+        valid: for kind "keys", bool (batch or 1, kv_len), False where a key does not exist; else None.
     """
 
     kind: MaskKind = "none"
@@ -36,7 +36,7 @@ class Mask:
 
     @classmethod
     def of(cls, mask: torch.Tensor | None, kv_len: int) -> Mask:
-        """Describe a 4-D mask, or None."""
+        """Return the Mask of a 4-D tensor, or NO_MASK for None."""
         if mask is None:
             return NO_MASK
         if mask.dtype != torch.bool:
@@ -46,7 +46,7 @@ class Mask:
 
     @classmethod
     def of_keys(cls, valid: torch.Tensor | None) -> Mask:
-        """Describe which keys exist, bool (batch or 1, kv_len); None: all."""
+        """Return the Mask of existing keys; `valid` is bool (batch or 1, kv_len), or None if all keys exist."""
         return NO_MASK if valid is None else cls("keys", valid[:, None, None], valid)
 
 
@@ -55,18 +55,19 @@ NO_MASK = Mask()
 
 @dataclass(frozen=True)
 class Call:
-    """A forward call. Tensors are packed, (1, heads, total tokens, channels), where `lengths` are given.
+    """Forward call. If `lengths` is given, tensors are packed: (1, heads, total tokens, channels).
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         recipe: formats and transforms.
-        mask: NO_MASK for packed sequences.
+        mask: the mask; NO_MASK for packed sequences.
         is_causal: row i attends to keys 0…i + causal_offset.
+        causal_offset: see is_causal; 0 aligns upper left.
         scale: factor of the scores.
-        lengths: of packed sequences, each of which attends to itself; None: an ordinary batch.
-        return_lse: the log-sum-exp of each row's scores is wanted.
+        lengths: lengths of packed sequences, each of which attends to itself only; None: an ordinary batch.
+        return_lse: whether the log-sum-exp of each row's scores is wanted.
     """
 
     query: torch.Tensor
@@ -91,12 +92,12 @@ class Call:
 
     @property
     def q_len(self) -> int:
-        """Return the queries of the longest sequence."""
+        """Return the number of queries of the longest sequence."""
         return self.query.shape[2] if self.lengths is None else self.lengths.max_seqlen_q
 
     @property
     def kv_len(self) -> int:
-        """Return the keys of the longest sequence."""
+        """Return the number of keys of the longest sequence."""
         return self.key.shape[2] if self.lengths is None else self.lengths.max_seqlen_k
 
     @property
@@ -110,9 +111,9 @@ class Call:
         return token_axes(self.query.shape[2], self.key.shape[2], self.lengths)
 
     def for_kernel(self) -> Call:
-        """Return a call of the same result whose scale is not negative and whose offset fits a kernel's integers.
+        """Return a call with the same result whose scale is not negative and whose offset fits a kernel's integers.
 
-        Kernels take the largest score of a tile before they scale it.
+        The scale must not be negative, because kernels take the largest score of a tile before they scale it.
         """
         offset = clamped_offset(self.causal_offset, self.q_len, self.kv_len)
         if self.scale < 0:
@@ -120,9 +121,10 @@ class Call:
         return self if offset == self.causal_offset else replace(self, causal_offset=offset)
 
     def new_outputs(self, saves_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Allocate the output, laid out as (batch, q_len, q_heads, v_head_dim), and the LSE if wanted or saved.
+        """Allocate the output, laid out as (batch, q_len, q_heads, v_head_dim), and the LSE if it is wanted or saved.
 
-        They are 0 and -inf where the sizes, or the lengths, which only the GPU knows, may leave rows unwritten.
+        They are filled with 0 and -inf if a kernel may leave rows unwritten: in empty calls, and for packed sequences,
+        whose lengths only the GPU knows.
         """
         batch, q_heads, q_len, _ = self.query.shape
         output = self.query.new_empty(batch, q_len, q_heads, self.value.shape[3]).transpose(1, 2)
@@ -138,13 +140,13 @@ class Call:
 
 @dataclass(frozen=True)
 class BackwardCall:
-    """The backward pass of a call.
+    """Backward pass of a call.
 
     Attributes:
         output_gradient: (batch, q_heads, q_len, v_head_dim), value's dtype, any strides.
-        value: (batch, kv_heads, kv_len, v_head_dim) float16, bfloat16 or float32, as the forward got it.
+        value: (batch, kv_heads, kv_len, v_head_dim) float16, bfloat16 or float32, the forward's argument.
         output, saved: what the forward returned.
-        head_dim: of Q and K.
+        head_dim: head_dim of Q and K.
         recipe, mask, is_causal, causal_offset, scale, lengths: as in `Call`.
     """
 
@@ -171,12 +173,12 @@ class BackwardCall:
 
     @property
     def channels(self) -> int:
-        """Return the channels of the operands of Q and K."""
+        """Return the number of channels of the operands of Q and K."""
         return self.saved.query.shape[3]
 
     @property
     def v_channels(self) -> int:
-        """Return the channels of the operands of V and dO."""
+        """Return the number of channels of the operands of V and dO."""
         return padded_channels(self.value.shape[3])
 
     @property
@@ -192,14 +194,15 @@ class BackwardCall:
 
     @property
     def kernel_offset(self) -> int:
-        """Return a causal offset that means the same, and fits a kernel's integers."""
+        """Return an equivalent causal offset that fits a kernel's integers."""
         queries, keys = self.token_axes
         return clamped_offset(self.causal_offset, queries.tokens, keys.tokens)
 
     def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Allocate dQ, dK and dV in value's dtype, each laid out as (batch, tokens, heads, channels).
 
-        They are 0 where the sizes, or the lengths, which only the GPU knows, may leave rows unwritten.
+        They are filled with 0 if a kernel may leave rows unwritten: in empty calls, and for packed sequences, whose
+        lengths only the GPU knows.
         """
         new = self.value.new_zeros if self.is_empty or self.lengths is not None else self.value.new_empty
         batch, q_heads, q_len, _ = self.output.shape
@@ -217,5 +220,5 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
 
 
 def clamped_offset(causal_offset: int, q_len: int, kv_len: int) -> int:
-    """Return an offset that means the same, and fits a kernel's integers."""
+    """Return an equivalent causal offset that fits a kernel's integers."""
     return max(-q_len, min(causal_offset, kv_len))

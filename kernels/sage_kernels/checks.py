@@ -20,7 +20,7 @@ def check_kinds(
     scale: float | None,
     mask_name: str = "mask",
 ) -> None:
-    """Refuse what no operator takes: other things than tensors and numbers, other layouts and dtypes."""
+    """Raise TypeError or ValueError for arguments of a type, layout or dtype that no operator takes."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"query, key and value must be tensors; got {type(tensor).__name__} as {name}")
@@ -55,7 +55,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Refuse what kernels would read out of bounds: they take sizes from one tensor for all."""
+    """Raise ValueError if sizes, dtypes or devices differ: kernels read all tensors by the sizes of one."""
     sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not (query.dim() == key.dim() == value.dim() == 4):
         raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
@@ -84,9 +84,9 @@ def check_lengths(
     max_seqlen_k: int,
     seqused_k: torch.Tensor | None,
 ) -> None:
-    """Refuse packed sequences whose lengths a kernel would read out of bounds.
+    """Raise ValueError for lengths of packed sequences with which a kernel would read out of bounds.
 
-    The values of lengths on a GPU are not checked: the host would wait for them.
+    Values of lengths on a GPU are not checked, because the host would have to wait for them.
     """
     if cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
         return
@@ -122,7 +122,7 @@ def check_lengths(
 
 
 def check_valid(valid: torch.Tensor | None, key: torch.Tensor) -> None:
-    """Refuse a `valid` that does not say of each key whether it exists."""
+    """Raise ValueError unless `valid` is None or says for each key whether it exists."""
     if valid is None:
         return
     if valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] not in (1, key.shape[0]):

@@ -1,4 +1,4 @@
-"""The one road from a call to its kernels: check, plan, announce, run."""
+"""The only way from a call to its kernels: plan, announce the plan, run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .registry import (
 )
 
 plan_listeners: list[Callable[[Plan], None]] = []
-"""Called with the plan of every forward call, at run time also when the call is inside a compiled graph."""
+"""Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
 
 
 def request_of(call: Call, grad: bool = False) -> Request:
-    """Gather the facts of a call by which kernels are chosen."""
+    """Gather those facts of a call that decide which kernels are chosen."""
     query, key, value = call.query, call.key, call.value
     request = Request.of(query, key, value, None, call.is_causal, call.recipe.name, call.return_lse, grad)
     on_gpu = query.device.type == "cuda"
@@ -48,8 +48,8 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
     """Run a call without gradients by the best kernel for it.
 
     Returns:
-        (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype; (batch, q_heads, q_len) float32, or None
-        where it is not wanted.
+        (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
+        may be None if it is not wanted.
     """
     plan = select(request_of(call), fallback)
     _announce(plan)
@@ -59,15 +59,18 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         if call.is_empty:
             return call.new_outputs()
         if plan.kernel == "sdpa":
-            return _attend_exactly(call) if call.lengths is None else _one_by_one(_attend_exactly, call)
+            return _attend_exactly(call) if call.lengths is None else _attend_one_by_one(_attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
             return kernel.attend(call, quantizer)
-        return _one_by_one(lambda one: kernel.attend(one, quantizer), call)
+        return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
 
 
 def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved]:
-    """Run a call whose gradients are wanted by the best kernel for it; `plan_training` says by which.
+    """Run the forward pass of a call with gradients by the kernel of its plan (`plan_training`).
+
+    Returns:
+        The output, (batch, q_heads, q_len, v_head_dim) in query's dtype, and what the backward pass needs.
 
     Raises:
         KernelUnavailableError: no kernel with gradients serves the call.
@@ -82,10 +85,11 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
 
 
 def plan_training(request: Request, fallback: Fallback) -> Plan:
-    """Choose the kernels of a forward and backward pass.
+    """Choose the kernels of a forward and a backward pass.
 
     Raises:
-        KernelUnavailableError: none serve; exact attention, whose gradient is PyTorch's affair, is none of them.
+        KernelUnavailableError: no kernel with gradients serves the request. Exact attention, whose gradients PyTorch
+            computes, does not count.
     """
     plan = select(request, fallback)
     if plan.kernel == "sdpa":
@@ -97,7 +101,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
 
 
 def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute dQ, dK and dV by the backward kernel of that name, which the forward pass's plan holds."""
+    """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
     with torch.autocast(call.value.device.type, enabled=False):
         return get_backward(kernel).backward(call)
 
@@ -108,10 +112,10 @@ def _announce(plan: Plan) -> None:
 
 
 def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by PyTorch's scaled_dot_product_attention; rows without a key are 0."""
+    """Attend by PyTorch's scaled_dot_product_attention; rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
     if is_causal and (call.causal_offset != 0 or mask is not None):
-        # PyTorch's kernels know one alignment, and no mask beside it.
+        # PyTorch's kernels support only one causal alignment, and no mask beside it.
         mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
     gqa = query.shape[1] != key.shape[1]
     output = exact.sdpa(query, key, call.value, mask=mask, is_causal=is_causal, scale=call.scale, enable_gqa=gqa)
@@ -122,10 +126,10 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     return output, exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=call.scale)
 
 
-def _one_by_one(
+def _attend_one_by_one(
     attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a kernel that knows no packed sequences once for each of them; reads the lengths back to the host."""
+    """Run a kernel without support for packed sequences once for each; this reads the lengths back to the host."""
     assert call.lengths is not None
     output, lse = call.new_outputs()
     for queries, keys in sequence_slices(call.lengths):

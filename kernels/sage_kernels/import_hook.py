@@ -1,4 +1,4 @@
-"""Actions that follow a module's import, so that what may need a library need not import it."""
+"""Actions that run right after a module's import, so that code which may need a library need not import it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _pending: dict[str, list[Action]] = {}
 
 
 class _Finder(MetaPathFinder):
-    """Finds a module as the other finders would, and has the pending actions follow its execution."""
+    """Finder that leaves the search to the other finders, and has pending actions run after the module's execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -37,7 +37,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Stands in for a module's loader until the module is executed, which is when the real one takes its place back."""
+    """Stand-in for a module's loader until the module is executed; then the real loader takes its place again."""
 
     def __init__(self, spec: ModuleSpec, loader: Loader) -> None:
         self._spec = spec
@@ -70,11 +70,11 @@ def _run_pending(name: str, module: ModuleType) -> None:
 def when_imported(module_name: str, action: Action) -> None:
     """Call `action(module)` once: now if `module_name` is imported already, else right after its first import.
 
-    Never imports the module itself. Actions of one module run in the order they were given. A failed import leaves
-    them waiting for the next attempt; an action that raises fails the import that triggered it.
+    The module is never imported for this. Actions of one module run in the order they were given. After a failed import
+    they wait for the next attempt; an action that raises makes the import fail that triggered it.
 
     Raises:
-        ImportError: `module_name` is being imported by this very thread, so that it can neither be used nor awaited.
+        ImportError: this thread is importing `module_name` right now, so it can neither be used nor waited for.
     """
     with _lock:
         if module_name not in sys.modules:

@@ -1,4 +1,4 @@
-"""The torch.library operators without gradients; with `training`, the only door through which a kernel is called."""
+"""The torch.library operators without gradients. Kernels are called only through these and those of `training`."""
 
 from __future__ import annotations
 
@@ -42,30 +42,31 @@ def attention(
     fallback: Fallback = "native",
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low-bit attention by the best kernel for the call, chosen when it runs. Forward only.
+    """Compute low-bit attention, forward only, by the best kernel for the call.
 
     Args:
-        query: (batch, q_heads, q_len, head_dim) float16, bfloat16, float32, or float64 (runs exactly); any strides.
+        query: (batch, q_heads, q_len, head_dim) float16, bfloat16, float32, or float64 (which runs exact attention);
+            any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         mask: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        is_causal: row i attends to keys 0…i + causal_offset. 0 aligns upper left as PyTorch's SDPA does, kv_len - q_len
-            lower right as decoding does.
+        is_causal: row i attends to keys 0…i + causal_offset.
+        causal_offset: 0 aligns causality upper left, as PyTorch's SDPA; kv_len - q_len lower right, as in decoding.
         scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: a name in `recipe.RECIPES`.
         fallback: see `registry.select`.
         return_lse: compute the log-sum-exp of each row's scores.
 
     Returns:
-        (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
-        v_head_dim); (batch, q_heads, q_len) float32, or (0,) without return_lse. A row that may attend to nothing gives
-        output 0 and lse -inf.
+        (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out in memory as (batch, q_len,
+        q_heads, v_head_dim); lse (batch, q_heads, q_len) float32, or (0,) without return_lse. A row that may attend to
+        nothing has output 0 and lse -inf.
 
     Raises:
-        TypeError: a tensor that is not dense or has another dtype; a scale that is no number.
+        TypeError: a tensor is not dense or has another dtype, or the scale is not a number.
         ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
         KernelUnavailableError: see `registry.select`.
-        NotImplementedError: on backward, or in forward mode.
+        NotImplementedError: on backward, or in forward-mode differentiation.
     """
     checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
@@ -91,27 +92,27 @@ def packed_attention(
     fallback: Fallback = "native",
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` of sequences of any lengths that lie one after the other, without padding. Forward only.
+    """Compute `attention` of sequences of any lengths that are packed one after another without padding; forward only.
 
     Args:
         query: (total queries, q_heads, head_dim).
         key, value: (total keys, kv_heads, head_dim), (total keys, kv_heads, v_head_dim).
-        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the total: sequence i is tokens cu_seqlens[i] to
-            cu_seqlens[i + 1] - 1.
-        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more.
-        seqused_k: int32 (sequences,): only that many keys of each sequence count. With equal steps in cu_seqlens_k
-            this is padding by length of an ordinary batch.
+        cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the total: sequence i consists of the tokens
+            cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        max_seqlen_q, max_seqlen_k: upper bound on the length of a sequence.
+        seqused_k: int32 (sequences,), number of keys of each sequence that take part. With equal steps in cu_seqlens_k
+            this is an ordinary batch whose keys are padded to one length.
         is_causal, causal_offset, scale, recipe, fallback, return_lse: as in `attention`, for each sequence.
 
     Returns:
-        (output, lse): (total queries, q_heads, v_head_dim) in query's dtype; (q_heads, total queries) float32, or (0,)
-        without return_lse.
+        (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)
+        float32, or (0,) without return_lse.
 
     Raises:
-        TypeError: as `attention`.
-        ValueError: as `attention`, or lengths that do not fit, as far as the host can tell: on a CPU.
+        TypeError: see `attention`.
+        ValueError: see `attention`; also if lengths do not fit, whose values are checked on a CPU only.
         KernelUnavailableError: see `registry.select`.
-        NotImplementedError: on backward, or in forward mode.
+        NotImplementedError: on backward, or in forward-mode differentiation.
     """
     checks.check_kinds(query, key, value, None, scale)
     refuse_tangents(query, key, value)
@@ -142,19 +143,19 @@ def log_sum_exp(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The exact log-sum-exp of each row's scores, float32 (batch, q_heads, q_len); arguments as in `attention`."""
+    """Return the exact log-sum-exp of each row's scores, (batch, q_heads, q_len) float32; see `attention`."""
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Whether forward-mode differentiation goes through one of the tensors; not known inside torch.compile."""
+    """Return whether forward-mode differentiation goes through a tensor; always False inside torch.compile."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError where an operator would cut a forward-mode gradient."""
+    """Raise NotImplementedError if an operator would drop a forward-mode gradient."""
     if has_tangent(*tensors):
         raise NotImplementedError(
             "the operators of sage_kernels have no forward-mode derivative: use exact attention, as "
@@ -176,7 +177,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     checks.check_tensors(query, key, value, mask)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
-        mask = exact.mask_in_dtype(mask, torch.float32)  # in which kernels add it
+        mask = exact.mask_in_dtype(mask, torch.float32)  # kernels add masks in float32
     call = Call(
         query,
         key,
@@ -209,7 +210,7 @@ def _packed_attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Sequences are the batch: (1, heads, tokens, channels).
+    # As one batch element that holds all sequences: (1, heads, total tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     checks.check_tensors(query, key, value, None)
     checks.check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)

@@ -1,4 +1,4 @@
-"""What each kernel can do, and which one serves a request."""
+"""Registry of the kernels: what each can do, and the choice of those that serve a request."""
 
 from __future__ import annotations
 
@@ -16,39 +16,42 @@ from .recipe import Recipe, get_recipe
 Fallback = Literal["native", "emulate", "error"]
 FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
 
-# Recipes tried in this order where the one asked for has no native kernel: the next cheaper hardware's.
+# Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
 SUBSTITUTES: dict[str, tuple[str, ...]] = {
     "sage3": ("sage2", "sage1"),
     "sage3_paper": ("sage2", "sage1"),
     "sage2": ("sage1",),
 }
 
-# Below these a call is bound by its launch, not its arithmetic: fewer query rows than one matrix instruction takes
-# (decoding), fewer keys than one tile. A call with gradients is low-bit at any length: training must not change its
-# numerics from one batch to the next.
+# Below these lengths launching costs more than arithmetic: fewer query rows than one matrix instruction takes
+# (decoding), fewer keys than one tile. A call with gradients is low-bit at any length, because training must not change
+# its numerics from one batch to the next.
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64
 
-# Fewer keys, and a GPU gains nothing from low bits beside a mask of scores: exact attention reads such a mask once,
-# a low-bit kernel twice, and its first call waits for a compiler.
+# With fewer keys, a GPU gains nothing from low bits beside a mask of scores: exact attention reads such a mask once, a
+# low-bit kernel twice, and its first call waits for a compiler.
 MIN_MASKED_KV_LEN = 1024
 
-# Recipes are defined and tested for these; outside them attention is exact.
+# Recipes are defined and tested for these head dimensions; for others attention is exact.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class KernelUnavailableError(RuntimeError):
-    """No native kernel serves the request and the caller asked for `fallback="error"`."""
+    """Error for a request that no kernel may serve: none is native, and the caller asked for `fallback="error"`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call's facts.
+    """Facts of one call by which kernels are chosen.
 
-    `grad`: gradients are wanted. `packed`: sequences lie one after the other; batch is their number, q_len and kv_len
-    are the longest ones'. `aligned`: 128-bit loads can read Q, K and V where they are (`layout.is_aligned`).
+    Attributes:
+        grad: whether gradients are wanted.
+        packed: whether sequences are packed one after another; then batch is their number, and q_len and kv_len are
+            the largest lengths.
+        aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
     """
 
     recipe: str
@@ -104,10 +107,7 @@ class Request:
 
 
 class Kernel(Protocol):
-    """A phase of attention, in the formats and with the transforms that it computes, on the machines that it serves.
-
-    `native`: it runs on the hardware its recipes were made for; otherwise it reproduces their numerics.
-    """
+    """Implementation of one phase of attention, for some formats and transforms, on some machines."""
 
     @property
     def name(self) -> str:
@@ -115,73 +115,74 @@ class Kernel(Protocol):
 
     @property
     def native(self) -> bool:
-        """Return whether it runs on the hardware its recipes were made for."""
+        """Return whether it runs on the hardware its recipes were made for; otherwise it reproduces their numerics."""
 
     def serves(self, recipe: Recipe) -> bool:
         """Return whether it computes every format and transform that the recipe asks for."""
 
     def unsupported(self, request: Request) -> str:
-        """Return why it cannot serve a request of a recipe that it serves, "" when it can.
+        """Return why it cannot serve a request of a recipe that it serves; "" if it can.
 
-        A reason names limits, not the request's sizes, so that equal reasons compare equal.
+        A reason names the kernel's limits, not the request's sizes, so that reasons of the same kind compare equal.
         """
 
 
 class Quantizer(Kernel, Protocol):
-    """Makes operands of Q, K and V."""
+    """Kernel that makes operands of Q, K and V."""
 
     @property
     def makes(self) -> type:
-        """Return the class of the operands, of `operands`."""
+        """Return the class of the operands it makes, one in `operands`."""
 
     def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Any:
         """Transform and quantise Q, K and V as `reference.quantize_operands` does.
 
         Args:
-            call: one that is not empty.
-            valid: int32 or uint8 (batch or 1, kv_len), 0 where a key counts in no mean and no scale; None: all count.
+            call: a call that is not empty.
+            valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
         """
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of keys that exist, from bool (batch or 1, kv_len), False where a key does not."""
+        """Find the spans of existing keys; `valid` is bool (batch or 1, kv_len), False where a key does not exist."""
 
 
 class Forward(Kernel, Protocol):
-    """Computes attention."""
+    """Kernel that computes attention."""
 
     @property
     def takes(self) -> type | None:
-        """Return the class of operands that it reads; None: it quantises by itself."""
+        """Return the class of operands that it reads; None if it quantises by itself."""
 
     @property
     def packs(self) -> bool:
-        """Return whether it takes packed sequences; otherwise it gets one after the other."""
+        """Return whether it takes packed sequences; otherwise it is called once for each sequence."""
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, lse) as `ops.attention` documents; lse may be None where it is not wanted."""
+        """Return (output, lse) as documented for `ops.attention`; lse may be None if it is not wanted."""
 
 
 @runtime_checkable
 class TrainingForward(Forward, Protocol):
-    """Computes attention and keeps what its gradients need."""
+    """Kernel that computes attention and keeps what its gradients need."""
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
-        """Return the output and what `Backward.backward` needs of the forward pass."""
+        """Return the output, and what `Backward.backward` needs from the forward pass."""
 
 
 class Backward(Kernel, Protocol):
-    """Computes gradients."""
+    """Kernel that computes gradients."""
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dQ, dK and dV as `BackwardCall.new_gradients` lays them out.
+        """Return dQ, dK and dV, laid out as by `BackwardCall.new_gradients`.
 
-        A row that attends to nothing has gradient 0 and gives none; so has a key that does not exist.
+        A row that attends to nothing has dQ 0 and contributes nothing to dK and dV; a key that does not exist has dK
+        and dV 0.
         """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan without its call's sizes: few differ, so they can be counted without end. Fields as in `Plan`."""
+    """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
     asked: str
     recipe: str
@@ -194,17 +195,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels chosen for a request, and why the others were not.
+    """Plan of a call: the kernels chosen for its request, and why others were not.
 
     Attributes:
-        request: what was asked.
-        kernel: the name of the forward kernel; "sdpa" is PyTorch's exact attention.
+        request: the request that the plan serves.
+        kernel: name of the forward kernel; "sdpa" is PyTorch's exact attention.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".
-        passed_over: (recipe or "recipe by kernel", reason) of each that did not serve, in the order tried.
-        quantizer: the name of what makes the kernel's operands, "" where the kernel does.
-        backward: the name of what computes gradients, "" where none are wanted.
-        other_phases: (kernel, reason) of each quantiser and backward kernel that was passed over.
+        passed_over: (recipe or "recipe by kernel", reason) for each that could not serve, in the order tried.
+        quantizer: name of the quantiser that makes the operands; "" if the forward kernel makes them itself.
+        backward: name of the backward kernel; "" if no gradients are wanted.
+        other_phases: (kernel, reason) for each quantiser and backward kernel that was passed over.
     """
 
     request: Request
@@ -218,12 +219,12 @@ class Plan:
 
     @property
     def is_fallback(self) -> bool:
-        """Return whether another recipe runs than the one asked for."""
+        """Return whether the recipe that runs is not the one asked for."""
         return self.recipe != self.request.recipe
 
     @property
     def reason(self) -> str:
-        """Return why the recipe asked for does not run, in one line; "" when it does."""
+        """Return why the recipe asked for does not run, in one line; "" if it does."""
         if not self.is_fallback:
             return ""
         names: dict[str, list[str]] = {}
@@ -233,7 +234,7 @@ class Plan:
 
     @property
     def outcome(self) -> Outcome:
-        """Return what ran in place of what, without the call's sizes."""
+        """Return the plan without the call's sizes."""
         phases = (self.quantizer, self.backward)
         return Outcome(self.request.recipe, self.recipe, self.kernel, self.numerics, self.reason, *phases)
 
@@ -246,17 +247,17 @@ AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
 
 def register_quantizer(kernel: Quantizer) -> None:
-    """Make a quantiser available; those registered first are preferred. ValueError: one of that name exists."""
+    """Make a quantiser available; those registered first are preferred. Raise ValueError if its name is taken."""
     _add(_quantizers, kernel)
 
 
 def register_forward(kernel: Forward) -> None:
-    """Make a forward kernel available; those registered first are preferred. ValueError: one of that name exists."""
+    """Make a forward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
     _add(_forwards, kernel)
 
 
 def register_backward(kernel: Backward) -> None:
-    """Make a backward kernel available; those registered first are preferred. ValueError: one of that name exists."""
+    """Make a backward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
     _add(_backwards, kernel)
 
 
@@ -268,32 +269,32 @@ def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
 
 
 def get_quantizer(name: str) -> Quantizer | None:
-    """Return the registered quantiser of that name, None for "" (KeyError when there is none)."""
+    """Return the quantiser registered by that name, or None for ""; raise KeyError if there is none."""
     return _quantizers[name] if name else None
 
 
 def get_forward(name: str) -> Forward:
-    """Return the registered forward kernel of that name (KeyError when there is none)."""
+    """Return the forward kernel registered by that name; raise KeyError if there is none."""
     return _forwards[name]
 
 
 def get_backward(name: str) -> Backward:
-    """Return the registered backward kernel of that name (KeyError when there is none)."""
+    """Return the backward kernel registered by that name; raise KeyError if there is none."""
     return _backwards[name]
 
 
 def exact_plan(request: Request, *passed_over: tuple[str, str]) -> Plan:
-    """Plan PyTorch's exact attention."""
+    """Return a plan of PyTorch's exact attention, with what was passed over for it."""
     return Plan(request, "sdpa", "exact", "exact", passed_over)
 
 
 def _why_too_short(request: Request) -> str:
-    """Return why low bits would not pay for a call without gradients; "" where they may, or gradients are wanted."""
+    """Return why a call is too short to gain from low bits; "" if it is not, or if gradients are wanted."""
     if request.grad:
         return ""
     if request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN:
         return f"fewer than {MIN_QUERY_LEN} queries or {MIN_KV_LEN} keys: too short to gain from low-bit attention"
-    # A CPU shows what the recipe does, at any length.
+    # On a CPU the recipe is emulated to show its effect, at any length.
     if request.device_type == "cuda" and request.mask in ("bool", "additive") and request.kv_len < MIN_MASKED_KV_LEN:
         return f"fewer than {MIN_MASKED_KV_LEN} keys beside a mask of scores: too short to gain from low-bit attention"
     return ""
@@ -301,18 +302,18 @@ def _why_too_short(request: Request) -> str:
 
 @lru_cache(maxsize=4096)
 def select(request: Request, fallback: Fallback = "native") -> Plan:
-    """Choose the kernel for a request.
+    """Choose the kernels for a request.
 
     Args:
-        request: the call's facts.
-        fallback: "native": the recipe natively, else the best recipe this device runs natively, else exact attention;
-            on a CPU the recipe's emulation; very short calls without gradients are exact. "emulate": the recipe's own
-            numerics, natively or emulated, else exact attention. "error": natively or not at all. A head_dim outside
-            MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
+        request: the facts of the call.
+        fallback: "native": the recipe natively, else the best recipe that this device runs natively, else exact
+            attention; on a CPU the recipe's emulation; very short calls without gradients run exact attention.
+            "emulate": the recipe's own numerics, natively or emulated, else exact attention. "error": the recipe
+            natively, or an error. A head_dim outside MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
 
     Raises:
-        ValueError: unknown recipe or fallback.
-        KernelUnavailableError: with "error", nothing serves natively.
+        ValueError: recipe or fallback is unknown.
+        KernelUnavailableError: fallback is "error", and no native kernel serves the request.
     """
     get_recipe(request.recipe)
     if fallback not in FALLBACKS:
@@ -336,7 +337,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         for kernel in sorted(_forwards.values(), key=lambda kernel: not kernel.native):
             if not kernel.serves(get_recipe(recipe)):
                 continue
-            phases = _phases(kernel, candidate)
+            phases = _choose_phases(kernel, candidate)
             if not phases.reason and (kernel.native or emulation):
                 numerics: Literal["native", "emulated"] = "native" if kernel.native else "emulated"
                 others = (phases.quantizer, phases.backward, phases.passed_over)
@@ -356,7 +357,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
 
 @dataclass(frozen=True)
 class _Phases:
-    """What runs beside a forward kernel, or the reason why it cannot run."""
+    """Kernels of the other phases that a forward kernel needs, or the reason why it cannot run."""
 
     quantizer: str = ""
     backward: str = ""
@@ -364,30 +365,30 @@ class _Phases:
     reason: str = ""
 
 
-def _phases(kernel: Forward, request: Request) -> _Phases:
+def _choose_phases(kernel: Forward, request: Request) -> _Phases:
     if reason := kernel.unsupported(request):
         return _Phases(reason=reason)
     quantizer = backward = ""
     passed_over: list[tuple[str, str]] = []
     if kernel.takes is not None:
         fitting = [one for one in _quantizers.values() if issubclass(one.makes, kernel.takes)]
-        quantizer, others = _first(fitting, request)
+        quantizer, others = _choose_first(fitting, request)
         if not quantizer:
-            return _Phases(reason=_joined("nothing makes its operands", others))
+            return _Phases(reason=_join_reasons("nothing makes its operands", others))
         passed_over += others
     if request.grad:
         if not isinstance(kernel, TrainingForward):
             return _Phases(reason="forward only")
         alike = [one for one in _backwards.values() if one.native == kernel.native]
-        backward, others = _first(alike, request)
+        backward, others = _choose_first(alike, request)
         if not backward:
-            return _Phases(reason=_joined("no kernel computes its gradients", others))
+            return _Phases(reason=_join_reasons("no kernel computes its gradients", others))
         passed_over += others
     return _Phases(quantizer, backward, tuple(passed_over))
 
 
-def _first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
-    """Return the name of the first kernel that serves the request, "" if none does, and those passed over before it."""
+def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
+    """Return the name of the first kernel that serves the request, or "", and those passed over before it."""
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)
     for kernel in kernels:
@@ -398,6 +399,6 @@ def _first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple
     return "", passed_over
 
 
-def _joined(summary: str, passed_over: list[tuple[str, str]]) -> str:
+def _join_reasons(summary: str, passed_over: list[tuple[str, str]]) -> str:
     reasons = [f"{name}: {reason}" for name, reason in passed_over]
     return f"{summary} ({', '.join(reasons)})" if reasons else summary

@@ -1,4 +1,4 @@
-"""Common part of every INT8 forward pass with gradients: outputs, empty calls, the sign of the scale."""
+"""Common part of all INT8 forward passes with gradients: outputs, empty calls and the sign of the scale."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .operands import Int8Operands, Saved
 
 
 class QuantizeAndAttend(Protocol):
-    """A function that quantises and attends into `output` and `lse`; the call is a result of `Call.for_kernel`."""
+    """Function that quantises, and attends into `output` and `lse`; the call comes from `Call.for_kernel`."""
 
     def __call__(self, call: Call, *, output: torch.Tensor, lse: torch.Tensor | None) -> Int8Operands: ...
 
 
 def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Tensor, Saved]:
-    """Run a forward pass; return the output, 0 in rows without a key, and what its gradients need."""
+    """Run a forward pass; return the output (0 in rows without a key) and what its gradients need."""
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
     if call.is_empty:

@@ -1,6 +1,6 @@
-"""What torch.compile is told of our functions, once it is there: importing torch._dynamo takes as long as torch itself.
+"""Decorators of `torch.compiler` that wait until torch._dynamo is imported, which takes as long as torch itself.
 
-Each decorator does what that of `torch.compiler` with its name does.
+Each does what the one of the same name in `torch.compiler` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The torch.library operators with gradients: attention whose forward and backward passes run in few bits (SageBwd)."""
+"""The torch.library operators with gradients: attention with low-bit forward and backward passes (SageBwd)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .operands import Saved
 from .recipe import get_recipe
 from .registry import Fallback, KernelUnavailableError, Request, select
 
-# Tensors of `Lengths` are None, and its numbers 0, for sequences that are not packed.
+# The fields of `Lengths`; for sequences that are not packed, its tensors are None and its numbers 0.
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
 _OPTIONS = "bool is_causal, int causal_offset, float? scale, str recipe, str fallback"
 _SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor lse"
@@ -44,32 +44,34 @@ def attention(
     fallback: Fallback = "native",
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
+    """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
-    Forward and backward pass of a call run on the same kernel. There is no exact attention in here, whose gradient is
-    PyTorch's affair: ask `why_exact` first.
+    The kernels of both passes are chosen by one plan. Exact attention, whose gradients PyTorch computes, is not run
+    here: ask `why_exact` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         valid: bool (batch or 1, kv_len), False where a key does not exist; None: all do.
-        is_causal: row i attends to keys 0…i + causal_offset, of those that exist.
-        scale: default head_dim ** -0.5.
-        recipe: the name of a recipe with gradients.
+        is_causal: row i attends to those of the keys 0…i + causal_offset that exist.
+        causal_offset: see `ops.attention`.
+        scale: finite factor of the scores; default head_dim ** -0.5.
+        recipe: name of a recipe with gradients.
         fallback: see `registry.select`.
         return_lse: compute the log-sum-exp of each row's scores.
 
     Returns:
-        (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
-        v_head_dim); (batch, q_heads, q_len) float32 without gradient, or (0,) without return_lse. A row that may attend
-        to nothing gives output 0, lse -inf and no gradient. Gradients have query's dtype and the layout of the output.
+        (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out in memory as (batch, q_len,
+        q_heads, v_head_dim); lse (batch, q_heads, q_len) float32 without a gradient, or (0,) without return_lse. A row
+        that may attend to nothing has output 0 and lse -inf, and contributes no gradient. Gradients have query's dtype
+        and the layout of the output.
 
     Raises:
-        TypeError: as `ops.attention`.
+        TypeError: see `ops.attention`.
         ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
         KernelUnavailableError: no kernel with gradients serves the call.
-        NotImplementedError: on a second derivative, or in forward mode.
+        NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
     checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
@@ -98,7 +100,7 @@ def packed_attention(
     recipe: str = "sage_bwd",
     fallback: Fallback = "native",
 ) -> torch.Tensor:
-    """`attention` of sequences of any lengths that lie one after the other, without padding.
+    """Compute `attention` of sequences of any lengths that are packed one after another without padding.
 
     Args:
         query: (total queries, q_heads, head_dim).
@@ -111,8 +113,8 @@ def packed_attention(
         (total queries, q_heads, v_head_dim) in query's dtype.
 
     Raises:
-        TypeError, ValueError, KernelUnavailableError, NotImplementedError: as `attention`; ValueError also as
-            `ops.packed_attention`.
+        TypeError, KernelUnavailableError, NotImplementedError: see `attention`.
+        ValueError: see `attention` and `ops.packed_attention`.
     """
     checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
@@ -134,16 +136,16 @@ def why_exact(
     recipe: str = "sage_bwd",
     fallback: Fallback = "native",
 ) -> str:
-    """Why `attention` cannot serve the call, so that its gradients must be exact attention's; "" when it can.
+    """Return why `attention` cannot serve the call, so that exact gradients are needed; "" if it can.
 
-    Inside torch.compile it judges by what does not change between calls of a graph: device, dtype, head dimensions. A
-    limit on sizes then is `attention`'s KernelUnavailableError.
+    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
+    dimensions. If a call's sizes exceed a kernel's limits, `attention` then raises KernelUnavailableError.
     """
     if torch.compiler.is_compiling():
         head_dims = (
             operator.index(query.shape[3]),
             operator.index(value.shape[3]),
-        )  # constants also where sizes are dynamic
+        )  # constants, even if sizes are dynamic
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), *head_dims)
     return _reason(_request(query, key, value, valid, is_causal, recipe), fallback)
 
@@ -152,7 +154,7 @@ def why_exact(
 def _why_exact_at_any_size(
     recipe: str, fallback: Fallback, device: str, dtype: str, head_dim: int, v_head_dim: int
 ) -> str:
-    """`why_exact` of a small call; takes names, because the compiler's constants are plain data."""
+    """Return `why_exact` of a small call; it takes names, because the compiler's constants are plain data."""
     options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
     query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
     request = Request.of(query, query, value, recipe=recipe, grad=True)
@@ -192,8 +194,11 @@ def _lengths(
     return Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
 
 
-def _heads_merge_freely(x: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, tokens, channels), laid out as (batch, tokens, heads, channels)."""
+def _with_tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return (batch, heads, tokens, channels) laid out in memory as (batch, tokens, heads, channels).
+
+    Merging heads and channels then needs no copy.
+    """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -231,7 +236,7 @@ def _training_attention(
         lengths,
     )
     output, saved = dispatch.attend_and_save(call, fallback)
-    return _heads_merge_freely(output), *(part.contiguous() for part in saved)
+    return _with_tokens_first(output), *(part.contiguous() for part in saved)
 
 
 def _fake_training_attention(
@@ -296,12 +301,12 @@ def _training_attention_backward(
         softmax_scale(scale, head_dim),
         lengths,
     )
-    if not kernel:  # a traced graph, whose sizes are known now: the output has query's but one, V key's
+    if not kernel:  # a traced graph, whose sizes are known only now; output and V have the sizes of Q and K
         forward = Call(output, value, value, call.recipe, call.mask, is_causal, lengths=lengths)
         request = replace(dispatch.request_of(forward, grad=True), head_dim=head_dim)
         kernel = dispatch.plan_training(request, fallback).backward
     gradients = dispatch.backward(call, kernel)
-    return tuple(_heads_merge_freely(gradient) for gradient in gradients)
+    return tuple(_with_tokens_first(gradient) for gradient in gradients)
 
 
 def _fake_training_attention_backward(
@@ -328,14 +333,14 @@ def _fake_training_attention_backward(
     return tuple(value.new_empty(batch, *size).transpose(1, 2) for size in sizes)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     query, key, value, valid, *packing, is_causal, causal_offset, scale, recipe, fallback = inputs
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = packing
     ctx.save_for_backward(value, *output, valid, cu_seqlens_q, cu_seqlens_k, seqused_k)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     kernel = ""
-    if type(query) in (torch.Tensor, torch.nn.Parameter):  # no tracer's tensor, whose sizes may change
+    if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
         call = Call(query, key, value, get_recipe(recipe), Mask.of_keys(valid), is_causal, lengths=_lengths(*packing))
         kernel = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback).backward
     ctx.longest = (max_seqlen_q, max_seqlen_k)
@@ -370,7 +375,7 @@ def _training_lse(
     scale: float | None,
     recipe: str,
 ) -> torch.Tensor:
-    """`Saved.lse` with what the mean of K, subtracted before quantising, contributes to each row's scores."""
+    """Return `Saved.lse` plus what K's mean, subtracted before quantising, contributes to each row's scores."""
     if 0 in (*query.shape, key.shape[2]) or not get_recipe(recipe).smooth_k:
         return lse.clone()
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -391,5 +396,7 @@ for _name, _run, _fake in (
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
-torch.library.register_autograd("sage_kernels::training_attention", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    "sage_kernels::training_attention", _backward, setup_context=_save_for_backward, lib=_library
+)
 torch.library.register_autograd("sage_kernels::training_attention_backward", _no_second_derivative, lib=_library)

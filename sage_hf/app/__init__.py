@@ -1,1 +1,1 @@
-"""The application: the command line, rendering, reports; what a model calls does not import it."""
+"""The application: command line, rendering and reports. The plug-in, which models call, does not import it."""

@@ -1,4 +1,4 @@
-"""`sage-hf env | explain | generate | compare | bench`."""
+"""The command line `sage-hf env | explain | generate | compare | bench`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sage_kernels.toolchain import triton_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `sage-hf`; return its exit code: 0, 2 after an error told on stderr, 130 after Ctrl-C."""
+    """Run the command `sage-hf`, and return its exit code: 0, 2 after an error (on stderr) or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
@@ -43,29 +43,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
     bench.add_arguments(command)
     args = parser.parse_args(argv)
-    return _guarded(args)
+    return _run_guarded(args)
 
 
 def generate_main(
     argv: Sequence[str] | None = None, *, description: str, config: str = "sage3", **defaults: object
 ) -> int:
-    """The whole of a generating script: parse arguments, render, print what there is; returns the exit code.
+    """Run a generating script: parse arguments, render and print the results; return the exit code.
 
     Args:
-        argv: without the program's name; None: the command line's.
-        description: for --help.
-        config: recipe, or name or path of a configuration, where the user gives none.
-        defaults: of other arguments, by their names ("pretrained", "frames", "cpu_offload", …).
+        argv: the arguments, without the program's name; None: those of the command line.
+        description: text for --help.
+        config: default recipe, or name or path of the default configuration.
+        defaults: default values of other arguments, by their names ("pretrained", "frames", "cpu_offload", …).
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_generate_arguments(parser, default_config=config, **defaults)
     args = parser.parse_args(argv)
     args.command = "generate"
-    return _guarded(args)
+    return _run_guarded(args)
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str = "sage3", **defaults: object) -> None:
-    """Arguments of `GenerateOptions`, with these defaults."""
+    """Add the arguments of `GenerateOptions` to the parser, with these defaults."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="what to render; repeatable")
     parser.add_argument("--pretrained", metavar="ID_OR_FOLDER", help="diffusers pipeline (default: the tiny model)")
     _add_recipe_arguments(parser, default_config)
@@ -109,8 +109,8 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
     )
 
 
-def _guarded(args: argparse.Namespace) -> int:
-    """Run the command; what the user can mend, or the machine lacks, is told without a traceback."""
+def _run_guarded(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code; errors of the user or the machine are printed without a traceback."""
     try:
         _COMMANDS[args.command](args)
     except KeyboardInterrupt as interrupt:
@@ -187,7 +187,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _name(args: argparse.Namespace) -> str:
-    """What the user asked for: a recipe, a configuration, or neither and so the command's default."""
+    """Return the recipe or configuration that the user asked for, or else the command's default."""
     return next(name for name in (args.recipe, args.config, args.default_config) if name is not None)
 
 

@@ -1,4 +1,4 @@
-"""Folders that can be written, and files that are there whole or not at all."""
+"""Writable folders, and files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def check_folder(path: Path, flag: str) -> None:
-    """Raise ValueError if `path`, or a folder on its way, is something else than a folder; missing folders are fine."""
+    """Raise ValueError if `path` or one of its parents exists and is not a folder; missing folders are fine."""
     for part in (path, *path.parents):
         if os.path.lexists(part) and not part.is_dir():
             what = "a file" if part.exists() else "a link to nothing"
@@ -19,10 +19,10 @@ def check_folder(path: Path, flag: str) -> None:
 
 @contextmanager
 def writable_folder(path: Path, flag: str) -> Iterator[None]:
-    """Make `path` and try to write in it; folders made for it that are still empty at the end are removed.
+    """Make the folder `path` and check that it is writable; at the end remove folders made for it that are empty.
 
     Raises:
-        ValueError: the folder cannot be made, or not be written; names `flag`.
+        ValueError: the folder cannot be made, or not be written to; the message names `flag`.
     """
     made = [part for part in (path, *path.parents) if not part.exists()]
     try:
@@ -42,9 +42,10 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write `path` all at once: the block writes the file it is given, which then takes the place of `path`.
+    """Write `path` atomically: the block writes the temporary file it is given, which then replaces `path`.
 
-    The file has the suffix of `path` and lies beside it; where the block raises, it is removed and `path` is as before.
+    The temporary file has the suffix of `path` and lies beside it. If the block raises, it is removed and `path` stays
+    as it was.
     """
     part = path.with_name(f".{os.getpid()}-{path.name}")
     try:

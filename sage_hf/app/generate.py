@@ -1,4 +1,4 @@
-"""The main job: render prompts with low-bit attention, beside exact attention if asked, and report."""
+"""Generation: render prompts with low-bit attention, beside exact attention if asked, and write a report."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What to render, and how. None leaves the choice to the pipeline (or to the `generation.json` in its folder).
+    """Options of a generation. None leaves the choice to the pipeline (or to the `generation.json` in its folder).
 
     Attributes:
-        config: recipe and exceptions.
-        label: what to call it in files and pictures.
-        output: folder of the files, made if need be.
-        prompts: one video each; none: the first two prompts of `generation.json`.
-        pretrained: pipeline folder or name on the Hub; None: the tiny model of a checkout.
+        config: the recipe and its exceptions.
+        label: name of the low-bit videos in files and pictures.
+        output: folder of the files, made if it does not exist.
+        prompts: texts to render, one video each; empty: the first two prompts of `generation.json`.
+        pretrained: folder of a pipeline or its name on the Hub; None: the tiny model of a checkout.
         compare: render with exact attention as well, from the same seed, and measure the difference.
-        steps, height, width, frames, guidance_scale: of the pipeline's call.
-        seed: of every prompt.
+        steps, height, width, frames, guidance_scale: arguments of the pipeline's call; sizes in pixels.
+        seed: seed of every prompt.
         dtype: a name in DTYPES; None: bfloat16, on a CPU float32.
-        device: as `torch.device` takes it; None: the first GPU, else the CPU.
+        device: a device's name for `torch.device`; None: the first GPU, else the CPU.
         cpu_offload, vae_tiling: see `load_pipeline`.
         fps: frames per second of the files.
 
     Raises:
-        ValueError: a number out of range, an unknown dtype or device, an empty prompt, no pipeline.
+        ValueError: a number is out of range, dtype or device is unknown, a prompt is empty, or there is no pipeline.
     """
 
     config: SageConfig
@@ -105,26 +105,27 @@ class GenerateOptions:
         pick_device(self.device)
 
     def torch_dtype(self) -> torch.dtype:
-        """Of all weights."""
+        """Return the dtype of all weights."""
         return DTYPES[self.dtype or ("float32" if pick_device(self.device).type == "cpu" else "bfloat16")]
 
 
 def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lambda path: None) -> Report:
-    """Render every prompt, write the videos and the report into `options.output`.
+    """Render every prompt, write the videos and the report into `options.output`, and return the report.
 
-    Files: `01-<label>.mp4` for each prompt (gif where no encoder is installed), with `compare` also `01-exact.mp4`,
-    `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`. Each is written as soon as it can be, and
-    whole: what is there after an error or Ctrl-C is finished, and the report says of itself that it is not. A
-    comparison goes prompt by prompt, so that the first one is there early and no more frames than its own are kept.
+    Files: `01-<label>.mp4` for each prompt (gif if no encoder is installed), with `compare` also `01-exact.mp4`,
+    `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`. Each file is written atomically and as
+    early as possible: after an error or Ctrl-C every existing file is finished, and the report says that it is not
+    complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one prompt's frames
+    are kept in memory.
 
     Args:
         options: what to render, and how.
-        on_written: called with every file when it has been written for the first time.
+        on_written: called with the path of every file when it has been written for the first time.
 
     Raises:
-        ValueError: options that do not fit the pipeline, an output folder that cannot be written, a damaged checkpoint,
-            a model without attention, …; before anything is rendered.
-        OSError: a file cannot be written, as on a full disk.
+        ValueError: the options do not fit the pipeline, the output folder is not writable, the checkpoint is damaged,
+            the model has no attention, …; raised before anything is rendered.
+        OSError: a file cannot be written, for example because the disk is full.
     """
     with writable_folder(options.output, "--output"):
         return _generate(options, on_written)
@@ -142,7 +143,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
     )
     settings = _call_settings(pipe, options, defaults)
     job = _Job(pipe, settings, options.seed, device)
-    job.warm_up(prompts[0], lambda: apply(pipe, options.config))  # before the exact run: what does not fit shows now
+    job.warm_up(prompts[0], lambda: apply(pipe, options.config))  # before the exact run, so that errors show early
     if options.compare:
         job.warm_up(prompts[0], nullcontext)
     reserved = options.compare and _slug(options.label) in RESERVED_SLUGS
@@ -165,7 +166,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
             files.add_video(exact)
         with apply(pipe, options.config):
             low_bit = job.render(prompt, label, count)
-            report.explanation = _joined(report.explanation, explain(pipe))
+            report.explanation = _merge(report.explanation, explain(pipe))
         files.add_video(low_bit)
         if options.compare:
             files.add_comparison(exact, low_bit)
@@ -183,29 +184,29 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
 class _Rendering:
     label: str
     frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN
-    nan: float  # the part that was NaN
+    nan: float  # the fraction that was NaN
     seconds: float
     denoiser_seconds: float
 
 
 class _Job:
-    """Renders prompts with the same settings and seed."""
+    """Renderer of prompts with the same settings and seed."""
 
     def __init__(self, pipe: DiffusionPipeline, settings: dict[str, Any], seed: int, device: torch.device) -> None:
         self.pipe, self.settings, self.seed, self.device = pipe, settings, seed, device
 
     def call(self, description: str, prompt: str, **settings: Any) -> Any:
-        """The pipeline's output for a prompt; `settings` go before the job's own. Progress is shown in a terminal."""
+        """Return the pipeline's output for a prompt; `settings` override the job's. Progress is shown in a terminal."""
         self.pipe.set_progress_bar_config(desc=description, disable=None)
         generator = torch.Generator("cpu").manual_seed(self.seed)
         with layer_progress(self.pipe):
             return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
 
     def warm_up(self, prompt: str, attention: Callable[[], AbstractContextManager]) -> None:
-        """Two steps with `attention()` in force, so that nothing is compiled or loaded while time is taken.
+        """Run two steps with `attention()` in force, so that nothing is compiled or loaded while time is measured.
 
         Raises:
-            ValueError: the pipeline fails, as with a size that does not fit it; names the settings.
+            ValueError: the pipeline fails, for example with an unsupported size; the message names the settings.
         """
         with attention():
             try:
@@ -220,11 +221,11 @@ class _Job:
                 ) from error
 
     def render(self, prompt: str, label: str, count: str) -> _Rendering:
-        """Render the prompt's video with the attention now in force; `label` and `count` describe it."""
+        """Render the prompt's video with the present attention; `label` and `count` describe it in the progress bar."""
         with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
-            start = _now(self.device)
+            start = _synchronized_time(self.device)
             output = self.call(f"{label}: {count}", prompt, output_type="np")
-            seconds = _now(self.device) - start
+            seconds = _synchronized_time(self.device) - start
         frames = np.asarray(output.frames[0], dtype=np.float32)
         if nan := float(np.isnan(frames).mean()):
             logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
@@ -233,7 +234,7 @@ class _Job:
 
 
 class _Files:
-    """The files of a report, each written as soon as it can be."""
+    """Writer of a report's files, each as early as possible."""
 
     def __init__(self, report: Report, fps: int, on_written: Callable[[Path], None]) -> None:
         self._report, self._fps, self._on_written = report, fps, on_written
@@ -241,7 +242,7 @@ class _Files:
         self._sheet: list[tuple[str, dict[str, np.ndarray]]] = []
 
     def add_video(self, rendering: _Rendering) -> None:
-        """Write the latest prompt's video, and the report with it."""
+        """Write a video of the latest prompt, and the report."""
         video, label = self._report.videos[-1], rendering.label
         self._write_video(label, _slug(label), rendering.frames)
         video.seconds[label] = rendering.seconds
@@ -250,7 +251,7 @@ class _Files:
         self.save_report()
 
     def add_comparison(self, exact: _Rendering, low_bit: _Rendering) -> None:
-        """Write the latest prompt's videos side by side, and the sheet and the report with them."""
+        """Write the latest prompt's videos side by side, the contact sheet and the report."""
         video = self._report.videos[-1]
         if not any(video.nan.values()):
             video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
@@ -266,7 +267,7 @@ class _Files:
         self.save_report()
 
     def save_report(self) -> None:
-        """Write the report as it is now."""
+        """Write the report in its present state."""
         for path in self._report.save():
             self._note(path)
 
@@ -283,7 +284,11 @@ class _Files:
 
 
 def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
-    """Arguments of the pipeline's call that are given, and that it takes."""
+    """Return the arguments of the pipeline's call: those of `defaults` that it takes, and those of `options`.
+
+    Raises:
+        ValueError: the pipeline does not make a video from a prompt alone, or does not take an argument of `options`.
+    """
     parameters = inspect.signature(type(pipe).__call__).parameters
     if "num_frames" not in parameters or "prompt" not in parameters:
         raise ValueError(f"{type(pipe).__name__} does not make a video from a prompt; use a text-to-video pipeline")
@@ -310,13 +315,17 @@ def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: 
 
 @contextmanager
 def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[list[float]]:
-    """Collects the seconds of every call of the denoisers."""
+    """Yield a list that collects the seconds of every call of the denoisers."""
     seconds: list[float] = []
     started: list[float] = []
     hooks = []
     for target in find_targets(pipe):
-        hooks.append(target.model.register_forward_pre_hook(lambda *_: started.append(_now(device))))
-        hooks.append(target.model.register_forward_hook(lambda *_: seconds.append(_now(device) - started.pop())))
+        hooks.append(target.model.register_forward_pre_hook(lambda *_: started.append(_synchronized_time(device))))
+        hooks.append(
+            target.model.register_forward_hook(
+                lambda *_: seconds.append(_synchronized_time(device) - started.pop()),
+            )
+        )
     try:
         yield seconds
     finally:
@@ -324,14 +333,15 @@ def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[l
             hook.remove()
 
 
-def _now(device: torch.device) -> float:
+def _synchronized_time(device: torch.device) -> float:
+    """Return the time in seconds at which the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _joined(before: Explanation, later: Explanation) -> Explanation:
-    """Return the explanation of both runs of a model: rows that are alike are one, with the calls of both."""
+def _merge(before: Explanation, later: Explanation) -> Explanation:
+    """Return one explanation for two runs of a model: equal rows become one row with the calls of both."""
     calls: Counter[LayerRow] = Counter()
     for row in (*before.rows, *later.rows):
         calls[replace(row, calls=0)] += row.calls
@@ -341,7 +351,7 @@ def _joined(before: Explanation, later: Explanation) -> Explanation:
 
 
 def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:
-    """Labels that do not claim more than ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
+    """Return captions by label that say what really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
     others = sorted({row.recipe for row in low_bit if row.recipe != row.asked})
     remark = ""
@@ -353,12 +363,12 @@ def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:
 
 
 def _slug(text: str) -> str:
-    """What a file can be called: ASCII letters and digits."""
+    """Return the text as a file name of lower-case ASCII letters, digits, "_" and "-"."""
     return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-") or "sage"
 
 
 def format_outcome(report: Report) -> str:
-    """What to print when all is done: the table, the kernels, where the files are."""
+    """Return the text to print at the end: the table, the kernels and the paths of the files."""
     lines = [report.summary(), "", str(report.explanation), ""]
     if not can_write_mp4():
         lines += ['No mp4 encoder is installed, so the videos are gifs: pip install "sage-hf[video]"', ""]

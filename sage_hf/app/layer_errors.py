@@ -1,4 +1,4 @@
-"""The error of every attention layer, on the inputs that it really gets."""
+"""The error of every attention layer on its inputs in a real run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerErrors:
 
 
 class LayerErrorRecorder:
-    """Collects the errors of the layers of one pipeline or model; see `record_layer_errors`."""
+    """Observer that collects the errors of the layers of one pipeline or model; see `record_layer_errors`."""
 
     def __init__(self, pipe_or_model: object) -> None:
         targets = find_targets(pipe_or_model)
@@ -35,7 +35,7 @@ class LayerErrorRecorder:
 
     @torch.no_grad()
     def __call__(self, call: record.AttentionCall) -> None:
-        """Add one call; calls of other layers are passed by."""
+        """Add the errors of one call; calls of other layers are ignored."""
         if call.layer not in self._names or not call.output.numel():
             return
         name = self._names[call.layer]
@@ -55,7 +55,7 @@ class LayerErrorRecorder:
             self._sums[name].add(judge, call.output[sample])
 
     def layers(self) -> list[LayerErrors]:
-        """The layers that were called, in the model's order."""
+        """Return the errors of the layers that were called, in the model's order."""
         return [
             LayerErrors(name, self._calls[name], sums.errors())
             for name, sums in self._sums.items()
@@ -67,11 +67,12 @@ class LayerErrorRecorder:
 def record_layer_errors(pipe_or_model: object) -> Iterator[LayerErrorRecorder]:
     """Compare each eager attention call made inside the block with exact attention in float32 on the same inputs.
 
-    Slow: it computes every attention twice, the second time in full precision. Memory stays bounded: one sample at a
-    time, and sums only.
+    This is slow: every attention is computed a second time, in full precision. Memory stays bounded, because samples
+    are compared one at a time and only sums are kept.
 
     Raises:
-        TypeError, ValueError: as `sage_hf.apply`.
+        TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
+        ValueError: a model has no attention layer that can be switched.
     """
     recorder = LayerErrorRecorder(pipe_or_model)
     with record.observe(recorder):

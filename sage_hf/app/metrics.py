@@ -1,6 +1,6 @@
-"""How far a low-bit result is from the exact one: of tensors, and of videos.
+"""Metrics of the distance between a low-bit result and the exact one, for tensors and videos.
 
-Each function takes the exact result first. Tensors are flattened and compared in float64.
+Each function takes the exact result first and computes in float64.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class TensorErrors:
     """Errors of an attention output O' against the exact O.
 
     Attributes:
-        cosine: ⟨O, O'⟩ / (|O|·|O'|), over all elements.
+        cosine: ⟨O, O'⟩ / (|O|·|O'|) over all elements.
         rel_l1: Σ|O − O'| / Σ|O|.
         rmse: sqrt(mean((O − O')²)).
-        scale: the α that makes α·O closest to O' (least squares); cosine does not see that it is not 1.
+        scale: the α for which α·O is closest to O' (least squares); cosine does not show an α other than 1.
         max_abs: max |O − O'|.
-        worst_head_rel_l1: the largest rel_l1 of one head of one sample.
+        worst_head_rel_l1: the largest rel_l1 of a single head of a single sample.
     """
 
     cosine: float
@@ -33,12 +33,12 @@ class TensorErrors:
     worst_head_rel_l1: float
 
     def to_dict(self) -> dict[str, float]:
-        """Names and values."""
+        """Return the errors by name."""
         return asdict(self)
 
 
 class ErrorSums:
-    """Accumulates the sums behind TensorErrors over many calls, so that no tensor need be kept."""
+    """Running sums from which TensorErrors over many calls are computed, without keeping the tensors."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -47,7 +47,7 @@ class ErrorSums:
         self._max_abs = self._worst_head = 0.0
 
     def add(self, exact: Tensor, other: Tensor) -> None:
-        """Add one call: exact and other (B, H, N, D), any dtype.
+        """Add the outputs of one call, exact and other: (B, H, N, D), any dtype.
 
         Raises:
             ValueError: the shapes differ or are not (B, H, N, D).
@@ -70,7 +70,7 @@ class ErrorSums:
             self._worst_head = _nan_max(self._worst_head, _ratio(abs_difference, abs_exact))
 
     def errors(self) -> TensorErrors:
-        """The errors of everything added so far.
+        """Return the errors of everything added so far.
 
         Raises:
             ValueError: nothing was added.
@@ -90,10 +90,10 @@ class ErrorSums:
 
 
 def tensor_errors(exact: Tensor, other: Tensor) -> TensorErrors:
-    """Errors of `other` against `exact`, both (B, H, N, D).
+    """Return the errors of `other` against `exact`, both (B, H, N, D).
 
     Raises:
-        ValueError: the shapes differ, are not (B, H, N, D), or hold no element.
+        ValueError: the shapes differ, are not (B, H, N, D), or have no element.
     """
     sums = ErrorSums()
     sums.add(exact, other)
@@ -101,7 +101,7 @@ def tensor_errors(exact: Tensor, other: Tensor) -> TensorErrors:
 
 
 def psnr(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float:
-    """Peak signal-to-noise ratio in dB of two videos of one shape; inf where they are equal.
+    """Return the peak signal-to-noise ratio in dB of two videos of one shape; inf if they are equal.
 
     Raises:
         ValueError: the shapes differ.
@@ -112,9 +112,10 @@ def psnr(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float
 
 
 def ssim(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float:
-    """Structural similarity of two videos (frames, height, width, channels), the mean over all windows.
+    """Return the structural similarity of two videos (frames, height, width, channels), averaged over all windows.
 
-    As in Wang et al. 2004: Gaussian window of 11×11 with σ = 1.5, K1 = 0.01, K2 = 0.03, windows inside the frame only.
+    The definition is that of Wang et al. 2004: Gaussian windows of 11×11 with σ = 1.5, K1 = 0.01, K2 = 0.03, only
+    windows that lie inside the frame.
 
     Raises:
         ValueError: the shapes differ, are not (F, H, W, C), or a frame is smaller than the window.

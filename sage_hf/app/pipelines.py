@@ -1,4 +1,4 @@
-"""Loading a pipeline, with errors that say which file is at fault."""
+"""Loading of pipelines, with errors that name the file at fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 TINY_VIDEO = Path(__file__).resolve().parents[2] / "examples" / "tiny_video"
-"""The small trained pipeline of a checkout; a wheel does not hold it."""
+"""Folder of the small trained pipeline; part of a checkout, but not of a wheel."""
 
 
 def load_pipeline(
@@ -28,18 +28,18 @@ def load_pipeline(
     cpu_offload: bool = False,
     vae_tiling: bool = False,
 ) -> DiffusionPipeline:
-    """A diffusers pipeline from a folder or the Hub, on its device.
+    """Load a diffusers pipeline from a folder or the Hub and move it to the device.
 
     Args:
-        pretrained: folder, or name on the Hub.
-        dtype: of all weights.
-        device: where it runs.
-        cpu_offload: keep on the GPU only the model that runs.
+        pretrained: folder of the pipeline, or its name on the Hub.
+        dtype: dtype of all weights.
+        device: device that the pipeline runs on.
+        cpu_offload: keep only the running model on the GPU.
         vae_tiling: decode in tiles, which takes less memory.
 
     Raises:
-        ValueError: no such pipeline, a damaged file or a missing tensor (the message names it), offloading without a
-            GPU, a VAE without tiling.
+        ValueError: there is no such pipeline, a file is damaged or a tensor is missing (the message names it),
+            offloading was asked for without a GPU, or tiling with a VAE that cannot tile.
     """
     import diffusers
 
@@ -75,10 +75,10 @@ def load_pipeline(
 
 
 def folder_or_name(pretrained: str | Path) -> str:
-    """Return the folder of a pipeline or model, with `~` expanded, or what can only be its name on the Hub.
+    """Return the folder of a pipeline or model, with `~` expanded, or its name on the Hub.
 
     Raises:
-        ValueError: a folder that does not exist, a file, nothing.
+        ValueError: `pretrained` is a folder that does not exist, a file, or empty.
     """
     if not str(pretrained).strip():
         raise ValueError("--pretrained must not be empty: give the folder of a model, or its name on the Hub")
@@ -96,7 +96,7 @@ def folder_or_name(pretrained: str | Path) -> str:
 
 
 def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:
-    """Diffusers leaves a tensor that the files lack on the meta device."""
+    """Raise ValueError if the files lack a tensor, which diffusers then leaves on the meta device."""
     for component, model in pipe.components.items():
         if not isinstance(model, nn.Module):
             continue
@@ -110,10 +110,10 @@ def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name ("cpu", "cuda", "cuda:1", "mps"); without a name the first GPU, else the CPU.
+    """Return the device of that name ("cpu", "cuda", "cuda:1", "mps"); without a name the first GPU, else the CPU.
 
     Raises:
-        ValueError: unknown, or not present.
+        ValueError: the name is unknown, or the device is not present.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,7 +130,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Files of a pipeline or model folder that cannot be read, each with the reason."""
+    """Return a sentence for each file of a pipeline's or model's folder that is damaged or missing."""
     damaged = []
     for path in sorted(folder.rglob("*.json")):
         try:
@@ -151,7 +151,7 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def generation_defaults(pretrained: str | Path) -> dict:
-    """What `generation.json` beside a pipeline says about generating with it; {} where there is none.
+    """Return the defaults for generating with a pipeline, from `generation.json` in its folder; {} without one.
 
     Raises:
         ValueError: the file cannot be read, or is not an object whose `prompts` are strings and whose `fps` is an

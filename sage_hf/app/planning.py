@@ -1,4 +1,4 @@
-"""What will run in each layer of a model on this machine, from its configuration alone: no weights are loaded."""
+"""Prediction of what each layer of a model will run on this machine, from its configuration, without weights."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ NOMINAL_HEAD_DIM = 64
 
 
 def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
-    """The kernel that each layer of a pipeline or model will run on `device`, for calls of 4,096 tokens without mask.
+    """Return which kernel each layer of a pipeline or model will run, for calls of 4,096 tokens without a mask.
 
     Args:
         pretrained: folder, or name on the Hub, of a diffusers pipeline or model or of a transformers model.
-        config: recipe and exceptions.
-        device: its kind and capability decide.
+        config: the recipe and its exceptions.
+        device: the device to run on, of which only type and compute capability matter.
 
     Raises:
-        ValueError: nothing there that can be loaded, or what `sage_hf.apply` raises.
+        ValueError: nothing can be loaded from `pretrained`, or `sage_hf.apply` refuses the configuration.
     """
     model = _model_on_meta(folder_or_name(pretrained))
     if config.steps:
@@ -53,9 +53,9 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
 
 
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
-    """A long call without mask, as `recipe` would get it on `device`, with gradients where it has them.
+    """Return the request of a long call without a mask, by `recipe` on `device`, with gradients if the recipe has any.
 
-    `facts` replace its own.
+    `facts` are fields of the request that replace these; `heads` and `head_dim` set those of Q, K and V at once.
     """
     cuda = device.type == "cuda"
     heads = facts.pop("heads", NOMINAL_HEADS)
@@ -121,7 +121,7 @@ def _layer_rows(
 
 
 def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
-    """(heads, head_dim) as far as the module tells."""
+    """Return (heads, head_dim), None where the module does not tell."""
     config = getattr(layer, "config", None)
     heads = getattr(layer, "heads", None) or getattr(layer, "num_heads", None)
     heads = heads or getattr(config, "num_attention_heads", None)
@@ -133,7 +133,7 @@ def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
-    """The model, or what stands for a pipeline with its denoisers, without weights."""
+    """Build the model without weights; of a pipeline, return a namespace with its denoisers."""
     folder = Path(pretrained)
     try:
         with torch.device("meta"):
@@ -151,7 +151,7 @@ def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
 
 
 def _denoisers(pretrained: str) -> dict[str, nn.Module]:
-    """{} when it is no diffusers pipeline."""
+    """Build the denoisers of a diffusers pipeline, by name, without weights; return {} if it is no such pipeline."""
     from diffusers import DiffusionPipeline
 
     if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():

@@ -1,4 +1,4 @@
-"""A progress bar within a denoising step, for steps that take long."""
+"""Progress bar within a denoising step, for steps that take long."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ SHOWN_AFTER_SECONDS = 2.0
 
 @contextmanager
 def layer_progress(pipe_or_model: object) -> Iterator[None]:
-    """Count the attention layers of each call of a denoiser, below the pipeline's own bar of denoising steps.
+    """Show a bar that counts the attention layers of each denoiser call, below the pipeline's bar of denoising steps.
 
-    The bar is shown in a terminal only, once a call has taken two seconds, and removed at the call's end. Layers inside
-    a compiled graph do not move it.
+    The bar is shown in a terminal only, once a call has taken two seconds, and is removed when the call ends. Layers
+    inside a compiled graph do not advance it.
 
     Raises:
-        TypeError, ValueError: as `sage_hf.apply`.
+        TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
+        ValueError: a model has no attention layer that can be switched.
     """
-    bars: list[tqdm] = []  # of the denoiser that is running
+    bars: list[tqdm] = []  # at most one: that of the running denoiser
     hooks = []
 
     def close(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The report of a generation: what ran, how long it took, how far it is from exact attention. JSON and Markdown."""
+"""The report of a generation, as JSON and Markdown: what ran, its times, and its distance from exact attention."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PACKAGES = ("sage-hf", "triton", "diffusers", "transformers", "accelerate")
 
 @dataclass
 class VideoReport:
-    """One prompt's videos.
+    """Report about one prompt's videos.
 
     Attributes:
         prompt, seed: what was rendered.
         files: file name by label ("exact", "sage3", "side by side").
         seconds: wall time by label, from the prompt to the decoded frames.
-        denoiser_seconds: of that, in the denoiser.
-        nan: the part that is NaN, and shown black, by label.
-        psnr, ssim: of the low-bit video against the exact one; None without comparison, and where one of them is NaN.
-            Equal videos have psnr inf.
+        denoiser_seconds: the part of `seconds` that was spent in the denoiser.
+        nan: fraction of the video that is NaN, and shown black, by label.
+        psnr, ssim: similarity of the low-bit video to the exact one, PSNR in dB; None without a comparison, and if one
+            of the videos contains NaN. Equal videos have psnr inf.
     """
 
     prompt: str
@@ -46,19 +46,20 @@ class VideoReport:
 
 @dataclass
 class Report:
-    """Everything a generation has to say for itself.
+    """Report of a whole generation.
 
     Attributes:
         pretrained, pipeline: where the pipeline came from, and its class.
         config: the recipe and its exceptions.
         settings: arguments of the pipeline's call.
-        device, dtype: where and in what it ran.
-        explanation: which kernel ran in each layer.
-        videos: one per prompt, as far as rendered.
-        layer_errors: of each layer's attention, on its own inputs; empty without comparison.
-        layer_error_steps: denoising steps of the pass that measured them.
+        device, dtype: the device it ran on, and the dtype of the weights.
+        explanation: the kernels that ran in each layer.
+        videos: one report for each prompt rendered so far.
+        layer_errors: errors of each layer's attention on its own inputs; empty without a comparison.
+        layer_error_steps: number of denoising steps in which they were measured.
         output: the folder of the files.
-        complete: everything asked for is there; False while it is being made, and where that was broken off.
+        complete: whether everything asked for is there; False during the generation and if it was interrupted.
+        versions: versions of the packages, by name.
     """
 
     pretrained: str
@@ -76,7 +77,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=lambda: package_versions())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; numbers that are not finite are strings, as a PSNR of "inf" of equal videos."""
+        """Return the report as plain data; numbers that are not finite are strings, such as the PSNR "inf"."""
         data = {
             "complete": self.complete,
             "pretrained": self.pretrained,
@@ -96,7 +97,7 @@ class Report:
         return {key: _plain(value) for key, value in data.items()}
 
     def save(self) -> list[Path]:
-        """Write report.json and report.md into the output folder, each whole or not at all."""
+        """Write report.json and report.md into the output folder, each atomically, and return their paths."""
         data = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         texts = {self.output / "report.json": data + "\n", self.output / "report.md": self.to_markdown()}
         for path, text in texts.items():
@@ -105,7 +106,7 @@ class Report:
         return list(texts)
 
     def summary(self) -> str:
-        """A short table for the terminal, and what is wrong."""
+        """Return a short table for the terminal, followed by the warnings."""
         labels = self._labels()
         compared = len(labels) > 1
         header = ["prompt", *(f"{label}, s" for label in labels), *(["PSNR, dB", "SSIM"] if compared else [])]
@@ -118,7 +119,7 @@ class Report:
         return "\n".join([text_table(header, rows), *self.warnings()])
 
     def warnings(self) -> list[str]:
-        """A sentence for every video that is NaN, if only in part."""
+        """Return a sentence for every video that contains NaN."""
         return [
             f"{part:.2%} of {label}, {video.prompt!r}, is NaN: shown black, and not compared."
             for video in self.videos
@@ -127,7 +128,7 @@ class Report:
         ]
 
     def to_markdown(self) -> str:
-        """The whole report for a reader."""
+        """Return the whole report as Markdown."""
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         lines = [f"# {self.pipeline}: {self.config.recipe}", ""]
         if not self.complete:
@@ -170,12 +171,12 @@ class Report:
         return "\n".join(lines)
 
     def _labels(self) -> list[str]:
-        """What was rendered, of any prompt."""
+        """Return the labels of all videos that were rendered, of any prompt."""
         return list(dict.fromkeys(label for video in self.videos for label in video.seconds))
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter here, as far as they are installed."""
+    """Return the versions of Python, torch, CUDA and of those PACKAGES that are installed."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
         try:
@@ -188,7 +189,7 @@ def package_versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What a reader calls the device: the GPU's name and capability, or the CPU and its threads."""
+    """Return a description of the device: the GPU's name and compute capability, or the CPU and its threads."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
@@ -196,7 +197,7 @@ def device_name(device: torch.device) -> str:
 
 
 def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns aligned for a terminal."""
+    """Return a table with aligned columns for a terminal."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, ["─" * width for width in widths])
@@ -217,7 +218,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What strict JSON can hold."""
+    """Return the value as data for strict JSON: dataclasses as objects, numbers that are not finite as strings."""
     if is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in fields(value)}
     if isinstance(value, dict):

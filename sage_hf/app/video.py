@@ -1,4 +1,4 @@
-"""Video files, clips side by side, and contact sheets."""
+"""Video files, clips shown side by side, and contact sheets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHEET_COLUMNS = 5
 
 
 def can_write_mp4() -> bool:
-    """Whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
+    """Return whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
     try:
         import imageio  # noqa: F401
         import imageio_ffmpeg  # type: ignore[import-untyped]
@@ -29,15 +29,15 @@ def can_write_mp4() -> bool:
 
 
 def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
-    """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif where no encoder is installed.
+    """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif if no encoder is installed.
 
-    An older file of the other kind is removed. A file is there whole or not at all.
+    The file is written atomically. An older file of the other kind is removed.
 
     Returns:
-        The file written.
+        The path of the file.
 
     Raises:
-        OSError: it cannot be written, as on a full disk.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     from diffusers.utils import export_to_gif
 
@@ -54,7 +54,7 @@ def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
 
 
 def _write_mp4(images: list[Image.Image], path: Path, fps: int) -> None:
-    """Write the file and read it again: an encoder that cannot write on may end without a word."""
+    """Write the file and count the frames in it, because an encoder may stop early without an error."""
     from diffusers.utils import export_to_video
     from imageio_ffmpeg import count_frames_and_secs
 
@@ -63,7 +63,7 @@ def _write_mp4(images: list[Image.Image], path: Path, fps: int) -> None:
     try:
         export_to_video(images, str(path), fps=fps, quality=8, macro_block_size=block)
         complete = count_frames_and_secs(str(path))[0] == len(images)
-    except (OSError, RuntimeError) as error:  # of the pipe to the encoder, of a file without an end
+    except (OSError, RuntimeError) as error:  # from the pipe to the encoder, or from reading a truncated file
         complete, cause = False, error
     if not complete:
         raise OSError(
@@ -72,10 +72,14 @@ def _write_mp4(images: list[Image.Image], path: Path, fps: int) -> None:
 
 
 def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
-    """One clip of several: uint8 videos (F, H, W, 3) of one shape by label, left to right under a title.
+    """Combine videos into one clip that shows them from left to right under a title.
+
+    Args:
+        videos: uint8 videos (F, H, W, 3) of one shape, by label.
+        title: text above them.
 
     Returns:
-        uint8 frames (F, height, width, 3), both even.
+        uint8 frames (F, height, width, 3), height and width even.
     """
     labels, clips = list(videos), list(videos.values())
     panel = _panel_size(clips[0])
@@ -99,11 +103,11 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
 
 
 def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns: int = SHEET_COLUMNS) -> Image.Image:
-    """A picture of a few frames of each video, for pages that show no video.
+    """Return a picture with a few frames of each video, for pages that cannot show videos.
 
     Args:
-        rows: (title, uint8 videos (F, H, W, 3) by label), one per prompt.
-        columns: frames shown of each video, from the first to the last.
+        rows: (title, uint8 videos (F, H, W, 3) by label), one for each prompt.
+        columns: number of frames shown of each video, evenly from the first to the last.
     """
     font, small = _font(20), _font(16)
     panel = _panel_size(rows[0][1][next(iter(rows[0][1]))], 160)
@@ -128,12 +132,12 @@ def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns:
 
 
 def sample_frames(frames: np.ndarray, count: int = SHEET_COLUMNS) -> np.ndarray:
-    """Return `count` frames of a video, from the first to the last."""
+    """Return `count` frames of a video, evenly from the first to the last."""
     return frames[np.linspace(0, len(frames) - 1, count).round().astype(int)]
 
 
 def _panel_size(video: np.ndarray, height: int = PANEL_HEIGHT) -> tuple[int, int]:
-    """(width, height) of a panel; small videos are enlarged by a whole factor, large ones reduced."""
+    """Return (width, height) of a panel: small videos are enlarged by a whole factor, large ones reduced."""
     video_height, video_width = video.shape[1:3]
     if video_height <= height:
         factor = height // video_height

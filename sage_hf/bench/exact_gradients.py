@@ -1,4 +1,4 @@
-"""Gradients of exact attention in float64, a few rows at a time: what those of a kernel are judged by."""
+"""Gradients of exact attention in float64, computed a few rows at a time; the truth for a kernel's gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sage_kernels.exact import apply_mask, rows_per_chunk
 
 
 class Gradients(NamedTuple):
-    """Attention's output and its gradients: of query, key and value, each of its tensor's shape."""
+    """Output of attention, and the gradients of query, key and value, each in its tensor's shape."""
 
     output: Tensor
     query: Tensor
@@ -30,7 +30,7 @@ def exact_gradients(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> Gradients:
-    """Output and gradients of softmax(scale·Q·Kᵀ + mask)·V in float64; memory is linear in length.
+    """Return output and gradients of softmax(scale·Q·Kᵀ + mask)·V in float64; memory is linear in sequence length.
 
     Args:
         output_gradient: (batch, q_heads, q_len, v_head_dim), any floating dtype.

@@ -21,14 +21,14 @@ from sage_kernels import exact
 
 PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")
 
-# A provider is timed for half a second at a shape, in turns with the others.
+# At each shape, a provider is timed for half a second, in turns with the others.
 SECONDS = 0.5
 MIN_CALLS, MAX_CALLS = 5, 100
 TURNS = 4
 
 QUANTIZER_BATCHES = ((2, 16384), (4, 4096))  # batch, tokens
 
-# Errors are those of some rows of the first and the last head, against all their keys.
+# Errors are measured in this many rows of the first and the last head, against all their keys.
 ERROR_ROWS = 256
 
 
@@ -36,7 +36,7 @@ Kind = Literal["normal", "biased"]
 KINDS: tuple[Kind, ...] = ("normal", "biased")
 
 Steps = tuple[Sequence[Callable[[], object]], int]
-"""The steps of a call, one after the other, and how often to call."""
+"""(the consecutive steps of a call, the number of calls)."""
 
 
 def run(
@@ -51,18 +51,18 @@ def run(
     Args:
         device: a CUDA device.
         shapes, providers: what to measure.
-        commit: of the source measured, for the record.
-        progress: told of each shape before it is measured.
+        commit: commit of the measured source, for the record.
+        progress: called with a text for each shape before it is measured.
 
     Returns:
         Plain data: facts about the machine, "copy_bandwidth" (bytes read and written per second by a copy),
         "quantizers" and "rows". A row has the shape, "provider", "scope" and
-        - "ms" (median of a call), "tflops", "kernel";
-        - "compile_s": how much longer the first call took than the second;
-        - "rel_l1", "cosine": on the timed tensors, standard normal; "rel_l1_biased", "cosine_biased": where K and V
-          have means (`draw`);
-        - "peak_extra_bytes" at most allocated during a call, beyond inputs and output; end to end only;
-        or, where the provider is missing or refuses, "unavailable": why.
+        - "ms" (median time of a call), "tflops", "kernel";
+        - "compile_s": by how many seconds the first call took longer than the second;
+        - "rel_l1", "cosine": errors on the timed tensors, which are standard normal; "rel_l1_biased",
+          "cosine_biased": errors if K and V have means (`draw`);
+        - "peak_extra_bytes": most memory allocated during a call, beyond inputs and output; end to end only;
+        or, if the provider is missing or refuses the call, "unavailable": the reason.
     """
     with torch.cuda.device(device), torch.no_grad():
         machine = facts(device, commit)
@@ -82,10 +82,10 @@ def run(
 
 
 def draw(shape: Shape, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, bfloat16 (batch, heads, tokens, head_dim), always the same.
+    """Return query, key and value, bfloat16 (batch, heads, tokens, head_dim), the same ones at every call.
 
-    "normal": independent and standard normal. "biased": to each channel of K a mean of 3 deviations is added, to each
-    of V one of half a deviation, as diffusion transformers have them.
+    "normal": independent, standard normal elements. "biased": K also gets a mean in each channel, drawn with 3 standard
+    deviations, and V one with half a standard deviation, as in diffusion transformers.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -102,17 +102,17 @@ def draw(shape: Shape, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def median_ms(calls: dict[Any, tuple[Callable[[], object], int]]) -> dict[Any, float]:
-    """Median time of a call, by key -> (call, how often).
+    """Return the median time of each call in ms; `calls` is key -> (call, number of calls).
 
-    Each is called several times in a row, at the clocks and the heat that it causes itself, as in a model that calls it
-    again and again; turns of this kind alternate, so that what drifts meets all.
+    Each is called several times in a row, at the clocks and temperature that it causes itself, as in a model that calls
+    it again and again. Such turns alternate between the calls, so that drift affects all of them.
     """
     steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
     return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
 
 
 def median_steps_ms(calls: dict[Any, Steps]) -> dict[Any, list[float]]:
-    """As `median_ms` for calls of several steps: the median of the whole, then those of each step."""
+    """Return the median times in ms of calls that consist of steps: that of the whole, then that of each step."""
     events: dict[Any, list[list[torch.cuda.Event]]] = {key: [] for key in calls}
     for turn in range(TURNS):
         for key, (steps, count) in calls.items():
@@ -135,14 +135,14 @@ def median_steps_ms(calls: dict[Any, Steps]) -> dict[Any, list[float]]:
 
 
 def require_finite(*results: Tensor) -> None:
-    """Raise ArithmeticError where one holds NaN or infinity: its speed is worth nothing."""
+    """Raise ArithmeticError if a result contains NaN or infinity, because its speed would mean nothing."""
     for x in results:
         if not (x.float() if x.dtype.itemsize == 1 else x).isfinite().all():
             raise ArithmeticError("the result holds NaN or infinity")
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
+    """Return the bytes read and written per second by a copy of 1 GiB."""
     source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -150,7 +150,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 class SampledErrors:
-    """Exact attention in float64 for some rows of the first and the last head of the first sample."""
+    """Errors against exact attention in float64, for some rows of the first sample's first and last head."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
         q_heads, tokens = query.shape[1:3]
@@ -164,7 +164,7 @@ class SampledErrors:
         self._truth, _ = exact.attention(self._sample(query), key[:1, kv_heads], value[:1, kv_heads], mask=mask)
 
     def of(self, output: Tensor, scale: float = 1.0) -> dict[str, float]:
-        """rel_l1 and cosine of output · scale, (batch, q_heads, tokens, head_dim) in any dtype."""
+        """Return rel_l1 and cosine of output · scale; output (batch, q_heads, tokens, head_dim), any dtype."""
         errors = tensor_errors(self._truth, self._sample(output).double() * scale)
         return {"rel_l1": errors.rel_l1, "cosine": errors.cosine}
 
@@ -173,7 +173,7 @@ class SampledErrors:
 
 
 def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
-    """The rows of one shape and one scope."""
+    """Return the rows of the result for one shape; all providers have the same scope."""
     rows = {provider.name: new_row(shape, provider) for provider in providers}
     calls: dict[str, tuple[Callable[[], object], int]] = {}
     for kind in KINDS:
@@ -194,7 +194,7 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
                 output = prepared.call()
                 require_finite(output)
                 found = errors.of(output, prepared.output_scale)
-            except Exception as error:  # Whatever keeps a provider from running is what its row says.
+            except Exception as error:  # A provider may fail in any way: its row says how.
                 rows[provider.name] = new_row(shape, provider) | {"unavailable": reason(error)}
                 calls.pop(provider.name, None)
             else:
@@ -207,7 +207,7 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
 
 
 def new_row(shape: Shape, provider: Provider, direction: str = "forward") -> dict[str, Any]:
-    """What a row says before anything is measured."""
+    """Return a row of the result with shape and provider, without measurements."""
     return {
         "shape": shape.name,
         "batch": shape.batch,
@@ -224,7 +224,7 @@ def new_row(shape: Shape, provider: Provider, direction: str = "forward") -> dic
 
 
 def _first_calls(call: Callable[[], object], row: dict[str, Any], shape: Shape) -> int:
-    """Call twice, note what that shows in the row, and return how often to call for the timing."""
+    """Call twice, write compile time and memory to the row, and return the number of calls for the timing."""
     row["compile_s"], peak, count = first_calls(call)
     if row["scope"] == "end_to_end":
         row["peak_extra_bytes"] = max(0, peak - shape.output_bytes)
@@ -232,11 +232,11 @@ def _first_calls(call: Callable[[], object], row: dict[str, Any], shape: Shape) 
 
 
 def first_calls(call: Callable[[], object]) -> tuple[float, int, int]:
-    """Call twice.
+    """Call twice, to compile and to estimate time and memory.
 
     Returns:
-        (seconds that the first call took longer, bytes at most allocated during the second, how often to call for the
-        timing).
+        (seconds that the first call took longer than the second, most bytes allocated during the second, number of
+        calls for the timing).
     """
     first = _seconds(call)
     torch.cuda.reset_peak_memory_stats()
@@ -261,7 +261,7 @@ def _measure_quantizers(device: torch.device, bandwidth: float) -> list[dict[str
         try:
             found = quantizers(*draw(shape, "normal", device))
             times = median_ms({name: (call, MAX_CALLS) for name, (call, _) in found.items()})
-        except Exception as error:  # As for providers.
+        except Exception as error:  # Quantisers may fail in any way, too.
             rows.append(sizes | {"unavailable": reason(error)})
             continue
         for name, (_, moved) in found.items():
@@ -271,13 +271,13 @@ def _measure_quantizers(device: torch.device, bandwidth: float) -> list[dict[str
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, for a row's "unavailable"."""
+    """Return the type and the first line of an error, for a row's "unavailable"."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def facts(device: torch.device, commit: str) -> dict[str, Any]:
-    """About the machine and the versions, for the record."""
+    """Return facts about the machine and the versions, for the record."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -41,20 +41,21 @@ def run(
     Args:
         device: a CUDA device.
         shapes, providers: what to measure.
-        commit: of the source measured, for the record.
-        progress: told of each shape before it is measured.
+        commit: commit of the measured source, for the record.
+        progress: called with a text for each shape before it is measured.
 
     Returns:
         Plain data: facts about the machine, and "rows". A row has the shape, "provider" and
-        - "ms" (median of a forward with its backward, every pass included), "tflops", "kernel", "forward_ms",
+        - "ms" (median time of a forward with its backward, every pass included), "tflops", "kernel", "forward_ms",
           "backward_ms";
-        - "compile_s": how much longer the first pass took than the second;
-        - "output_rel_l1", "dq_rel_l1", "dk_rel_l1", "dv_rel_l1": of some heads, on the timed tensors, standard normal,
-          under a standard normal gradient; the same names with "_biased": where K and V have means (`measure.draw`);
-        - "saved_bytes": what the graph keeps alive between forward and backward, query, key, value and output where
+        - "compile_s": by how many seconds the first call took longer than the second;
+        - "output_rel_l1", "dq_rel_l1", "dk_rel_l1", "dv_rel_l1": errors in some heads, on the timed tensors and an
+          output gradient, all standard normal; the same names with "_biased": errors if K and V have means
+          (`measure.draw`);
+        - "saved_bytes": memory that the graph keeps between forward and backward, with query, key, value and output if
           it keeps them;
-        - "peak_extra_bytes": at most allocated during both passes, beyond inputs, output and all gradients;
-        or, where the provider is missing or refuses, "unavailable": why.
+        - "peak_extra_bytes": most memory allocated during both passes, beyond inputs, output and all gradients;
+        or, if the provider is missing or refuses the call, "unavailable": the reason.
     """
     with torch.cuda.device(device), torch.enable_grad():
         machine, rows = facts(device, commit), []
@@ -65,12 +66,12 @@ def run(
 
 
 class Step:
-    """A forward and its backward, as two steps that can be timed apart.
+    """Forward pass with its backward pass, as two steps that can be timed separately.
 
     Args:
-        attend: the forward pass of `inputs`.
+        attend: computes the forward pass of `inputs`.
         inputs: query, key and value, which require gradients.
-        output_gradient: of the output; laid out in memory as the output is, as a model's would be.
+        output_gradient: gradient of the output; it is copied to the output's memory layout, as in a model.
     """
 
     def __init__(self, attend: Callable[[], Tensor], inputs: Sequence[Tensor], output_gradient: Tensor) -> None:
@@ -78,14 +79,14 @@ class Step:
         self._output: Tensor | None = None
 
     def forward(self) -> Tensor:
-        """The output; kept for `backward`."""
+        """Return the output, and keep it for `backward`."""
         self._output = self._attend()
         if self._output.stride() != self._output_gradient.stride():
             self._output_gradient = torch.empty_like(self._output).copy_(self._output_gradient)
         return self._output
 
     def backward(self) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value; ends what `forward` began."""
+        """Return the gradients of query, key and value, and release the output that `forward` kept."""
         assert self._output is not None
         output, self._output = self._output, None
         return torch.autograd.grad(output, self._inputs, self._output_gradient)
@@ -96,7 +97,7 @@ class Step:
 
 
 class SampledGradientErrors:
-    """Exact gradients in float64 of the first and the last key head of the first sample, with their query heads."""
+    """Errors against exact gradients in float64, for the first sample's first and last key head with their queries."""
 
     def __init__(self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
         self._kv_heads = key.shape[1]
@@ -104,7 +105,7 @@ class SampledGradientErrors:
         self._truth = exact_gradients(*tensors, is_causal=is_causal)
 
     def of(self, found: Gradients) -> dict[str, float]:
-        """<name>_rel_l1 of output, dq, dk and dv."""
+        """Return the errors <name>_rel_l1 of output, dq, dk and dv."""
         pairs = zip(ERRORS, self._truth, found, strict=True)
         return {f"{name}_rel_l1": tensor_errors(truth, self._sample(x)).rel_l1 for name, truth, x in pairs}
 
@@ -114,11 +115,11 @@ class SampledGradientErrors:
 
 
 def saved_bytes(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> int:
-    """Memory that stays allocated between forward and backward, when the caller itself keeps the output alone.
+    """Return the bytes that stay allocated between forward and backward if the caller keeps nothing but the output.
 
     Args:
         attend: (query, key, value) -> output.
-        inputs: of `attend`; copies of them are used, which nothing but the graph keeps.
+        inputs: query, key and value; they are copied, and only the graph keeps the copies.
     """
     before = torch.cuda.memory_allocated()
     copies = [x.clone() for x in inputs]
@@ -156,12 +157,12 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
                     row["kernel"] = prepared.kernel
                     row["compile_s"], peak, count = first_calls(step)
                     row["peak_extra_bytes"] = max(0, peak - shape.output_bytes - shape.input_bytes)
-                    row["saved_bytes"] = saved_bytes(_attend_of(provider, shape.causal), inputs)
+                    row["saved_bytes"] = saved_bytes(_prepare_and_call(provider, shape.causal), inputs)
                     calls[provider.name] = (step.forward, step.backward), count
                 result = step()
                 require_finite(*result)
                 found = errors.of(result)
-            except Exception as error:  # Whatever keeps a provider from running is what its row says.
+            except Exception as error:  # A provider may fail in any way: its row says how.
                 rows[provider.name] = row_of(provider) | {"unavailable": reason(error)}
                 calls.pop(provider.name, None)
             else:
@@ -174,5 +175,5 @@ def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.de
     return list(rows.values())
 
 
-def _attend_of(provider: Provider, is_causal: bool) -> Callable[..., Tensor]:
+def _prepare_and_call(provider: Provider, is_causal: bool) -> Callable[..., Tensor]:
     return lambda query, key, value: provider.prepare(query, key, value, is_causal).call()

@@ -1,4 +1,4 @@
-"""What is compared: our recipes and the attention kernels of others, each behind one function."""
+"""The providers that are compared: our recipes and the attention kernels of others, each behind one function."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Prepared:
     """A call that is ready to be timed.
 
     Attributes:
-        call: computes the output (batch, q_heads, q_len, head_dim), as often as wanted.
-        kernel: what it runs.
-        output_scale: the output times this is the attention.
+        call: computes the output (batch, q_heads, q_len, head_dim); may be called repeatedly.
+        kernel: name of the kernel that runs.
+        output_scale: factor by which the output has to be multiplied to be attention's.
     """
 
     call: Callable[[], Tensor]
@@ -39,20 +39,20 @@ class Prepared:
 
 
 Prepare = Callable[[Tensor, Tensor, Tensor, bool], Prepared]
-"""(query, key, value, is_causal) -> Prepared; bfloat16 (batch, heads, tokens, head_dim), contiguous. Raises where the
-provider is not installed or refuses the call; may keep the tensors, must not write to them."""
+"""(query, key, value, is_causal) -> Prepared; the tensors are bfloat16 (batch, heads, tokens, head_dim), contiguous.
+It raises if the provider is not installed or refuses the call; it may keep the tensors, but must not write to them."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One column of the comparison.
+    """Provider of attention: one column of the comparison.
 
     Attributes:
-        name: in the JSON.
-        label: in tables and plots.
+        name: name in the JSON.
+        label: name in tables and plots.
         scope: "end_to_end": bfloat16 in and out, quantisation included; "kernel": the operands are quantised before,
-            and only attention is timed. A 16-bit kernel quantises nothing and has "end_to_end" alone.
-        prepare: everything that is not timed.
+            and only attention is timed. A 16-bit kernel quantises nothing, and has only "end_to_end".
+        prepare: does everything that is not timed.
     """
 
     name: str
@@ -87,7 +87,7 @@ def _ours(recipe: str) -> Prepare:
 
 
 def _ours_in_triton(recipe: str) -> Prepare:
-    """Prepare what GPUs without a kernel of their own get, and this one without NVRTC, where another is preferred."""
+    """Prepare the portable Triton kernel, on GPUs for which another kernel is preferred."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
         call = _call(query, key, value, is_causal, recipe)
@@ -124,7 +124,7 @@ def _our_int8_kernel(recipe: str) -> Prepare:
 
 
 def prepare_sdpa(backend: SDPBackend) -> Prepare:
-    """PyTorch's scaled_dot_product_attention by one backend; it raises where that does not serve the call."""
+    """Prepare PyTorch's scaled_dot_product_attention with one backend; the call raises if that does not support it."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
         grouped = query.shape[1] != key.shape[1]
@@ -140,7 +140,7 @@ def prepare_sdpa(backend: SDPBackend) -> Prepare:
 
 def _fa3(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
     import_module("fa3_fwd._C")
-    # Tokens before heads, as strides: no copy.
+    # Tokens before heads, by strides, without a copy.
     tensors = [x.transpose(1, 2) for x in (query, key, value)]
     scale = query.shape[-1] ** -0.5
 
@@ -183,7 +183,7 @@ def _cudnn_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Pr
     codes, descales = zip(*(_to_e4m3(x, (0, 1, 2, 3)) for x in (query, key, value)), strict=True)
     # P is at most 1; 256 of e4m3's 448 leaves room for a maximum that is updated late.
     p_scale = torch.tensor(256.0, device=query.device)
-    # Rows average V, so no element of the output is larger than V's largest, and V's scale serves both.
+    # An output row is a weighted mean of V, so no element exceeds V's largest, and V's scale serves both.
     scalars = [*descales, 1 / p_scale, p_scale, 1 / descales[2]]
     output = torch.empty_like(codes[0])
 
@@ -236,7 +236,7 @@ def _cudnn_handle(device: torch.device) -> Any:
 
 
 def _to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Codes, and the float32 descale (amax / 448) of each slice along the other dimensions."""
+    """Quantise each slice over `dims` to e4m3; return the codes, and the slices' float32 descales (amax / 448)."""
     descale = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-12) / E4M3_MAX
     return (x / descale).to(torch.float8_e4m3fn), descale.flatten() if len(dims) == x.ndim else descale.squeeze(dims)
 
@@ -287,8 +287,11 @@ def _sageattention2_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal:
 
 
 def _sageattention(generation: Literal[1, 2]) -> ModuleType:
-    """The authors' package. Both generations are called `sageattention`; a second one may stand beside it with its
-    generation in the name, `sageattention2`."""
+    """Import the authors' package of one generation.
+
+    Both generations are called `sageattention`; to have both, one may be installed with its generation in the name, as
+    `sageattention2`.
+    """
     for name in (f"sageattention{generation}", "sageattention"):
         try:
             module = import_module(name)
@@ -322,9 +325,10 @@ PROVIDERS: tuple[Provider, ...] = (
 
 
 def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """Our quantisers: name -> (quantises all operands of a call, or leaves Q to the kernel; bytes that moves).
+    """Return our quantisers: name -> (function that quantises a call's operands, bytes that it moves).
 
-    Q is read once, K and V are read twice, for their means first, and each operand is written once.
+    Those named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means), and
+    each operand is written once.
     """
     from sage_kernels.cuda import quantize as hopper
 

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark's JSON, one message each: speed against length, speed against error, speed of training."""
+"""Plots of a benchmark's JSON: speed against length, speed against error, and speed of training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 Columns = dict[Provider, dict[Shape, dict[str, Any]]]
 
 COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
-"""Of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
+"""Colours of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
 OUR_COLOR = "#d1402f"
 OTHER_COLOR = "#8c8c8c"
-LABEL_GAP = 0.045  # of the height of the axes: labels nearer than this are moved apart
+LABEL_GAP = 0.045  # smallest distance between labels, as a fraction of the height of the axes
 
 
 def require_matplotlib() -> None:
-    """Raise ValueError where matplotlib is not installed, saying how to install it."""
+    """Raise ValueError if matplotlib is not installed, and say how to install it."""
     if find_spec("matplotlib") is None:
         raise ValueError('the plot needs matplotlib: pip install "sage-hf[benchmarks]"')
 
@@ -34,8 +34,8 @@ def plot(result: dict[str, Any], path: Path) -> list[Path]:
 
     Args:
         result: the benchmark's JSON.
-        path: of the picture of speeds. Of forward passes a second one shows speed against error: its name ends in
-            "-errors".
+        path: file of the plot of speeds. For forward passes a second file, whose name ends in "-errors", shows speed
+            against error.
 
     Raises:
         ValueError: matplotlib is not installed, or nothing was measured.
@@ -55,7 +55,7 @@ def plot(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _length_figure(columns: Columns, gpu: str) -> Figure:
-    """Draw speed against length of our fastest recipe and of its peers, named where their lines end."""
+    """Draw speed against length for our fastest recipe and its peers, with labels at the ends of the lines."""
     from matplotlib.figure import Figure
 
     ours = _our_fastest(columns)
@@ -89,7 +89,7 @@ def _length_figure(columns: Columns, gpu: str) -> Figure:
 
 
 def _label_ends(axes: Axes, ends: dict[Provider, tuple[float, float]], ours: Provider | None) -> None:
-    """Write each line's name behind its end, from the lowest upwards, moved apart where they would overlap."""
+    """Write each line's name behind its end, from the lowest upwards, moved apart if they would overlap."""
     top = axes.get_ylim()[1]
     lowest = 0.0
     for one, (tokens, speed) in sorted(ends.items(), key=lambda item: item[1][1]):
@@ -108,11 +108,11 @@ def _label_ends(axes: Axes, ends: dict[Provider, tuple[float, float]], ours: Pro
 
 
 def _error_figure(columns: Columns, gpu: str) -> Figure:
-    """Draw speed against error of every provider at one shape, ours in colour and named on the left."""
+    """Draw speed against error for every provider at one shape, ours in colour and labelled on the left."""
     from matplotlib.figure import Figure
 
     shape = common_shape(columns)
-    # Each provider once: end to end where it was measured so.
+    # Each provider appears once: end to end if that was measured, else the kernel alone.
     by_name: dict[str, Provider] = {}
     for one in sorted(columns, key=lambda one: one.scope == "end_to_end"):
         if shape in columns[one] and not one.name.endswith("_triton"):
@@ -165,7 +165,7 @@ def _training_figure(columns: Columns, gpu: str) -> Figure:
 
 
 def _our_fastest(columns: Columns) -> Provider | None:
-    """Return the provider of ours that is fastest end to end where most were measured; None where none was."""
+    """Return our fastest provider end to end, at the shape that most providers measured; None if none was measured."""
     shape = common_shape(columns)
     speeds = {
         one: rows[shape]["tflops"]

@@ -1,4 +1,4 @@
-"""What a benchmark's JSON says, as text: for files, terminals and the README."""
+"""Text tables of a benchmark's JSON, for files, terminals and the README."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS = "sage_hf:sage2"
 
 
 def to_json(result: dict[str, Any]) -> str:
-    """The result of `measure.run` or `measure_training.run`, a row a line."""
+    """Return the result of `measure.run` or `measure_training.run` as JSON, with one line for each row."""
 
     def lines(rows: Sequence[dict[str, Any]]) -> str:
         return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
@@ -40,9 +40,9 @@ def to_json(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Speed of every provider at every shape, as the README shows it: the fastest end to end is bold.
+    """Return a Markdown table of the speed of every provider at every shape; the fastest end to end is bold.
 
-    Of training also the errors and the memory at one shape.
+    For training, a second table has errors and memory at one shape.
     """
     parts = [_markdown_table(*_speeds(result)), _caption(result)]
     if is_training(result) and (columns := measured(result)):
@@ -52,7 +52,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def attention_gain(result: dict[str, Any]) -> str:
-    """Return a Markdown table of one attention call at each model's shape: PyTorch's time, ours, the ratio."""
+    """Return a Markdown table of one attention call at each model's shape: PyTorch's time, ours and the ratio."""
     times: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
         if row["scope"] == "end_to_end" and "ms" in row:
@@ -61,10 +61,10 @@ def attention_gain(result: dict[str, Any]) -> str:
     header = ["one attention call of", "batch × heads × tokens × head_dim", "PyTorch, ms", "`sage2`, ms", "faster by"]
     cells = []
     for name, model in MODEL_SHAPES.items():
-        of_shape = times.get(name, {})
-        before = min((of_shape[provider] for provider in PYTORCH if provider in of_shape), default=None)
-        if before is not None and OURS in of_shape:
-            after = of_shape[OURS]
+        shape_times = times.get(name, {})
+        before = min((shape_times[provider] for provider in PYTORCH if provider in shape_times), default=None)
+        if before is not None and OURS in shape_times:
+            after = shape_times[OURS]
             cells.append([model, str(shapes[name]), _ms(before), _ms(after), f"{before / after:.2f}×"])
     caption = (
         f"Attention alone, on {result['gpu']}, bfloat16 in and out, quantisation included; PyTorch: the faster of its "
@@ -77,19 +77,19 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
     """Return a Markdown table of whole models: the time of a step before and after, and the ratio.
 
     Args:
-        result: with rows {"model", "mode", "provider", "ms"}; the provider is "default" for the model as it comes,
-            "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out.
-        most: rows to show at most (2 or more), evenly from the largest gain to the smallest; None: all, in the order
-            of the result.
+        result: JSON with rows {"model", "mode", "provider", "ms"}; the provider is "default" for the unchanged model
+            and "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out.
+        most: largest number of rows (at least 2), evenly from the largest gain to the smallest; None: all rows, in the
+            order of the result.
     """
     times: dict[tuple[str, str], dict[str, float]] = {}
     for row in result["rows"]:
         times.setdefault((row["model"], row["mode"]), {})[row["provider"]] = row["ms"]
     gains: list[tuple[float, list[str]]] = []
-    for (model, mode), of_model in times.items():
-        ours = {name: ms for name, ms in of_model.items() if name.startswith("sage_hf:")}
-        if "default" in of_model and ours:
-            before, name = of_model["default"], min(ours, key=ours.__getitem__)
+    for (model, mode), model_times in times.items():
+        ours = {name: ms for name, ms in model_times.items() if name.startswith("sage_hf:")}
+        if "default" in model_times and ours:
+            before, name = model_times["default"], min(ours, key=ours.__getitem__)
             after, recipe = ours[name], f"`{name.removeprefix('sage_hf:')}`"
             gains.append((before / after, [model, mode, _ms(before), _ms(after), recipe, f"{before / after:.2f}×"]))
     note = ""
@@ -111,7 +111,7 @@ def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The same for a terminal, then errors and memory at one shape, the quantizers, and who could not run and why."""
+    """Return tables for a terminal: speeds, errors and memory at one shape, quantisers, and what could not run."""
     parts = [_caption(result), text_table(*_speeds(result, bold=False))]
     if columns := measured(result):
         shape = common_shape(columns)
@@ -134,7 +134,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def rows_of(result: dict[str, Any], provider: Provider) -> dict[Shape, dict[str, Any]]:
-    """The rows that one provider measured, by shape."""
+    """Return the rows that one provider measured, by shape."""
     return {
         shape_of(row): row
         for row in result["rows"]
@@ -143,20 +143,20 @@ def rows_of(result: dict[str, Any], provider: Provider) -> dict[Shape, dict[str,
 
 
 def shape_of(row: dict[str, Any]) -> Shape:
-    """The shape that a row was measured at."""
+    """Return the shape that a row was measured at."""
     sizes = (row[name] for name in ("shape", "batch", "q_heads", "kv_heads", "q_len", "head_dim", "causal"))
     return Shape(*sizes)
 
 
 def measured(result: dict[str, Any]) -> dict[Provider, dict[Shape, dict[str, Any]]]:
-    """The rows of each provider that measured any, in the order of PROVIDERS, or of TRAINING_PROVIDERS."""
+    """Return the rows of each provider that measured any, in the order of PROVIDERS or TRAINING_PROVIDERS."""
     providers = TRAINING_PROVIDERS if is_training(result) else PROVIDERS
     found = {provider: rows_of(result, provider) for provider in providers}
     return {provider: rows for provider, rows in found.items() if rows}
 
 
 def is_training(result: dict[str, Any]) -> bool:
-    """Whether the result is one of `measure_training.run`."""
+    """Return whether the result comes from `measure_training.run`."""
     return any(row["direction"] == "forward_backward" for row in result["rows"])
 
 
@@ -176,7 +176,7 @@ def _speeds(result: dict[str, Any], bold: bool = True) -> tuple[list[str], list[
 
 
 def common_shape(columns: dict[Provider, dict[Shape, dict[str, Any]]]) -> Shape:
-    """The shape that most providers measured; of several, the one with most operations."""
+    """Return the shape that most providers measured; among several, the one with most operations."""
     shapes = {shape for rows in columns.values() for shape in rows}
     return max(shapes, key=lambda shape: (sum(shape in rows for rows in columns.values()), shape.operations))
 
@@ -222,7 +222,7 @@ def _training_caption(shape: Shape) -> str:
 
 
 def heading(provider: Provider) -> str:
-    """What a reader calls the provider."""
+    """Return the provider's name for readers."""
     return f"{provider.label} (kernel)" if provider.scope == "kernel" else provider.label
 
 

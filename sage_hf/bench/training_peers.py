@@ -1,6 +1,6 @@
-"""What is compared in training: our recipes with gradients, and the attention of others that has a backward pass.
+"""The providers that are compared in training: our recipes with gradients, and others' attention with a backward pass.
 
-A provider's call is the forward pass, to be differentiated by autograd; query, key and value require gradients.
+A provider's call is the forward pass; autograd differentiates it. Query, key and value require gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _ours(recipe: str) -> Prepare:
 
 
 def _sdpa(backend: SDPBackend, backward: str) -> Prepare:
-    """PyTorch's attention by one backend, whose backward pass autograd knows by the name `backward`."""
+    """Prepare PyTorch's attention with one backend; the call raises unless its backward pass is named `backward`."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
         forward = prepare_sdpa(backend)(query, key, value, is_causal)
@@ -58,7 +58,7 @@ def _fa3(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared
         raise ModuleNotFoundError(message) from error
 
     def call() -> Tensor:
-        # Tokens before heads, as strides: no copy.
+        # Tokens before heads, by strides, without a copy.
         output = module.flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), causal=is_causal)
         return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
 

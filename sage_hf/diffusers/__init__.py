@@ -1,6 +1,6 @@
 """Low-bit attention for diffusers models: processors for every family, and attention backends.
 
-Importing this package does not import diffusers; touching one of its names does.
+Importing this package does not import diffusers; using one of its names does.
 """
 
 from __future__ import annotations

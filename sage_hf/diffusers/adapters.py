@@ -1,6 +1,6 @@
-"""How an IP-Adapter's processor keeps its place in a model while ours attends.
+"""Processors that keep an IP-Adapter's place in a model while a SageAttnProcessor attends for it.
 
-Such a processor is a module whose weights must stay in the model, and diffusers asks for its class.
+An IP-Adapter's processor is a module whose weights must stay in the model, and diffusers checks its class.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 
 class ServedAdapter:
-    """Base of an IP-Adapter processor whose attention a SageAttnProcessor computes; see `serve`.
+    """Base of IP-Adapter processors whose attention a SageAttnProcessor computes; see `serve`.
 
     Attributes:
-        adapter: the processor of diffusers that it takes the place of, with the same weights and scale.
-        sage: the SageAttnProcessor that computes.
+        adapter: the processor of diffusers that it stands in for, with the same weights and scale.
+        sage: the SageAttnProcessor that computes the attention.
     """
 
     adapter: torch.nn.Module
@@ -24,7 +24,7 @@ class ServedAdapter:
 
     @property
     def scale(self) -> Any:
-        """The adapter's scale, which `pipe.set_ip_adapter_scale` assigns."""
+        """Return the adapter's scale, which `pipe.set_ip_adapter_scale` assigns."""
         return self.adapter.scale
 
     @scale.setter
@@ -61,7 +61,7 @@ def _served_class(family: Any) -> Any:
 
 
 def serve(adapter: Any, sage: Any) -> Any:
-    """Return a processor of the adapter's class, with its very weights, whose attention `sage` computes."""
+    """Return a processor of the adapter's class that shares its weights and whose attention `sage` computes."""
     family: Any = type(adapter)
     served_class = _served_class(family)
     served = served_class.__new__(served_class)

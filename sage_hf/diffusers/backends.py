@@ -1,6 +1,6 @@
-"""Our recipes as attention backends of diffusers: `attention_backend("sage3")`, `set_attention_backend("sage3")`.
+"""Attention backends of diffusers for our recipes: `attention_backend("sage3")`, `set_attention_backend("sage3")`.
 
-The names are those of `sage_hf.names`.
+Their names are those of `sage_hf.names`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
 def backend_member(recipe: str, fallback: str | None) -> Any:
-    """The member of diffusers' AttentionBackendName for that recipe and fallback."""
+    """Return the member of diffusers' AttentionBackendName for that recipe and fallback."""
     return _MEMBERS[recipe, None if recipe == "exact" else fallback]
 
 
@@ -42,7 +42,7 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         _save_ctx: bool = True,
         _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """One shard's part in diffusers' context parallelism: (B, N, H, D) tensors; LSE is (B, N, H)."""
+        """Attend to one shard in diffusers' context parallelism: (B, N, H, D) tensors; LSE is (B, N, H)."""
         attn_mask = mask_of_own_heads(attn_mask, query.shape[2], _parallel_config.context_parallel_config)
         out = backend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
         return (out[0], out[1].transpose(1, 2).contiguous()) if return_lse else out
@@ -65,7 +65,7 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq). A (B, Nk) mask applies to every head and query."""
+        """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask is for every head and query."""
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
         if _parallel_config is not None:
@@ -109,7 +109,7 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
 
 
 def _add_member(enum: Any, value: str) -> Any:
-    """Add a member to AttentionBackendName, which offers no way to do so."""
+    """Add a member to AttentionBackendName by the internals of `Enum`, because there is no public way to do so."""
     member = str.__new__(enum, value)
     member._name_, member._value_, member.__objclass__ = value.upper(), value, enum
     member._sort_order_ = len(enum._member_names_)

@@ -1,7 +1,7 @@
-"""What is raised for attention that no processor of ours computes."""
+"""The error raised for attention that none of our processors can compute."""
 
 from __future__ import annotations
 
 
 class UnsupportedAttentionError(ValueError):
-    """An attention module, or a way of running it, that low-bit attention cannot serve; the message names it."""
+    """Error for an attention module, or a way of running it, that low-bit attention cannot serve, and that it names."""

@@ -1,4 +1,4 @@
-"""diffusers' layer skip (skip-layer and perturbed-attention guidance) on attention modules with our processors."""
+"""Support for diffusers' layer skip (skip-layer and perturbed-attention guidance) in modules with our processors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .processor import SageAttnProcessor, layer_of, sage_of
 
 
 def complete_processor_registry(helpers: ModuleType) -> None:
-    """Have diffusers' AttentionProcessorRegistry know our processors; `helpers` is diffusers.hooks._helpers."""
+    """Make our processors known to diffusers' AttentionProcessorRegistry; `helpers` is diffusers.hooks._helpers."""
     registry = helpers.AttentionProcessorRegistry
     get = registry.get
 
     def skip_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's processor of diffusers is registered to return for a skipped attention."""
+        """Return the output that diffusers defines for a skipped attention of the module's original processor."""
         original = module.processor if sage_of(module) is None else layer_of(module).original
         return get(type(original)).skip_processor_output_fn(module, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What diffusers lacks, added to it when it is imported; `import sage_hf` itself does not import it."""
+"""Additions to diffusers, made when it is imported; `import sage_hf` itself does not import it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _warned: set[type] = set()
 
 @functools.cache
 def install() -> None:
-    """Arrange, once, for diffusers' modules to be completed as they are imported, now if they are."""
+    """Complete each module of diffusers once: now if it is imported already, else right after its import."""
     when_imported("diffusers.models.attention_dispatch", _complete_dispatch)
     when_imported("diffusers.models.attention_processor", _complete_attention_processor)
     when_imported("diffusers.models.attention", _complete_attention)
@@ -39,18 +39,18 @@ def _complete_dispatch(dispatch: ModuleType) -> None:
 
 
 def _complete_attention_processor(module: ModuleType) -> None:
-    """`Attention` and `MochiAttention` tell a SageAttnProcessor what they computed before it came."""
+    """Have `Attention` and `MochiAttention` tell a new SageAttnProcessor what they computed before."""
     attention, mochi = module.Attention, module.MochiAttention
-    attention.set_processor = _remembering(attention.set_processor)
+    attention.set_processor = _with_replacement(attention.set_processor)
     mochi.set_processor = attention.set_processor
     mochi.get_processor = attention.get_processor
     for cls in (attention, mochi):
-        cls.forward = _warning_without_dispatch(cls.forward)
+        cls.forward = _warn_without_dispatch(cls.forward)
 
 
 def _complete_attention(module: ModuleType) -> None:
     mixin = module.AttentionModuleMixin
-    mixin.set_processor = _remembering(mixin.set_processor)
+    mixin.set_processor = _with_replacement(mixin.set_processor)
 
 
 def _complete_modeling_utils(module: ModuleType) -> None:
@@ -62,7 +62,7 @@ def _complete_modeling_utils(module: ModuleType) -> None:
 
 
 def _complete_loaders(module: ModuleType) -> None:
-    """Loading and unloading an IP-Adapter, which makes every processor anew by its class alone, keeps ours."""
+    """Keep our processors when IP-Adapters are loaded or unloaded, which makes every processor anew by its class."""
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__:
             for name in ("_load_ip_adapter_weights", "unload_ip_adapter"):
@@ -94,7 +94,7 @@ def _complete_layer_skip(module: ModuleType) -> None:
     score_skip_modes.append(module.AttentionScoreSkipFunctionMode)
 
 
-def _remembering(set_processor: Callable[..., None]) -> Callable[..., None]:
+def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_processor)
     def wrapper(self: torch.nn.Module, processor: Any) -> None:
         from .processor import replace_processor
@@ -104,8 +104,8 @@ def _remembering(set_processor: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _warning_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`with attention_backend("sage3")` reaches only processors that dispatch: the others say that it did not."""
+def _warn_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `forward` to warn if `with attention_backend("sage3")` has no effect, because the processor ignores it."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     from sage_hf.names import NAMES

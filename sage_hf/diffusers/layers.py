@@ -1,6 +1,7 @@
-"""Which computation an attention module performs, read from the processor it came with.
+"""The computation that an attention module performs, recognised by its original processor.
 
-A module's features do not tell families apart (CogVideoX, CogView4 and HunyuanVideo share theirs): the processor does.
+A module's own features do not distinguish families (CogVideoX, CogView4 and HunyuanVideo share theirs); its processor
+does.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from .families import ADAPTERS, FAMILIES
 
 
 class Sage(Protocol):
-    """What a layer asks of the processor that runs it."""
+    """Interface of the processor that runs a layer."""
 
     fallback: str | None
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
-        """Return the recipe for an attention module, as its mode is."""
+        """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
 
     def attend(self, attn: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attend with that recipe; (B, H, N, D) tensors."""
+        """Attend with that recipe, on (B, H, N, D) tensors."""
 
 
-# diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. What arrives
-# depends on the family, so our processors show the parameters of every family met so far.
+# diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. Each family
+# passes others, so the signature of our processors names the parameters of every family recognised so far.
 _shown = dict.fromkeys(("self", "attn"))
 _shown_by: list[Callable[..., Any]] = []
 
 
 def show_parameters_of_families(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the signature of `call`, a processor's `__call__`, name the parameters of every family met so far."""
+    """Make the signature of `call`, a processor's `__call__`, name the parameters of every family recognised so far."""
     _shown_by.append(call)
     _write_signatures()
     return call
@@ -49,12 +50,12 @@ def _write_signatures() -> None:
 
 
 class Layer:
-    """What an attention module computes: layer(sage, attn, ...) runs it with the recipe of the processor `sage`.
+    """Computation of an attention module: layer(sage, attn, ...) runs it with the recipe of the processor `sage`.
 
     Attributes:
-        original: the processor of diffusers that computes it.
-        parameters: names of the arguments.
-        holds_weights: whether `original` is a module (an IP-Adapter), which stays where it is.
+        original: the processor of diffusers for the same computation.
+        parameters: names of the arguments of the computation.
+        holds_weights: whether `original` is a module (an IP-Adapter), which has to stay in the model.
     """
 
     def __init__(self, original: Any, parameters: Iterable[str]) -> None:
@@ -73,14 +74,14 @@ class Layer:
             _write_signatures()
 
     def check_parallel(self) -> None:
-        """Raise UnsupportedAttentionError if context parallelism would leave it with the tokens of one process."""
+        """Raise UnsupportedAttentionError if the layer would see only one process's tokens in context parallelism."""
         raise UnsupportedAttentionError(
             f"context parallelism is enabled, and {type(self.original).__name__} does not attend through it, so it "
             "would see the tokens of its own process only: run this model without enable_parallelism()"
         )
 
     def parallelize(self, config: Any) -> None:
-        """Attend across processes as diffusers' ParallelConfig says, and so will the original when it is put back.
+        """Attend across processes as diffusers' ParallelConfig says; the original processor will too, once put back.
 
         Raises:
             UnsupportedAttentionError: see `check_parallel`.
@@ -93,7 +94,7 @@ class Layer:
 
 
 class ExplicitLayer(Layer):
-    """Attention by one of our own functions."""
+    """Layer that attends by one of our own functions."""
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
         super().__init__(original, tuple(inspect.signature(function).parameters)[1:])
@@ -104,16 +105,16 @@ class ExplicitLayer(Layer):
 
 
 class AdapterLayer(ExplicitLayer):
-    """Attention with an IP-Adapter by one of our own functions, and the adapter's weights."""
+    """Layer that attends with an IP-Adapter, by one of our own functions and with the adapter's weights."""
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(sage, attn, self.original, *args, **kwargs)
 
 
 class _StandIn:
-    """`self` of a diffusers processor during one call: its attributes, but for the attention backend of that call.
+    """Stand-in for a diffusers processor during one call: it has the attention backend of that call.
 
-    Nothing that exists is written to, so a compiled call finds everything as it was traced.
+    All other attributes are the processor's, which is not written to, so a compiled call finds it as it was traced.
     """
 
     def __init__(self, original: Any, backend: Any) -> None:
@@ -125,13 +126,13 @@ class _StandIn:
 
 
 class DispatchLayer(Layer):
-    """Attention by the family's own processor, which asks diffusers' dispatch for one of our backends."""
+    """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch."""
 
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
 
     def check_parallel(self) -> None:
-        """Raise UnsupportedAttentionError if the family's processor does not hand the configuration to the dispatch."""
+        """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
         if "_parallel_config" not in type(self.original).__call__.__code__.co_names:
             super().check_parallel()
 
@@ -142,13 +143,13 @@ class DispatchLayer(Layer):
 
 
 def calls_dispatch(processor: Any) -> bool:
-    """Whether a processor of diffusers attends through `dispatch_attention_fn`."""
+    """Return whether a processor of diffusers attends through `dispatch_attention_fn`."""
     code = getattr(type(processor).__call__, "__code__", None)
     return code is not None and "dispatch_attention_fn" in code.co_names
 
 
 def _takes_backend(processor: Any) -> bool:
-    """Whether it does so with the backend it was given, and never with one written in its code (flex, mostly)."""
+    """Return whether a processor passes the backend it was given to the dispatch, never a fixed one (mostly flex)."""
     if not (calls_dispatch(processor) and hasattr(processor, "_attention_backend")):
         return False
     code = type(processor).__call__.__code__
@@ -156,10 +157,10 @@ def _takes_backend(processor: Any) -> bool:
 
 
 def recognize(module: torch.nn.Module, original: Any) -> Layer:
-    """The computation that `original`, the processor of `module`, performs.
+    """Return the computation that `original`, the processor of `module`, performs.
 
     Raises:
-        UnsupportedAttentionError: it is none that can be done in low bits; names module and processor.
+        UnsupportedAttentionError: it cannot be done in low bits; the message names module and processor.
     """
     family = type(original).__name__
     if original is None:
@@ -169,10 +170,10 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
         )
     if _takes_backend(original):
         return DispatchLayer(original)
-    of_diffusers = type(original).__module__.startswith("diffusers.")
-    if of_diffusers and family in FAMILIES:
+    from_diffusers = type(original).__module__.startswith("diffusers.")
+    if from_diffusers and family in FAMILIES:
         return ExplicitLayer(original, FAMILIES[family])
-    if of_diffusers and family in ADAPTERS:
+    if from_diffusers and family in ADAPTERS:
         return AdapterLayer(original, ADAPTERS[family])
     if isinstance(original, torch.nn.Module):
         reason = (

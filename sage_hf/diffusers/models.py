@@ -1,4 +1,4 @@
-"""Methods of diffusers' models: `set_attn_processor` where it lacks, `set_attention_backend` where it had no effect."""
+"""Methods added to diffusers' models: `set_attn_processor` where it is missing, and our `set_attention_backend`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NO_ATTENTION = "{} has no attention layer whose processor can be switched: ther
 
 
 def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAttnProcessor]:
-    """A processor for every attention layer of `model`, which is not changed.
+    """Return a processor for each attention layer of `model`, by dotted name, without changing the model.
 
     Raises:
-        UnsupportedAttentionError: the model has none, or one is not recognised; names it.
+        UnsupportedAttentionError: the model has no attention layer, or one is not recognised; the message names it.
     """
     layers = attention_layers(model)
     if not layers:
@@ -53,9 +53,12 @@ def _check_supported(model: Any, processor: Any) -> None:
 
 
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
-    """Put back the processors that `set_attention_backend` with one of our names replaced; returns what was removed.
+    """Put back the processors that `set_attention_backend` replaced for one of our names.
 
-    Where another processor of ours was set since then, that one forgets the backend.
+    If another processor of ours was set since then, restoring that one will skip the backend's processor.
+
+    Returns:
+        The modules whose processor was put back, with our processor that was removed.
     """
     removed = []
     for module in attention_layers(model).values():
@@ -72,7 +75,7 @@ def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
 
 
 def _check_first(model_class: Any) -> None:
-    """Have a `set_attn_processor` that the class defines itself refuse before it changes the first layer."""
+    """Wrap the class's own `set_attn_processor`, if any, so that it raises before it changes the first layer."""
     set_attn_processor = vars(model_class).get("set_attn_processor")
     if set_attn_processor is None:
         return
@@ -91,21 +94,21 @@ def _subclasses(model_class: type) -> set[type]:
 
 
 def complete_model_class(model_class: Any) -> None:
-    """Complete diffusers' ModelMixin. What a model, or another of its bases, defines itself goes first."""
+    """Complete diffusers' ModelMixin; a method that a model or another of its bases defines takes precedence."""
     set_backend, reset_backend = model_class.set_attention_backend, model_class.reset_attention_backend
 
     def attn_processors(self: torch.nn.Module) -> dict[str, Any]:
-        """The processor of every attention layer, by `<layer>.processor`."""
+        """Return the processor of every attention layer, by `<layer>.processor`."""
         try:
             return super(model_class, self).attn_processors
         except AttributeError:
             return {f"{name}.processor": module.processor for name, module in attention_layers(self).items()}
 
     def set_attn_processor(self: torch.nn.Module, processor: Any) -> None:
-        """Set one processor in every attention layer, or those of a dictionary shaped as `attn_processors`.
+        """Set one processor in every attention layer, or one for each from a dictionary like `attn_processors`.
 
         Raises:
-            UnsupportedAttentionError: a SageAttnProcessor cannot serve one of the layers; nothing was changed.
+            UnsupportedAttentionError: a SageAttnProcessor cannot serve one of the layers. Nothing is changed then.
         """
         from diffusers.models.attention import AttentionMixin
 

@@ -1,4 +1,4 @@
-"""Context parallelism: diffusers splits the tokens of a model among processes, and attention brings them together."""
+"""Context parallelism: diffusers splits a model's tokens among processes, and attention brings them together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_parallelism(model: Any, layer: Layer) -> None:
 
 
 def complete_parallelism(model_class: Any) -> None:
-    """Have `enable_parallelism` reach the attention that a SageAttnProcessor stands in for, or refuse at once."""
+    """Make `enable_parallelism` configure the layers with a SageAttnProcessor, or raise before anything is changed."""
     if not hasattr(model_class, "enable_parallelism"):
         return
     enable = model_class.enable_parallelism
@@ -45,11 +45,11 @@ def complete_parallelism(model_class: Any) -> None:
 
 
 def _splits_tokens(config: Any) -> bool:
-    """Return whether a ParallelConfig, or a part of one, asks for context parallelism; None asks for nothing."""
+    """Return whether a ParallelConfig or ContextParallelConfig asks for context parallelism; False for None."""
     return hasattr(config, "ulysses_degree") or getattr(config, "context_parallel_config", None) is not None
 
 
 def _sage_layers(model: torch.nn.Module) -> dict[str, Layer]:
-    """Return what the layers with a SageAttnProcessor compute, by dotted name."""
+    """Return the computations of the layers with a SageAttnProcessor, by dotted name."""
     modules = attention_layers(model).items()
     return {name: layer_of(module) for name, module in modules if sage_of(module) is not None}

@@ -1,4 +1,4 @@
-"""The attention processors users set: one class serves every supported family, all layers at once or one each."""
+"""The attention processors that users set; one class serves every supported family, for one layer or for all."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class SageAttnProcessor:
     """Attention processor for diffusers models.
 
     One instance may serve all layers of a model, `model.set_attn_processor(SageAttnProcessor("sage3"))`: each attention
-    module then keeps what its former processor computed. `bind` makes one for a single layer.
+    module then remembers what its former processor computed. `bind` makes one for a single layer.
 
     Args:
         recipe: name of a recipe; may be assigned later, `processor.recipe = "sage2"`.
         fallback: "native", "emulate", "error", or None for the default of the process (sage_hf.set_default_fallback).
-        training: name of the recipe of attention modules in training mode; None: `recipe` there too.
+        training: name of the recipe for attention modules in training mode; None: `recipe` there too.
 
     Raises:
-        ValueError: unknown recipe or fallback.
+        ValueError: recipe, training or fallback is unknown.
     """
 
     def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
         self.recipe = get_recipe(recipe).name
         self.fallback = None if fallback is None else check_fallback(fallback)
         self.training = None if training is None else get_recipe(training).name
-        self._layer: Layer | None = None  # of the one module it is bound to
-        self._before: Any = None  # what `exchange_processor` took out of that module, and
-        self._by_backend = False  # whether it did so for `set_attention_backend`
+        self._layer: Layer | None = None  # the computation of the one module that this processor is bound to
+        self._before: Any = None  # the processor that `exchange_processor` took out of that module
+        self._by_backend = False  # whether that was for `set_attention_backend`
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
-        """The recipe for an attention module, as its mode is."""
+        """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
         return self.training if self.training is not None and attn.training else self.recipe
 
     def attend(
@@ -60,9 +60,9 @@ class SageAttnProcessor:
         attn_mask: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """`sage_attention` with this processor's recipe for `attn`, and its fallback; (B, H, N, D) tensors.
+        """Run `sage_attention` with this processor's recipe for `attn` and its fallback, on (B, H, N, D) tensors.
 
-        Inside diffusers' score skip the output is `value`.
+        The output is `value` while diffusers skips attention scores.
         """
         if scores_are_skipped(query, value):
             return value
@@ -71,7 +71,7 @@ class SageAttnProcessor:
 
     @show_parameters_of_families
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Attention of `attn`. All arguments go to what its family computes, which rejects those it does not know."""
+        """Compute the attention of `attn` with the arguments of its family; unknown arguments raise TypeError."""
         return run_in_layer(attn, self._layer_in(attn), self, attn, *args, **kwargs)
 
     def _layer_in(self, attn: torch.nn.Module) -> Layer:
@@ -107,35 +107,35 @@ class SageAttnProcessor:
 
 
 class SageAttn3Processor(SageAttnProcessor):
-    """NVFP4 attention (SageAttention3, arXiv 2505.11594)."""
+    """Processor for NVFP4 attention (SageAttention3, arXiv 2505.11594)."""
 
     def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
         super().__init__(recipe, fallback, training)
 
 
 class SageAttn2Processor(SageAttnProcessor):
-    """INT8 Q·Kᵀ and FP8 P·V (SageAttention2)."""
+    """Processor for attention with INT8 Q·Kᵀ and FP8 P·V (SageAttention2, arXiv 2411.10958)."""
 
     def __init__(self, recipe: str = "sage2", fallback: str | None = None, training: str | None = None) -> None:
         super().__init__(recipe, fallback, training)
 
 
 class SageAttn1Processor(SageAttnProcessor):
-    """INT8 Q·Kᵀ and 16-bit P·V (SageAttention)."""
+    """Processor for attention with INT8 Q·Kᵀ and 16-bit P·V (SageAttention, arXiv 2410.02367)."""
 
     def __init__(self, recipe: str = "sage1", fallback: str | None = None, training: str | None = None) -> None:
         super().__init__(recipe, fallback, training)
 
 
 class SageBwdProcessor(SageAttnProcessor):
-    """INT8 attention with gradients, for training (SageBwd, arXiv 2505.11594)."""
+    """Processor for INT8 attention with gradients, for training (SageBwd, arXiv 2505.11594)."""
 
     def __init__(self, recipe: str = "sage_bwd", fallback: str | None = None, training: str | None = None) -> None:
         super().__init__(recipe, fallback, training)
 
 
 def sage_of(module: torch.nn.Module) -> SageAttnProcessor | None:
-    """Return the SageAttnProcessor that computes the attention of `module`; None if diffusers does."""
+    """Return the SageAttnProcessor that computes the attention of `module`; None if there is none."""
     present = getattr(module, "processor", None)
     if isinstance(present, ServedAdapter):
         return present.sage
@@ -143,10 +143,10 @@ def sage_of(module: torch.nn.Module) -> SageAttnProcessor | None:
 
 
 def layer_of(module: torch.nn.Module) -> Layer:
-    """What `module` computes, from its present processor; `module` is not changed.
+    """Return what `module` computes with its present processor; `module` is not changed.
 
     Raises:
-        UnsupportedAttentionError: that is nothing we know.
+        UnsupportedAttentionError: the computation is not supported.
     """
     sage = sage_of(module)
     return recognize(module, getattr(module, "processor", None)) if sage is None else sage._layer_in(module)
@@ -155,11 +155,11 @@ def layer_of(module: torch.nn.Module) -> Layer:
 def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
     """Return what `processor` will compute when it is set in `module`, which is not changed.
 
-    One of ours passes its layer on. A processor that was in this module before computes what it did then, whatever
-    has taken its place for a while.
+    A SageAttnProcessor that is set passes its layer on to the new one. A processor that was in this module before
+    computes the same as then, even if another one has replaced it for a while.
 
     Raises:
-        UnsupportedAttentionError: it is new to the module, which computes nothing we know.
+        UnsupportedAttentionError: the processor is new to the module, whose computation is not supported.
     """
     known = None if sage_of(module) is not None else processor._known_layer(module)
     return layer_of(module) if known is None else known
@@ -168,27 +168,27 @@ def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
 def bind(
     module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None, training: str | None = None
 ) -> SageAttnProcessor:
-    """A processor for this one attention module, chosen from its present processor; `module` is not changed.
+    """Return a processor for this one attention module, made from its present processor; `module` is not changed.
 
     Raises:
-        ValueError: unknown recipe or fallback.
-        UnsupportedAttentionError: the module is not recognised; names it.
+        ValueError: recipe, training or fallback is unknown.
+        UnsupportedAttentionError: the module is not recognised; the message names it.
     """
     processor = SageAttnProcessor(recipe, fallback, training)
     processor._layer = layer_of(module)
     return processor
 
 
-_displacing: set[str] = set()  # processors whose taking over from ours was logged
+_displacing: set[str] = set()  # classes of processors that replaced ours and were logged
 
 
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
-    """Prepare `module` for `module.set_processor(processor)`; returns the processor to set.
+    """Prepare `module` for `module.set_processor(processor)`, and return the processor to set.
 
-    A shared SageAttnProcessor leaves in the module what the module computed so far, also while another processor stands
-    in for it; the original takes that away. An IP-Adapter's processor stays, and is served by ours. A new Fused…
-    processor, which is what diffusers' `fuse_qkv_projections()` sets, does not displace ours, which computes with the
-    separate projections. Another one, as attention slicing or xFormers set, does, and that is logged.
+    A shared SageAttnProcessor stores in the module what the module computed so far. That stays while another processor
+    is set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and ours attends
+    for it. A new Fused… processor, as diffusers' `fuse_qkv_projections()` sets, does not replace ours, which computes
+    with the separate projections. Any other processor, as attention slicing or xFormers set, does, which is logged.
     """
     if isinstance(processor, SageAttnProcessor):
         return _take_over(module, processor, layer_for(module, processor))
@@ -214,7 +214,7 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
 
 
 def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Layer) -> Any:
-    """Have `processor` compute `layer` in `module`; returns what to set as the module's processor."""
+    """Make `processor` compute `layer` in `module`, and return the processor to set in the module."""
     if processor._layer is not None:
         processor._layer = layer
     else:
@@ -223,10 +223,11 @@ def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Lay
 
 
 def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend: bool = False) -> Callable[[], None]:
-    """Set a processor that is bound to `module`; the returned function puts back what was there.
+    """Set a processor that is bound to `module`, and return a function that puts back the previous one.
 
-    An attention backend of ours takes the place of the one before it. Loading and unloading IP-Adapters is not undone:
-    a processor of diffusers comes back as it is now.
+    A processor set by an attention backend of ours replaces one set by another such backend: the function then puts
+    back the processor before both. Loading and unloading of IP-Adapters is not undone: a processor of diffusers is put
+    back in its present state.
     """
     before = sage_of(module)
     if by_backend and before is not None and before._by_backend:
@@ -239,7 +240,7 @@ def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend:
 
 
 def put_back(module: Any, processor: SageAttnProcessor) -> None:
-    """Set what `processor` took the place of in `exchange_processor`."""
+    """Put back the processor that `processor` replaced in `exchange_processor`."""
     before = processor._before
     if not isinstance(before, SageAttnProcessor):
         present = module.processor if sage_of(module) is None else layer_of(module).original
@@ -250,7 +251,7 @@ def put_back(module: Any, processor: SageAttnProcessor) -> None:
 
 @contextmanager
 def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
-    """Take our processors out of `model` while diffusers rebuilds its own, and have them serve what it built."""
+    """Replace our processors in `model` by the originals while diffusers rebuilds these, and set ours again after."""
     layers: list[Any] = list(attention_layers(model).values())
     served = {module: sage for module in layers if (sage := sage_of(module)) is not None}
     originals = {module: layer_of(module).original for module in served}
@@ -267,14 +268,14 @@ def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _set_again(module: Any, sage: SageAttnProcessor) -> None:
-    """Set a processor of ours, to compute what `module` computes now."""
+    """Set a processor of ours so that it computes what `module` computes now."""
     if sage._layer is not None:
         sage._layer = layer_of(module)
     module.set_processor(sage)
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every attention module inside `model` whose processor can be switched, by dotted name."""
+    """Return every attention module inside `model` whose processor can be switched, by dotted name."""
     return {
         name: module
         for name, module in model.named_modules()

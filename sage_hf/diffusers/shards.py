@@ -1,4 +1,4 @@
-"""Masks under context parallelism, where a process has some of the keys and attends with some of the heads."""
+"""Masks under context parallelism, where each process holds part of the keys and attends with part of the heads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 
 def gather_mask(mask: torch.Tensor | None, kv_len: int, config: Any) -> torch.Tensor | None:
-    """Return the mask for the keys of all processes, in the order in which diffusers brings the keys together.
+    """Return the mask for the keys of all processes, in the order in which diffusers gathers the keys.
 
     Args:
-        mask: its last dimension is the keys: those of this process, or of all.
+        mask: its last dimension is the keys of this process, or of all processes.
         kv_len: number of keys of this process.
         config: diffusers' ContextParallelConfig.
 
     Raises:
-        ValueError: a ring, which would apply this process's mask to the keys of every other one.
+        ValueError: ring attention is configured, which would apply this process's mask to the keys of the others.
     """
     if mask is None:
         return None
@@ -43,7 +43,7 @@ def gather_mask(mask: torch.Tensor | None, kv_len: int, config: Any) -> torch.Te
 def mask_of_own_heads(mask: torch.Tensor | None, heads: int, config: Any) -> torch.Tensor | None:
     """Return the part of a mask (batch, all heads, 1 or q_len, kv_len) for the `heads` that this process attends with.
 
-    Masks that say the same for all heads, (batch, 1, …) or without that dimension, are returned as they are.
+    Masks shared by all heads, (batch, 1, …) or without a dimension of heads, are returned unchanged.
     """
     if mask is None or mask.dim() < 4 or mask.shape[1] == 1:
         return mask

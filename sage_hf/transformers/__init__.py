@@ -1,4 +1,4 @@
-"""transformers: `attn_implementation="sage3"` and its siblings.
+"""Low-bit attention for transformers models: `attn_implementation="sage3"` and its siblings.
 
 Importing this package does not import transformers; `register` waits for it.
 """

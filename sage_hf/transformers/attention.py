@@ -1,4 +1,4 @@
-"""The attention function transformers calls: each argument is honoured, handed to exact attention, or refused."""
+"""The attention function that transformers calls; it honours each argument, runs exact attention for it, or raises."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ def sage_attention_forward(
     fallback: str | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as transformers' models ask for it, by a recipe.
+    """Compute attention by a recipe, with the arguments that transformers' models pass.
 
-    Masks and causality are those of transformers' `sdpa`: a mask wins over causality, `is_causal` over
-    `module.is_causal`, and causal attention is upper left and for more than one query. A mask (batch, kv_len) is what
-    `masks.sage_training_mask` makes of causality with padding: attention is causal among the keys that it has.
-    `module.sage_recipe` and `module.sage_fallback` win over `recipe` and `fallback`; while the module is in training
-    mode, `module.sage_training` wins over `module.sage_recipe`.
+    Masks and causality work as in transformers' `sdpa`: a mask wins over causality, `is_causal` wins over
+    `module.is_causal`, and causal attention is aligned upper left and only for more than one query. A mask
+    (batch, kv_len) comes from `masks.sage_training_mask`, for causal attention with padding: attention is causal among
+    the keys that it marks True. `module.sage_recipe` and `module.sage_fallback` win over `recipe` and `fallback`; while
+    the module is in training mode, `module.sage_training` wins over `module.sage_recipe`.
 
-    Exact attention takes over, recorded and logged, for a softcap, for sinks where gradients are wanted, for dropout,
-    for attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
+    Exact attention takes over, recorded and logged, for a softcap, for sinks if gradients are wanted, for dropout, for
+    attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
 
     Args:
-        module: the attention layer that calls.
+        module: the calling attention layer.
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim), not repeated. Batch may be 1 here or in query.
         attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len),
-            cut to kv_len if longer; or bool (batch, kv_len), see above, where q_len is kv_len.
-        dropout: probability, of the attention weights.
-        scaling: of Q·Kᵀ; default head_dim ** -0.5.
-        is_causal: default `module.is_causal`.
-        position_bias: additive, broadcastable to (batch, q_heads, q_len, kv_len) (T5).
+            cut to kv_len if longer; or bool (batch, kv_len), see above, if q_len equals kv_len.
+        dropout: dropout probability of the attention weights.
+        scaling: factor of Q·Kᵀ; default head_dim ** -0.5.
+        is_causal: whether attention is causal; default `module.is_causal`.
+        position_bias: added to the scores, broadcastable to (batch, q_heads, q_len, kv_len) (T5).
         softcap: bound on the magnitude of the logits (Gemma 2).
         s_aux: (q_heads,) logits of the attention sinks (GPT-OSS).
         output_attentions: return the attention weights as well.
         recipe, fallback: as for `sage_hf.sage_attention`.
-        kwargs: what else models hand on, see `keywords.sort_keywords`.
+        kwargs: the other keywords that models pass, see `keywords.sort_keywords`.
 
     Returns:
-        The output, (batch, q_len, q_heads, v_head_dim), contiguous; the attention weights, None unless asked for.
+        The output, (batch, q_len, q_heads, v_head_dim), contiguous; and the attention weights, None unless asked for.
 
     Raises:
-        TypeError: a keyword that may change the result and that nothing here can honour.
-        ValueError: a paged cache, or what `sage_hf.sage_attention` refuses.
+        TypeError: a keyword may change the result and cannot be honoured.
+        ValueError: the model passes a paged cache, or `sage_hf.sage_attention` refuses the arguments.
     """
     name, padding_comes_alone = name_of(recipe, fallback), get_recipe(recipe).backward is not None
     if getattr(module, IMPLEMENTATION, name) == name:
@@ -123,7 +123,15 @@ def _attend(
     recipe: str,
     fallback: str | None,
 ) -> torch.Tensor:
-    """The attention proper, arguments as in `sage_hf.attention.attend`."""
+    """Attend by the recipe, or exactly for a softcap, sinks that need gradients and dropout.
+
+    Args:
+        sinks: (q_heads,) logits of the attention sinks.
+        The others are those of `sage_hf.attention.attend`, or of `sage_attention_forward`.
+
+    Returns:
+        (batch, q_heads, q_len, v_head_dim).
+    """
     enable_gqa = bool(query.shape[1] != key.shape[1])  # no SymBool
     wants_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
@@ -176,7 +184,7 @@ def _eager(
     recipe: str,
     reason: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's own eager attention, which returns (batch, q_len, q_heads, v_head_dim) and the weights."""
+    """Run the model's own eager attention; return its output (batch, q_len, q_heads, v_head_dim) and the weights."""
     eager = eager_attention_of(module)
     _report_exact(query, key, value, mask, is_causal, recipe, reason)
     if is_causal:
@@ -188,7 +196,7 @@ def _eager(
 
 
 def _add_to_bias(position_bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The additive mask that a position bias and a mask amount to."""
+    """Return a position bias and a mask combined into one additive mask."""
     if mask is None:
         return position_bias
     return position_bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else position_bias + mask

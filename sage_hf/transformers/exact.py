@@ -21,20 +21,20 @@ def exact_attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax of `softcap * tanh(scale * Q·Kᵀ / softcap) + mask`, with a sink's logit in the denominator, times V.
+    """Compute softmax(softcap * tanh(scale * Q·Kᵀ / softcap) + mask) · V, with the sink in the softmax's denominator.
 
-    Differentiable in every tensor. The softmax is computed in float32 (float64 for float64 inputs), some query rows
-    at a time, so that memory is linear in sequence length.
+    The result is differentiable in every tensor. The softmax is computed in float32 (float64 for float64 inputs), for
+    some query rows at a time, so that memory is linear in sequence length.
 
     Args:
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim); q_heads a multiple of kv_heads.
         attn_mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        is_causal: row i attends to keys 0…i, of those that attn_mask allows.
-        scale: of Q·Kᵀ; default head_dim ** -0.5.
+        is_causal: row i attends only to keys 0…i, among those that attn_mask allows.
+        scale: factor of Q·Kᵀ; default head_dim ** -0.5.
         softcap: bound on the magnitude of the logits, before the mask.
-        sinks: (q_heads,) logits of one more key per head, whose value is zero.
-        dropout_p: dropout on the attention weights.
+        sinks: (q_heads,) logits of one additional key per head, whose value is zero.
+        dropout_p: dropout probability of the attention weights.
 
     Returns:
         (batch, q_heads, q_len, v_head_dim), in query's dtype. Rows with no allowed key are 0.

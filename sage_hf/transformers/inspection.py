@@ -1,4 +1,4 @@
-"""What the classes of transformers' modelling files do, read from their code: judged before any layer is built."""
+"""Inspection of the classes in transformers' modelling files by their code, before any layer is built."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_util
 
 
 def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
-    """Return `function` with its results kept (functools.cache, whose types know no class that is hashable)."""
+    """Return `function` with cached results (functools.cache, typed so that it accepts classes)."""
     return cast(Callable[[type], Result], functools.cache(function))
 
 
 def is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
-    """Return whether a value is a class of modules."""
+    """Return whether a value is a subclass of `nn.Module`."""
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
@@ -35,7 +35,7 @@ def calls_interface(module_class: type) -> bool:
 
 
 def methods(module_class: type) -> Iterator[CodeType]:
-    """Yield the code of the class's methods, inherited ones included, without those every module or model has."""
+    """Yield the code of the class's methods, including inherited ones but not those that every module or model has."""
     for name in dir(module_class):
         function = inspect.unwrap(inspect.getattr_static(module_class, name))
         if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
@@ -44,7 +44,7 @@ def methods(module_class: type) -> Iterator[CodeType]:
 
 @once_per_class
 def built_classes(module_class: type) -> frozenset[type]:
-    """Return the class and those of the modules that it builds, and they in turn, as far as constructors name them."""
+    """Return the class and the module classes named in its constructor, in theirs, and so on."""
     found: set[type] = set()
     waiting = [module_class]
     while waiting:

@@ -1,4 +1,4 @@
-"""Which of the keywords a model hands to its attention function change the result, and who can honour them."""
+"""The keywords that a model passes to its attention function: which change the result, and what can honour them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NAMED = frozenset(
 
 HARMLESS = frozenset(
     {
-        "sliding_window",  # the mask has it
-        "position_ids",  # the mask has what they say of packing; the rest is rotary embedding, done by now
+        "sliding_window",  # contained in the mask
+        "position_ids",  # packing is in the mask, and the rotary embedding has been applied
         "seq_idx",
-        "cu_seq_lens_q",  # flash attention's description of what the mask or the call's batch says
+        "cu_seq_lens_q",  # flash attention's description of what the mask or the call's batch already says
         "cu_seq_lens_k",
         "max_length_q",
         "max_length_k",
@@ -49,19 +49,23 @@ HARMLESS = frozenset(
         "logits_to_keep",
     }
 )
-"""Keywords that say nothing `sdpa` and `eager` would compute differently for."""
+"""Keywords that do not change what `sdpa` and `eager` compute."""
 
 
 def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, object]:
-    """Those of `keywords`, beyond the ones `sage_attention_forward` names, that only the model's eager attention knows.
+    """Return those of `keywords` that only the model's eager attention can honour.
 
-    A keyword is ignored only if it is None, or in `HARMLESS`, or merely passing through: neither the code of `module`
-    nor the model's eager attention names it, so that it reached the call along with what the model was given.
+    A keyword is ignored only if its value is None, if it is in `HARMLESS`, or if neither the code of `module` nor the
+    model's eager attention names it: then it was passed to the model, and merely handed down to this call.
+
+    Args:
+        module: the calling attention layer.
+        keywords: the keywords of the call that `sage_attention_forward` does not name.
 
     Raises:
-        TypeError: the layer hands on a keyword that the model's eager attention does not know either; sparse
-            attention does so (DeepSeek V3.2), where it expects a kernel that picks keys.
-        ValueError: a paged cache, which comes without a mask.
+        TypeError: the layer passes a keyword that the model's eager attention does not know either, as sparse attention
+            does for a kernel that picks keys (DeepSeek V3.2).
+        ValueError: the keywords contain a paged cache, which comes without a mask.
     """
     for_eager = {}
     for name, value in keywords.items():
@@ -84,16 +88,16 @@ def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, o
 
 @once_per_class
 def unknown_keywords(module_class: type) -> frozenset[str]:
-    """Return the keywords for which `sort_keywords` would raise TypeError, of those that the class's own code hands on.
+    """Return the keywords that the class's own code passes and for which `sort_keywords` would raise TypeError.
 
-    Read from its source, so without what it hands on as `**kwargs`; none where there is no source.
+    They are read from the class's source, so those passed as `**kwargs` are missing; without a source there are none.
     """
     handed = {name for code in methods(module_class) if INTERFACE in code.co_names for name in _handed_on(code)}
     return frozenset(handed) - NAMED - HARMLESS - _eager_names(module_class)
 
 
 def _handed_on(code: CodeType) -> Iterator[str]:
-    """Yield the keywords of calls of what the function's code has looked up in transformers' attention interface."""
+    """Yield the keywords with which the code calls functions that it looked up in transformers' attention interface."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except OSError:  # no source file
@@ -113,10 +117,10 @@ def _mentions(tree: ast.AST, name: str) -> bool:
 
 
 def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
-    """The eager attention function of the file that defines the layer's `forward`.
+    """Return the eager attention function of the file that defines the layer's `forward`.
 
     Raises:
-        ValueError: the file has none.
+        ValueError: the file has no eager attention function.
     """
     eager = _eager_attention(type(module))
     if eager is None:
@@ -143,7 +147,7 @@ def _own_names(module_class: type) -> frozenset[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Variables and parameters, keywords of calls, and strings in the code."""
+    """Return the names of variables and parameters, the keywords of calls, and the strings in the code."""
     names = set(code.co_varnames)
     for constant in code.co_consts:
         for part in constant if isinstance(constant, tuple) else (constant,):

@@ -1,4 +1,4 @@
-"""Which modules of a model call transformers' attention interface, and which models have none that does."""
+"""The modules of a model that call transformers' attention interface, and the models that cannot run our names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sage_hf.transformers.keywords import unknown_keywords
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of `model` that call transformers' attention interface, by dotted name, in the model's order.
+    """Return the modules of `model` that call transformers' attention interface, by dotted name, in the model's order.
 
-    Each reads `sage_recipe` (a recipe's name) and `sage_fallback` from its own attributes in preference to what
-    `attn_implementation` says, so that one layer can be set apart. Layers of a model that `refusal` is about are left
+    A module's own attributes `sage_recipe` (a recipe's name) and `sage_fallback` win over the model's
+    `attn_implementation`, so that one layer can run another recipe. Layers of a model that `refusal` rejects are left
     out.
     """
     refused: dict[str, bool] = {}
@@ -22,13 +22,13 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if _is_pretrained_model(module):
             refused[name] = refusal(type(module)) is not None
-        if calls_interface(type(module)) and not _of_nearest_parent(name, refused):
+        if calls_interface(type(module)) and not _find_enclosing(name, refused):
             layers[name] = module
     return layers
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """Why setting `attn_implementation` to one of our names would not change `model`, or None if it would."""
+    """Return why setting `attn_implementation` to one of our names would not change `model`; None if it would."""
     if attention_layers(model):
         return None
     if not _is_pretrained_model(model):
@@ -38,12 +38,13 @@ def unsupported(model: nn.Module) -> str | None:
 
 @once_per_class
 def refusal(model_class: type) -> str | None:
-    """Why models of a class must not be given one of our names, or None if they may; judged before there are layers.
+    """Return why models of a class must not get one of our names as `attn_implementation`; None if they may.
 
-    Transformers lets any registered name through. A model that does not look it up then computes attention by its own
-    code with masks meant for ours, which loses causality and padding (Bloom), or fails on a name it has no class for
-    (GPT-J). One whose layers leave it to the attention function to pick keys, except with "eager" and "sdpa", would
-    attend to all of them (DeepSeek V3.2). One that only combines other models passes: they are judged in their turn.
+    The class alone decides, before any layer is built. transformers accepts any registered name. A model that does not
+    look the name up would compute attention by its own code with masks meant for ours, and lose causality and padding
+    (Bloom), or fail because it has no class for the name (GPT-J). A model whose layers let the attention function pick
+    the keys, except with "eager" and "sdpa", would attend to all keys (DeepSeek V3.2). A model that only combines other
+    models is accepted: those are checked themselves.
     """
     file = model_class.__module__
     namespace = vars(sys.modules[file]) if file in sys.modules else {}
@@ -68,8 +69,8 @@ def _is_pretrained_model(module: nn.Module) -> bool:
     return hasattr(module, "get_correct_attn_implementation")
 
 
-def _of_nearest_parent(name: str, of_parents: dict[str, bool]) -> bool:
-    """What `of_parents` says of the module of that name or else of the closest one around it; False if of none."""
-    while name and name not in of_parents:
+def _find_enclosing(name: str, values: dict[str, bool]) -> bool:
+    """Return the value of the module `name`, else of the closest module around it that has one; False if none has."""
+    while name and name not in values:
         name = name.rpartition(".")[0]
-    return of_parents.get(name, False)
+    return values.get(name, False)

@@ -1,4 +1,4 @@
-"""The mask functions registered beside the attention function; without one transformers drops padding silently."""
+"""The mask functions registered beside the attention function; without one, transformers silently drops padding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers import masking_utils
 from sage_kernels import tracing
 
 _SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Models that drop query rows once the mask is made, which a mask left to `is_causal` would not survive. They see to
-it themselves for "sdpa", and for no other name."""
+"""Models that drop query rows after the mask is made, so a causal mask must not be replaced by `is_causal`. They ensure
+that themselves for "sdpa" only."""
 
 
 def sage_mask(**kwargs: Any) -> torch.Tensor | None:
-    """The mask `sage_attention_forward` expects: what transformers makes for `sdpa`, every argument handed on.
+    """Return the mask for `sage_attention_forward`: the one that transformers makes for `sdpa` from these arguments.
 
     Returns:
-        bool, (batch, 1, q_len, kv_len), True where a query may attend; or None when the mask is plain causal (upper
-        left) or attends everywhere, with no padding, window or packed sequence in it.
+        bool, (batch, 1, q_len, kv_len), True where a query may attend; or None for plain causal (upper left) or full
+        attention, without padding, window or packed sequences.
     """
     if getattr(kwargs.get("config"), "model_type", None) in _SLICE_QUERIES_AFTER_MASKING:
         kwargs["allow_is_causal_skip"] = False
@@ -29,19 +29,19 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
 
 def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
-    """`sage_mask` for recipes with gradients, which know padding and causality but no other mask.
+    """Return the mask for recipes with gradients, which support padding and causality but no other mask.
 
     Returns:
-        Where padding is all that `sage_mask` would add to causality, or to nothing, bool: (batch, kv_len), True where a
-        key exists, of causal attention, as transformers' flash attention has it; (batch, 1, 1, kv_len) of attention in
-        both directions. Otherwise `sage_mask`'s.
+        If `sage_mask` would add nothing but padding to causal or full attention, bool, True where a key exists:
+        (batch, kv_len) for causal attention, as for transformers' flash attention, and (batch, 1, 1, kv_len) for
+        attention in both directions. Otherwise what `sage_mask` returns.
     """
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None or not _is_padding(padding, kwargs):
         return sage_mask(**kwargs)
     if kwargs["mask_function"] is masking_utils.causal_mask_function:
         q_len = kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"].shape[0]
-        # As many as all keys, the queries are all tokens, so that the first query is at the first key.
+        # With as many queries as keys, the first query is at the first key.
         plain = kwargs.get("allow_is_causal_skip", True) and q_len == kwargs["kv_length"]
         handed_on = _hands_padding_on(type(kwargs.get("config")).__module__)
         return padding if plain and handed_on else sage_mask(**kwargs)
@@ -53,17 +53,17 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
 
 @tracing.assume_constant_result
 def _hands_padding_on(configuration: str) -> bool:
-    """Whether models hand a mask (batch, kv_len) on to their attention as it is; told by the module of their config.
+    """Return whether the models of a config's module pass a mask (batch, kv_len) to their attention unchanged.
 
-    Those do that transformers runs with flash attention. Others may combine it with masks of four dimensions, which
-    would take its causality away.
+    Models that transformers runs with flash attention do. Others may combine it with masks of four dimensions, and
+    causality would be lost.
     """
     return _runs_flash_attention(configuration)
 
 
 @functools.cache
 def _runs_flash_attention(configuration: str) -> bool:
-    """Whether transformers runs all models of the config's modelling file with flash attention."""
+    """Return whether transformers can run all models of the config's modelling file with flash attention."""
     package, _, file = configuration.rpartition(".")
     modeling = f"{package}.{file.replace('configuration', 'modeling', 1)}"
     found = vars(sys.modules[modeling]).values() if modeling in sys.modules else ()
@@ -74,8 +74,7 @@ def _runs_flash_attention(configuration: str) -> bool:
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether the mask says of every key, and some of them not real, whether it exists; judged by its sizes alone
-    where its values are not at hand."""
+    """Return whether the mask only marks padding, and there is some; under compilation, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
     if getattr(kwargs.get("config"), "model_type", None) in _SLICE_QUERIES_AFTER_MASKING:

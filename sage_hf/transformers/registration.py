@@ -1,4 +1,4 @@
-"""Makes our names known to transformers, in either import order and without importing it."""
+"""Registration of our names with transformers, in either import order and without importing it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _warned: set[tuple[str, str]] = set()
-"""Modelling files and implementations warned of: a model's classes are checked one by one, the outermost first."""
+"""Modelling files and implementations already warned about: transformers checks each class of a model by itself."""
 
 
 @functools.cache
 def register() -> None:
-    """Register attention and mask functions with transformers: now if it is imported, else when it will be.
+    """Register attention and mask functions with transformers: now if it is imported, else once it is.
 
-    A model that cannot run ours (`layers.refusal`), which transformers would let have the name, gets the implementation
-    it has by default instead, and a warning that names its class.
+    A model that cannot run ours (`layers.refusal`), although transformers accepts the name, runs its default
+    implementation instead, and a warning names its class.
     """
     when_imported("transformers.modeling_utils", _register_attention)
     when_imported("transformers.masking_utils", _register_masks)
@@ -38,7 +38,7 @@ def _register_attention(modeling_utils: ModuleType) -> None:
     for name, (recipe, fallback) in NAMES.items():
         function = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
         modeling_utils.AttentionInterface.register(name, function)
-    _keep_from_models_that_cannot(modeling_utils.PreTrainedModel)
+    _refuse_unsupported_models(modeling_utils.PreTrainedModel)
 
 
 def _register_masks(masking_utils: ModuleType) -> None:
@@ -49,8 +49,8 @@ def _register_masks(masking_utils: ModuleType) -> None:
         masking_utils.AttentionMaskInterface.register(name, mask)
 
 
-def _keep_from_models_that_cannot(pretrained_model: type[PreTrainedModel]) -> None:
-    """Extend the check of the name that a model's `__init__` and `set_attn_implementation` make."""
+def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
+    """Extend the check of `attn_implementation` in a model's `__init__` and `set_attn_implementation`."""
     check = pretrained_model.get_correct_attn_implementation
 
     @functools.wraps(check)

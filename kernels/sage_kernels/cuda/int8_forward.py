@@ -38,7 +38,7 @@ MEDIUM_KV_LEN = 2048
 
 @dataclass(frozen=True)
 class Config:
-    """How blocks of the grid attend.
+    """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
     float16 ("fp16"); `padded`: keys may not exist.
@@ -130,7 +130,7 @@ class Arguments:
 
 @dataclass(slots=True)
 class Parameters:
-    """What the kernel is given.
+    """Parameters of the kernel.
 
     Attributes:
         query: Q in INT8, of boxes (WARPGROUP_ROWS, CHANNELS); NO_TENSOR_MAP where it comes in 16 bits.

@@ -81,7 +81,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the fields of a struct lie, of one inside it too, and the struct's bytes."""
+    """Layout of a struct: its fields, including those of structs inside it, and its size and alignment in bytes."""
 
     fields: tuple[Field, ...]
     size: int

@@ -32,7 +32,7 @@ LEADING_QUERY_BLOCKS = 512
 
 @dataclass(slots=True)
 class Statistics:
-    """What `statistics` writes and `quantize` reads. K and V have pairs of (batch, kv head).
+    """Buffers that `statistics` writes and `quantize` reads, and their sizes. K and V have pairs of (batch, kv head).
 
     Attributes:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · blocks, CHANNELS).
@@ -52,7 +52,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class Operands:
-    """What `quantize` writes besides.
+    """Further buffers that `quantize` writes, and their sizes.
 
     Attributes:
         query: (batch, q_heads, q_blocks · BLOCK, CHANNELS).
@@ -80,7 +80,7 @@ class Operands:
 
 @dataclass(slots=True)
 class StatisticsParameters:
-    """What the kernel `statistics` is given."""
+    """Parameters of the kernel `statistics`."""
 
     key: Tokens
     value: Tokens
@@ -89,7 +89,7 @@ class StatisticsParameters:
 
 @dataclass(slots=True)
 class QuantizeParameters:
-    """What the kernel `quantize` is given."""
+    """Parameters of the kernel `quantize`."""
 
     query: Tokens
     key: Tokens

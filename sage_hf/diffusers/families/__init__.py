@@ -1,4 +1,4 @@
-"""What attention modules of each family compute. Every file here is imported, and its functions register themselves."""
+"""The computations of each family's attention modules; all files here are imported and register their functions."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def cogvideox_attention(
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `CogVideoXAttnProcessor2_0`: RoPE on the video tokens only.
+    """Compute what `CogVideoXAttnProcessor2_0` does: attention over [text, video] with RoPE on the video tokens only.
 
     Args:
         hidden_states: (batch, video tokens, dim).
@@ -25,7 +25,7 @@ def cogvideox_attention(
         image_rotary_emb: cosine and sine, each (video tokens, head_dim); None in CogVideoX-2B.
 
     Returns:
-        Video and text, shaped as they came.
+        Video and text, shaped like hidden_states and encoder_hidden_states.
     """
     from diffusers.models.embeddings import apply_rotary_emb
 
@@ -54,9 +54,17 @@ def cogview4_attention(
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `CogView4AttnProcessor`: RoPE pairs the halves of a head; `attention_mask` is (batch, text tokens).
+    """Compute what `CogView4AttnProcessor` does: attention over [text, image], where RoPE pairs the halves of a head.
 
-    A text mask becomes an additive bias of 1 where both tokens are valid and 0 elsewhere, which is what CogView4 does.
+    Args:
+        hidden_states: (batch, image tokens, dim).
+        encoder_hidden_states: (batch, text tokens, dim).
+        attention_mask: (batch, text tokens), nonzero where a token is valid. As in CogView4, it becomes an additive
+            bias of 1 where both tokens are valid and 0 elsewhere.
+        image_rotary_emb: cosine and sine, each (image tokens, head_dim).
+
+    Returns:
+        Image and text, shaped like hidden_states and encoder_hidden_states.
     """
     from diffusers.models.embeddings import apply_rotary_emb
 

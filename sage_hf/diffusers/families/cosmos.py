@@ -17,7 +17,7 @@ def cosmos_attention(
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As `CosmosAttnProcessor2_0`, which asks the dispatch for the backend of the process and of no other.
+    """Compute what `CosmosAttnProcessor2_0` does, which always uses the dispatch's backend of the whole process.
 
     Args:
         hidden_states: (batch, tokens, dim).

@@ -20,13 +20,14 @@ def generic_attention(
     temb: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As `AttnProcessor2_0` and, with `image_rotary_emb`, `AllegroAttnProcessor2_0`.
+    """Compute what `AttnProcessor2_0` does, or `AllegroAttnProcessor2_0` with `image_rotary_emb`.
 
     Args:
         hidden_states: (batch, tokens, dim) or (batch, dim, height, width); the output has the same shape.
         encoder_hidden_states: (batch, context tokens, context dim) in cross-attention.
-        attention_mask: what `Attention.prepare_attention_mask` takes; additive.
-        temb: conditions the spatial norm of some VAEs.
+        attention_mask: additive mask for `Attention.prepare_attention_mask`.
+        temb: condition of the spatial norm that some VAEs have.
+        image_rotary_emb: arguments of diffusers' `apply_rotary_emb_allegro`; applied in self-attention only.
     """
     residual = hidden_states
     if attn.spatial_norm is not None:
@@ -72,12 +73,12 @@ def lumina2_attention(
     image_rotary_emb: torch.Tensor | None = None,
     base_sequence_length: int | None = None,
 ) -> torch.Tensor:
-    """As `Lumina2AttnProcessor2_0`: grouped KV heads, complex RoPE.
+    """Compute what `Lumina2AttnProcessor2_0` does: attention with grouped KV heads and complex RoPE.
 
     Args:
         attention_mask: (batch, key tokens), nonzero where a key is valid.
         image_rotary_emb: complex, (batch, tokens, head_dim / 2).
-        base_sequence_length: scales the softmax by sqrt(log(tokens) / log(base_sequence_length)).
+        base_sequence_length: if given, scores are multiplied by sqrt(log(tokens) / log(base_sequence_length)).
     """
     from diffusers.models.embeddings import apply_rotary_emb
 

@@ -1,4 +1,4 @@
-"""Attention with an IP-Adapter: UNets, SD 3. Flux's adapter dispatches."""
+"""Attention with an IP-Adapter: UNets and SD 3. (Flux's adapter attends through diffusers' dispatch.)"""
 
 from __future__ import annotations
 

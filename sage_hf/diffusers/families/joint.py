@@ -29,7 +29,10 @@ def _project_context(attn: AttentionModule, encoder_hidden_states: torch.Tensor)
 def _project_streams(
     attn: AttentionModule, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Query, key and value, (batch, heads, tokens, head_dim) each: the sample's, and the context's ([] without one)."""
+    """Return query, key and value, (batch, heads, tokens, head_dim) each, of the sample and of the context.
+
+    Without a context the second list is empty.
+    """
     query, key, value = project_sample(attn, hidden_states)
     sample = [*normalize_query_key(attn.norm_q, attn.norm_k, query, key), value]
     return sample, [] if encoder_hidden_states is None else _project_context(attn, encoder_hidden_states)
@@ -69,7 +72,9 @@ def joint_attention(
     encoder_hidden_states: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As `JointAttnProcessor2_0`: [sample, context], or the sample alone (the second attention of a dual block).
+    """Compute what `JointAttnProcessor2_0` does: attention over [sample, context], or over the sample alone.
+
+    The second attention of a dual block has no context.
 
     Raises:
         ValueError: `attention_mask` is given: the joint attention of SD 3 has no mask (diffusers ignores one).
@@ -90,7 +95,10 @@ def easyanimate_attention(
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `EasyAnimateAttnProcessor2_0`: [text, video], with projections for text in the multimodal blocks only."""
+    """Compute what `EasyAnimateAttnProcessor2_0` does: attention over [text, video].
+
+    Only the multimodal blocks have projections of their own for text.
+    """
     from diffusers.models.embeddings import apply_rotary_emb
 
     text_length = encoder_hidden_states.shape[1]
@@ -124,9 +132,10 @@ def hunyuan_video_attention(
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `HunyuanVideoAttnProcessor2_0` of diffusers 0.35, which does not dispatch: [video, text], RoPE on video.
+    """Compute what `HunyuanVideoAttnProcessor2_0` of diffusers 0.35, which does not dispatch, does.
 
-    Double-stream blocks have projections for text; single-stream blocks have none, and no output projection either.
+    It attends over [video, text] with RoPE on the video tokens. Double-stream blocks have projections of their own for
+    text; single-stream blocks have neither those nor an output projection.
     """
     from diffusers.models.embeddings import apply_rotary_emb
 

@@ -14,29 +14,29 @@ AttentionModule: TypeAlias = Any
 
 
 def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """(batch, tokens, heads · head_dim) to (batch, heads, tokens, head_dim), a view."""
+    """Return (batch, tokens, heads · head_dim) as a view (batch, heads, tokens, head_dim)."""
     return states.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(states: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, tokens, head_dim) to (batch, tokens, heads · head_dim)."""
+    """Return (batch, heads, tokens, head_dim) as (batch, tokens, heads · head_dim)."""
     return states.transpose(1, 2).flatten(2, 3)
 
 
 def normalize_query_key(
     norm_q: torch.nn.Module | None, norm_k: torch.nn.Module | None, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply whichever of the two norms exists."""
+    """Return query and key, each normalised if it has a norm."""
     return (query if norm_q is None else norm_q(query)), (key if norm_k is None else norm_k(key))
 
 
 def project_out(attn: AttentionModule, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Output projection and its dropout."""
+    """Apply the output projection and its dropout."""
     return attn.to_out[1](attn.to_out[0](hidden_states))
 
 
 def sdpa_mask(attn: AttentionModule, mask: torch.Tensor | None, key_length: int, batch: int) -> torch.Tensor | None:
-    """The additive mask of a generic `Attention`, (batch, heads, 1 or query tokens, key tokens)."""
+    """Return the additive mask of a generic `Attention`: (batch, heads, 1 or query tokens, key tokens)."""
     if mask is None:
         return None
     mask = attn.prepare_attention_mask(mask, key_length, batch)

@@ -1,4 +1,4 @@
-"""Mochi: every sample attends over its video tokens and its valid text tokens, and no others."""
+"""Mochi: each sample attends over its video tokens and its valid text tokens only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def mochi_attention(
     attention_mask: torch.Tensor,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `MochiAttnProcessor2_0`: [video, valid text] per sample; 0 goes into the output projection of padded text.
+    """Compute what `MochiAttnProcessor2_0` does: attention over [video, valid text], one sample at a time.
+
+    Attention outputs 0 for padded text tokens, before the output projection.
 
     Args:
         hidden_states: (batch, video tokens, dim).
@@ -32,7 +34,8 @@ def mochi_attention(
         image_rotary_emb: cosine and sine, each (video tokens, heads, head_dim / 2).
 
     Returns:
-        Video and text, shaped as they came.
+        Video (batch, video tokens, dim), and text (batch, text tokens, text dim); without `to_add_out` text has width
+        heads · head_dim.
     """
     video_length, text_length = hidden_states.shape[1], encoder_hidden_states.shape[1]
     video = [p(hidden_states).unflatten(2, (attn.heads, -1)) for p in (attn.to_q, attn.to_k, attn.to_v)]

@@ -1,4 +1,4 @@
-"""Our counterparts of diffusers' processors that do not let their attention backend be chosen."""
+"""Registry of our functions for diffusers' processors whose attention backend cannot be chosen."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 
 FAMILIES: dict[str, Callable[..., Any]] = {}
-"""Class name of diffusers' processor -> function(attend, attn, …), which takes the arguments of its `__call__`."""
+"""Class name of diffusers' processor -> function(attend, attn, …) with the further arguments of its `__call__`."""
 ADAPTERS: dict[str, Callable[..., Any]] = {}
-"""The same for processors with weights of their own, IP-Adapters: function(attend, attn, adapter, …)."""
+"""Class name of an IP-Adapter's processor, which holds weights -> function(attend, attn, adapter, …)."""
 
 
 def computes(*processors: str) -> Callable[[Attention], Attention]:
     """Register a function as what diffusers' processors of these class names compute.
 
     Raises:
-        ValueError: one of them has a function already.
+        ValueError: one of the processors has a function already.
     """
     return _into(FAMILIES, processors)
 
