@@ -11,6 +11,7 @@ from . import tracing
 
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
+LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where PyTorch's GPU kernels take it
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
 
 
@@ -146,18 +147,23 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
 
 
-def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask in `dtype`, a bool one as it is; finite numbers beyond what `dtype` holds become its largest.
+def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype, largest: float | None = None) -> torch.Tensor:
+    """Return a mask in `dtype`, a bool one as it is; a finite number beyond ±`largest` becomes that.
 
     A row biased by the lowest number throughout is uniform attention; by -inf it would be none.
+
+    Args:
+        mask: bool or additive.
+        dtype: floating.
+        largest: default the largest number of `dtype`. A mask that has this dtype already is returned as it is.
     """
     if mask.dtype in (torch.bool, dtype):
         return mask
     converted = mask.to(dtype)
-    if torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
+    limit = torch.finfo(dtype).max if largest is None else min(largest, torch.finfo(dtype).max)
+    if torch.finfo(mask.dtype).max <= limit:
         return converted
-    finite = converted.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    return torch.where(mask.isinf(), converted, finite)
+    return torch.where(mask.isinf(), converted, converted.clamp(-limit, limit))
 
 
 def with_causality(
@@ -222,7 +228,8 @@ def sdpa(
 
     Args:
         query, key, value, is_causal, scale: as in `attention`; is_causal not beside a mask.
-        mask: bool or additive of any floating dtype, broadcastable to (batch, q_heads, q_len, kv_len).
+        mask: bool or additive of any floating dtype, broadcastable to (batch, q_heads, q_len, kv_len). In query's dtype
+            it is read as it is: PyTorch's GPU kernels take finite numbers beyond ±2¹²⁷ for infinite.
         enable_gqa: q_heads may be a multiple of kv_heads.
         dropout_p: probability, of the attention weights.
 
@@ -277,7 +284,7 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
         return mask if kept else mask_in_dtype(mask, query.dtype)
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    mask = mask_in_dtype(_stored(mask), query.dtype)
+    mask = mask_in_dtype(_stored(mask), query.dtype, LARGEST_BIAS)
     if mask.shape[-1] != kv_len:
         mask = mask.expand(*mask.shape[:-1], kv_len)
     if mask.dtype == torch.bool:

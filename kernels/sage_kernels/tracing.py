@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
 
 from .import_hook import when_imported
 
@@ -28,17 +31,15 @@ def allow_in_graph(function: Function) -> Function:
     return function
 
 
-def disable(function: Function) -> Function:
-    """Have the compiler break its graph at calls of `function`, and run them as they are."""
-    disabled: list[Callable[..., Any]] = [function]
+class disable:
+    """Have the compiler run a method as it is; the compiler is loaded when the method is first taken from an object."""
 
-    def replace(dynamo: Any) -> None:
-        disabled[0] = dynamo.disable(function)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
-    when_imported(DYNAMO, replace)
+    @functools.cached_property
+    def _disabled(self) -> Any:
+        return torch.compiler.disable(self._function)
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return disabled[0](*args, **kwargs)
-
-    return cast(Function, wrapper)
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self if instance is None else MethodType(self._disabled, instance)

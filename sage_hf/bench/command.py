@@ -20,7 +20,7 @@ Named = TypeVar("Named", Shape, Provider)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `execute`."""
+    """Add the arguments of `execute` to the parser."""
     parser.add_argument("--training", action="store_true", help="forward and backward (default: forward)")
     names = (
         ("--shapes", "SHAPE", _names(SHAPES), _names(TRAINING_SHAPES)),
@@ -77,7 +77,7 @@ def _names(known: Sequence[Named]) -> str:
 
 
 def _chosen(option: str, names: Sequence[str] | None, known: Sequence[Named]) -> list[Named]:
-    """Those of `known` that have one of the names, all where none are given."""
+    """Return those of `known` that have one of the names; all if no names are given. Raise ValueError for others."""
     if unknown := set(names or ()).difference(one.name for one in known):
         raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(known)}")
     return [one for one in known if names is None or one.name in names]

@@ -43,33 +43,33 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of both matrix products; half of them when causal."""
+        """Return the number of multiplications and additions of both matrix products; half of it if causal."""
         full = 4.0 * self.batch * self.q_heads * self.tokens**2 * self.head_dim
         return full / 2 if self.causal else full
 
     @property
     def training_operations(self) -> float:
-        """Of forward and backward: two matrix products and five, one of them S again."""
+        """Return the operations of forward and backward: two and five matrix products, one of them S again."""
         return 3.5 * self.operations
 
     @property
     def input_bytes(self) -> int:
-        """Of query, key and value in bfloat16."""
+        """Return the bytes of query, key and value in bfloat16."""
         return 2 * self.batch * (self.q_heads + 2 * self.kv_heads) * self.tokens * self.head_dim
 
     @property
     def output_bytes(self) -> int:
-        """Of the output in bfloat16."""
+        """Return the bytes of the output in bfloat16."""
         return 2 * self.batch * self.q_heads * self.tokens * self.head_dim
 
     @property
     def saved_bytes(self) -> int:
-        """What 16-bit attention keeps for its backward pass: query, key, value and output in bfloat16, and the LSE."""
+        """Return the bytes that 16-bit attention keeps for backward: Q, K, V and output in bfloat16, and the LSE."""
         return self.input_bytes + self.output_bytes + 4 * self.batch * self.q_heads * self.tokens
 
     @property
     def low_bit_saved_bytes(self) -> int:
-        """What ours keeps: INT8 query and key with their scales, value and output in bfloat16, and the LSE."""
+        """Return the bytes that ours keeps: Q and K in INT8 with scales, V and output in bfloat16, and the LSE."""
         rows, channels = padded_rows(self.tokens), padded_channels(self.head_dim)
         query = self.q_heads * rows * (channels + 4)
         key = self.kv_heads * (rows * channels + rows // KEY_BLOCK * 4 * 2)

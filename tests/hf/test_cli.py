@@ -319,4 +319,5 @@ def test_bench_measures_prints_and_writes_what_was_asked_for(monkeypatch, tmp_pa
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
         "nvidia-rtx-5090-forward.json",
         "nvidia-rtx-5090-forward.png",
+        "nvidia-rtx-5090-forward-errors.png",
     }

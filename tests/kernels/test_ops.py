@@ -223,11 +223,11 @@ def test_packed_calls_without_elements_give_nothing_in_querys_dtype(recipe, q_le
 def test_a_head_dim_of_no_recipe_runs_exactly(recipe):
     query, key, value = (x[..., :8] for x in draw(q_heads=2))
     heard = []
-    ops.plan_listeners.append(heard.append)
+    dispatch.plan_listeners.append(heard.append)
     try:
         output, _ = ops.attention(query, key, value, recipe=recipe)
     finally:
-        ops.plan_listeners.remove(heard.append)
+        dispatch.plan_listeners.remove(heard.append)
     assert torch.allclose(output.double(), exact.attention(query, key, value)[0], atol=1e-5)
     assert [(plan.kernel, plan.reason) for plan in heard] == [("sdpa", "head_dim outside 16…256")]
     with pytest.raises(KernelUnavailableError, match="head_dim outside"):
