@@ -111,8 +111,16 @@ def _layer_rows(
             "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not tell"
         )
         reason = "; ".join(part for part in (when, reason) if part)
-        kernels = {"kernel": chosen.kernel, "quantizer": chosen.quantizer, "backward": chosen.backward}
-        yield LayerRow(label, recipe, chosen.recipe, numerics=chosen.numerics, reason=reason, **kernels)
+        yield LayerRow(
+            label,
+            recipe,
+            chosen.recipe,
+            chosen.kernel,
+            chosen.numerics,
+            reason=reason,
+            quantizer=chosen.quantizer,
+            backward=chosen.backward,
+        )
 
 
 def _heads(layer: nn.Module) -> tuple[int | None, int | None]:

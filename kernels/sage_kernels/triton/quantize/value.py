@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -62,8 +63,9 @@ def quantize_value(
     shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
     values = value.new_empty((operand_batch, kv_heads, *shape), dtype=VALUE_DTYPES[pv])
     scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
-    of_tensor, of_channel = statistics.value_tensor_amax, statistics.value_amax
-    amax = {"value_tensor_amax": of_tensor} if pv == "fp16" else {"value_amax": of_channel}
+    amax: dict[str, Any] = {"value_amax": statistics.value_amax}
+    if pv == "fp16":
+        amax = {"value_tensor_amax": statistics.value_tensor_amax}
     launch(
         quantize_value_fp16 if pv == "fp16" else quantize_value_8bit,
         (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
