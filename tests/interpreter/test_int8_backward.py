@@ -164,7 +164,8 @@ def test_packed_sequences_are_those_sequences_to_the_bit(recipe, is_causal):
         return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
     lengths = Lengths(pack(q_lengths), pack(kv_lengths), 130, 300, torch.tensor(used, dtype=torch.int32))
-    *tensors, gradient = draw(q_len=sum(q_lengths), kv_len=sum(kv_lengths), head_dim=32, v_head_dim=32)
+    tokens = {"q_len": sum(q_lengths), "kv_len": sum(kv_lengths)}
+    *tensors, gradient = draw(q_heads=2, kv_heads=1, head_dim=32, v_head_dim=32, **tokens)
 
     def both(query, key, value, gradient, **options):
         options = options_of(is_causal=is_causal, causal_offset=2, **options)
