@@ -135,7 +135,7 @@ def file_plan(plan: Plan) -> None:
             _compiled[plan.outcome] += 1
     if plan.is_fallback:
         _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
-    if plan.numerics == "emulated":
+    if plan.kernel == "reference":
         _log_slow(plan)
 
 
@@ -179,9 +179,9 @@ def _log_slow(plan: Plan) -> None:
     if request.batch * request.q_heads * request.q_len * request.kv_len >= SLOW_SCORES:
         _log_once(
             ("emulation",),
-            f"{plan.recipe} is emulated on this {request.device_type.upper()}, which is slow for calls as long as this "
-            f"({request.q_len} queries, {request.kv_len} keys, {request.q_heads} heads): that is for judging its "
-            'quality; where speed counts use fallback="native" on a GPU, or exact attention',
+            f"{plan.recipe} is emulated in PyTorch, which is slow for calls as long as this ({request.q_len} queries, "
+            f"{request.kv_len} keys, {request.q_heads} heads): it shows the recipe's quality; where speed counts, use "
+            'fallback="native" on a GPU, or exact attention',
         )
 
 

@@ -177,7 +177,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     checks.check_tensors(query, key, value, mask)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
-        mask = exact.mask_in_dtype(mask, torch.float32)  # kernels add masks in float32
+        mask = exact.mask_in_dtype(mask, torch.float32, exact.LARGEST_BIAS)  # kernels add masks in float32
     call = Call(
         query,
         key,

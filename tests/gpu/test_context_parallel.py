@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-WORKER = Path(__file__).parents[1] / "hf" / "diffusers" / "context_parallel.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -17,8 +17,10 @@ def test_two_gpus_agree_with_one(tmp_path: Path):
     if not hasattr(diffusers, "ContextParallelConfig"):
         pytest.skip("this diffusers has no context parallelism")
     report = tmp_path / "report.json"
-    command = [sys.executable, str(WORKER)]
-    workers = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), "cuda", report]) for rank in range(2)]
+    command = [sys.executable, "-m", "tests.helpers.context_parallel"]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), "cuda", report], cwd=ROOT) for rank in range(2)
+    ]
     try:
         assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
     finally:

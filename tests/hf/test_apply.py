@@ -4,7 +4,6 @@ import types
 import weakref
 
 import pytest
-import tiny_pipelines as tiny
 import torch
 from diffusers import AutoencoderKLCogVideoX
 from torch import nn
@@ -12,6 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
+from tests.helpers import tiny_pipelines as tiny
 
 
 def processors(model: nn.Module) -> list:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_pipelines as tiny
 import torch
 from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig
 
@@ -15,6 +14,7 @@ from sage_hf.app.cli import main
 from sage_hf.bench import measure
 from sage_hf.config import SageConfig
 from sage_kernels.recipe import RECIPES
+from tests.helpers import tiny_pipelines as tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

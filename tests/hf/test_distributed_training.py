@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable
 
 import pytest
-import tiny_pipelines as tiny
 import torch
 import torch.multiprocessing
 from accelerate import Accelerator
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import sage_hf
 from sage_hf import record
 from sage_hf.targets import find_targets
+from tests.helpers import tiny_pipelines as tiny
 
 WORLD = 2
 

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-import tiny_pipelines as tiny
 import torch
 
 import sage_hf
@@ -9,6 +8,7 @@ from sage_hf import record
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_kernels import registry
+from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
 
 

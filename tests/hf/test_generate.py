@@ -8,7 +8,6 @@ from pathlib import Path
 import imageio.v3 as imageio
 import numpy as np
 import pytest
-import tiny_pipelines as tiny
 import torch
 from diffusers import CogVideoXPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
 
@@ -19,6 +18,7 @@ from sage_hf.app.report import Report, VideoReport
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.explain import Explanation, LayerRow
 from sage_kernels.registry import KernelUnavailableError
+from tests.helpers import tiny_pipelines as tiny
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 import pytest
-import tiny_pipelines as tiny
 import torch
 
 import sage_hf
 from sage_hf.app.layer_errors import record_layer_errors
 from sage_hf.app.metrics import tensor_errors
 from sage_hf.record import observe
+from tests.helpers import tiny_pipelines as tiny
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps  # float32 attention against float32 attention, sums of about 80 terms
 

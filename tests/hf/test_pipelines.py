@@ -1,11 +1,11 @@
 import json
 
 import pytest
-import tiny_pipelines as tiny
 import torch
 from safetensors.torch import load_file, save_file
 
 from sage_hf.app.pipelines import generation_defaults, load_pipeline, pick_device
+from tests.helpers import tiny_pipelines as tiny
 
 
 @pytest.mark.parametrize(

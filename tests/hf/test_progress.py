@@ -5,9 +5,9 @@ import sys
 from functools import partial
 
 import pytest
-import tiny_pipelines as tiny
 
 from sage_hf.app import progress
+from tests.helpers import tiny_pipelines as tiny
 
 
 class Terminal(io.StringIO):

@@ -97,7 +97,7 @@ def test_a_large_emulated_call_is_said_to_be_slow_once_and_a_small_one_is_not(mo
     sage_attention(*draw())
     sage_attention(*draw(), recipe="sage2")
     (message,) = caplog.messages
-    assert "sage3 is emulated on this CPU, which is slow" in message and "64 queries, 64 keys, 2 heads" in message
+    assert "sage3 is emulated in PyTorch, which is slow" in message and "64 queries, 64 keys, 2 heads" in message
 
 
 def test_a_compiled_emulated_call_says_that_it_is_slow(monkeypatch, caplog):

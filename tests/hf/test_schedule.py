@@ -4,7 +4,6 @@ import weakref
 
 import numpy as np
 import pytest
-import tiny_pipelines as tiny
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
@@ -18,6 +17,7 @@ from diffusers import (
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.schedule import StepSchedule
+from tests.helpers import tiny_pipelines as tiny
 
 FIRST_AND_LAST = SageConfig("sage3", steps=(StepRule(0, 1, "sage2"), StepRule(-1, None, "exact")))
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Family, family, run
 
 import sage_hf
 from sage_hf import SageAttnProcessor, SageConfig
 from sage_hf.config import StepRule
 from sage_hf.diffusers import attention_layers
+from tests.helpers.families import FAMILIES, Family, family, run
 
 
 class Graphs:

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from families import FAMILIES, Family, family
 
 import sage_hf
 from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, shards
+from tests.helpers.families import FAMILIES, Family, family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
 
-WORKER = Path(__file__).with_name("context_parallel.py")
+ROOT = Path(__file__).parents[3]
 WITHOUT_PLAN = [
     case for case in FAMILIES if getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is None
 ]
@@ -27,8 +27,10 @@ WITHOUT_PLAN = [
 
 def test_two_processes_agree_with_one(tmp_path: Path):
     report = tmp_path / "report.json"
-    command = [sys.executable, str(WORKER)]
-    workers = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), "cpu", report]) for rank in range(2)]
+    command = [sys.executable, "-m", "tests.helpers.context_parallel"]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), "cpu", report], cwd=ROOT) for rank in range(2)
+    ]
     try:
         assert [worker.wait(timeout=180) for worker in workers] == [0, 0]
     finally:

@@ -8,12 +8,12 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
-from families import family
 
 import sage_hf
 from sage_hf import SageAttnProcessor, SageConfig, record
 from sage_hf.config import StepRule
 from sage_hf.diffusers import attention_layers
+from tests.helpers.families import family
 
 
 def controlnet(seed: int = 0) -> torch.nn.Module:

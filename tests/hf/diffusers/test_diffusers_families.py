@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import Family, each_family, run
 
 from sage_hf import record
 from sage_hf.diffusers import SageAttnProcessor, attention_layers, bind
 from sage_kernels import exact
+from tests.helpers.families import Family, each_family, run
 
 
 def share(model: torch.nn.Module, recipe: str, fallback: str | None) -> None:

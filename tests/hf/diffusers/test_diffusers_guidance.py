@@ -11,12 +11,12 @@ import torch
 from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models.attention_dispatch import attention_backend
-from families import Family, family, run
 
 import sage_hf
 from sage_hf import SageAttnProcessor, SageConfig, record
 from sage_hf.config import LayerRule
 from sage_hf.diffusers import attention_layers
+from tests.helpers.families import Family, family, run
 
 # family -> the stack of blocks; those whose processors diffusers knows to skip, then those which it does not
 REGISTERED = {

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from families import family
 
 from sage_hf.diffusers import SageAttn3Processor
+from tests.helpers.families import family
 
 CHECK = """
 from diffusers import AttentionBackendName, MochiTransformer3DModel, attention_backend

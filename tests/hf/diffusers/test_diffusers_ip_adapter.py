@@ -14,13 +14,13 @@ import torch
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0, SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.embeddings import IPAdapterTimeImageProjection
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-from families import BATCH, Inputs, family, run
 
 import sage_hf
 from sage_hf import SageAttnProcessor, SageConfig, record
 from sage_hf.config import LayerRule, StepRule
 from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, bind
 from sage_hf.diffusers.processor import sage_of
+from tests.helpers.families import BATCH, Inputs, family, run
 
 IMAGE_DIM = 8
 ADAPTERS = {

@@ -10,11 +10,11 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from families import family, run
 
 import sage_hf
 from sage_hf import record
 from sage_hf.diffusers import attention_layers
+from tests.helpers.families import family, run
 
 CPU = torch.device("cpu")
 

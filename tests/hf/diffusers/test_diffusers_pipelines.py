@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipelines import PIPELINES, generate
 
 from sage_hf import SageAttn3Processor, SageAttnProcessor, record
 from sage_hf.diffusers import attention_layers
+from tests.helpers.pipelines import PIPELINES, generate
 
 
 @pytest.mark.parametrize("name", PIPELINES)

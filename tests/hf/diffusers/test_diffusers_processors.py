@@ -10,7 +10,6 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, CustomDiffusionAttnProcessor2_0
-from families import each_family, family, run
 
 import sage_hf
 from sage_hf import (
@@ -22,6 +21,7 @@ from sage_hf import (
     record,
 )
 from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, bind
+from tests.helpers.families import each_family, family, run
 
 SANA: dict[str, Any] = {
     "in_channels": 4,

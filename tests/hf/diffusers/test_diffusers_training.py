@@ -7,13 +7,13 @@ import pickle
 
 import pytest
 import torch
-from families import Family, each_family, family, run
 
 import sage_hf
 from sage_hf import SageAttnProcessor, SageBwdProcessor, SageConfig, record
 from sage_hf.config import LayerRule, StepRule
 from sage_hf.diffusers import attention_layers
 from sage_kernels.recipe import RECIPES
+from tests.helpers.families import Family, each_family, family, run
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 

@@ -7,7 +7,6 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_transformers import IN_FLOAT64, MODELS, TOKENS, TinyModel, run
 from torch import nn
 
 from sage_hf import record
@@ -15,6 +14,7 @@ from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.keywords import NAMED
 from sage_kernels import exact
+from tests.helpers.tiny_transformers import IN_FLOAT64, MODELS, TOKENS, TinyModel, run
 
 
 class Layer(nn.Module):

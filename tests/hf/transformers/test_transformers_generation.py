@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_transformers import DECODERS, IN_FLOAT64, MODELS, SERVED, TOKENS, WITH_STATIC_CACHE, TinyModel, run
 from transformers import StaticCache
 
 from sage_hf import record
 from sage_hf.transformers import attention_layers
+from tests.helpers.tiny_transformers import (
+    DECODERS,
+    IN_FLOAT64,
+    MODELS,
+    SERVED,
+    TOKENS,
+    WITH_STATIC_CACHE,
+    TinyModel,
+    run,
+)
 
 GENERATORS = [model for model in SERVED if model.kind in ("decoder", "t5", "whisper")]
 BY_NAME = {"ids": lambda value: getattr(value, "name", value)}

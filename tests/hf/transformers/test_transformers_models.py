@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_transformers import IGNORING, IN_FLOAT64, SERVED, TinyModel, of_real_tokens, run
 
 from sage_hf import record
 from sage_hf.transformers import attention_layers, unsupported
+from tests.helpers.tiny_transformers import IGNORING, IN_FLOAT64, SERVED, TinyModel, of_real_tokens, run
 
 CASES = [
     pytest.param(model, padding, id=f"{model.name}-{padding}")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_transformers import MODELS, SERVED, calls_interface, run
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,6 +18,7 @@ from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers, register, unsupported
 from sage_hf.transformers.layers import refusal
+from tests.helpers.tiny_transformers import MODELS, SERVED, calls_interface, run
 
 LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
 

@@ -7,16 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from test_transformers_attention import Layer, bool_mask, qkv
-from tiny_transformers import (
-    DECODERS,
-    MODELS,
-    SERVED,
-    TOKENS,
-    WITH_STATIC_CACHE,
-    TinyModel,
-    of_real_tokens,
-    run,
-)
 from torch import nn
 from transformers import AttentionMaskInterface, StaticCache, masking_utils
 
@@ -27,6 +17,16 @@ from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.masks import sage_mask, sage_training_mask
 from sage_kernels.recipe import RECIPES
+from tests.helpers.tiny_transformers import (
+    DECODERS,
+    MODELS,
+    SERVED,
+    TOKENS,
+    WITH_STATIC_CACHE,
+    TinyModel,
+    of_real_tokens,
+    run,
+)
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 BY_NAME = {"ids": lambda value: getattr(value, "name", value)}

@@ -16,11 +16,11 @@ import diffusers
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
-from families import FAMILIES, Family, Inputs, family, run
 
 import sage_hf
 from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import attention_layers
+from tests.helpers.families import FAMILIES, Family, Inputs, family, run
 
 RECIPES = ("exact", "sage3", "sage2")
 MODES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ from typing import Any
 
 import diffusers
 import torch
-from families import family
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CLIPTextConfig,
@@ -18,6 +17,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+
+from tests.helpers.families import family
 
 _TEXT_DIM = 16  # of the toy transformers in families.py
 
