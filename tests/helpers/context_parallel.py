@@ -7,9 +7,11 @@ first process writes: by case what is wrong, or "" where the processes agree wit
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -22,6 +24,7 @@ from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import attention_layers
 from tests.helpers.families import FAMILIES, Family, Inputs, family, run
 
+ROOT = Path(__file__).parents[2]
 RECIPES = ("exact", "sage3", "sage2")
 MODES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses_degree": 2},
@@ -38,6 +41,28 @@ FAILING_PLANS = ("ltx-2", "ltx-2-gated")
 """diffusers' plan splits the video but not the rotary embedding of its cross-attention: no backend gets there."""
 ODD_LENGTHS = (5, 9, 13, 17)
 """Token counts of the families that two processes cannot share alike; none is the size of anything else."""
+
+
+def run_pair(folder: Path, device: str, seconds: float) -> dict[str, str]:
+    """Return what two processes found, as `main` reports it.
+
+    Args:
+        folder: an empty one, for the processes' files.
+        device: "cpu" or "cuda".
+        seconds: how long they may take.
+    """
+    report = folder / "report.json"
+    command = [sys.executable, "-m", __spec__.name]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(folder / "store"), device, str(report)], cwd=ROOT)
+        for rank in range(2)
+    ]
+    try:
+        assert [worker.wait(timeout=seconds) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return json.loads(report.read_text())
 
 
 def main(rank: int, store: str, device: torch.device, report: str) -> None:
