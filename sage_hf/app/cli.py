@@ -136,9 +136,10 @@ def _env(args: argparse.Namespace) -> None:
             except KernelUnavailableError as error:
                 rows.append([recipe, "none", "–", "–", str(error)])
                 continue
-            rows.append([recipe, chosen.recipe, chosen.kernel, chosen.numerics, chosen.reason])
+            kernels = ", ".join(name for name in (chosen.kernel, chosen.quantizer, chosen.backward) if name)
+            rows.append([recipe, chosen.recipe, kernels, chosen.numerics, chosen.reason])
         print(f"\n{device}: {device_name(device)}")
-        print(text_table(["recipe", "runs", "kernel", "numerics", "why"], rows))
+        print(text_table(["recipe", "runs", "kernels", "numerics", "why"], rows))
     if triton_version() is None:
         print(
             "\nTriton is not installed, and most kernels are written in it: GPUs run exact attention, but for calls of "

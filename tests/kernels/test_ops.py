@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import sage_kernels
 from sage_kernels import dispatch, exact, ops, training
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
@@ -232,3 +233,10 @@ def test_a_head_dim_of_no_recipe_runs_exactly(recipe):
     assert [(plan.kernel, plan.reason) for plan in heard] == [("sdpa", "head_dim outside 16…256")]
     with pytest.raises(KernelUnavailableError, match="head_dim outside"):
         training.attention(query, key, value)
+
+
+def test_the_package_opens_the_doors_of_its_operators():
+    assert sage_kernels.attention is ops.attention
+    assert sage_kernels.packed_attention is ops.packed_attention
+    assert sage_kernels.training_attention is training.attention
+    assert sage_kernels.packed_training_attention is training.packed_attention
