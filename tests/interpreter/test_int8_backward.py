@@ -211,7 +211,7 @@ def test_a_gradient_of_zeros_gives_zeros(recipe):
 
 
 @recipes
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, pytest.param(-torch.inf, marks=pytest.mark.audit)])
 def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe, poison):
     """And no other batch element, no other group of heads, no key that does not exist."""
     inputs = draw(batch=2, q_len=140)

@@ -67,12 +67,12 @@ def test_any_length_and_head_dim_has_the_recipe_s_error(q_len, kv_len, head_dim,
     check(*random_inputs(q_len, kv_len, q_heads=2, head_dim=head_dim, v_head_dim=v_head_dim))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.audit)])
 def test_every_dtype_has_the_recipe_s_error(dtype):
     check(*random_inputs(130, 260, q_heads=2, dtype=dtype))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.audit), (9, 0)])
 def test_sage3_paper_has_its_own_error(capability):
     check(*random_inputs(130, 260, q_heads=2, kv_heads=2), recipe="sage3_paper", capability=capability)
 
@@ -103,14 +103,21 @@ def test_grouped_queries_use_their_own_keys():
     check(*random_inputs(100, 200, batch=2, q_heads=4, kv_heads=2))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 140, 150), (2, 1, 1, 150), (2, 2, 140, 150), (1, 2, 140, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 1, 1, 150),
+        (1, 2, 140, 1),
+        *(pytest.param(s, marks=pytest.mark.audit) for s in [(1, 1, 140, 150), (2, 2, 140, 150)]),
+    ],
+)
 def test_boolean_masks_of_every_broadcast_shape(shape):
     query, key, value = random_inputs(140, 150, batch=2, q_heads=shape[1])
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.4
     check(query, key, value, mask=mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.audit)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_additive_masks_are_added(dtype, is_causal):
     query, key, value = random_inputs(140, 150, batch=1, q_heads=2, dtype=dtype)
@@ -169,7 +176,7 @@ def test_a_negative_scale_is_honoured():
     check(*random_inputs(60, 100), scale=-0.2)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.audit)])
 @pytest.mark.parametrize("operand", [0, 1, 2])
 def test_what_is_not_finite_spoils_the_rows_that_use_it(operand, bad):
     inputs = random_inputs(140, 150)

@@ -63,7 +63,13 @@ def calls_of(model: torch.nn.Module, case: Family) -> list[tuple[torch.nn.Module
 
 
 # All layers of every family with a shared processor, and one layer with one of its own, by the two switches in turn.
-CASES = [*((case, share) for case in FAMILIES), *zip(FAMILIES, itertools.cycle([apply, set_backend]), strict=False)]
+CASES = [
+    *((case, share) for case in FAMILIES),
+    *(
+        pytest.param(case, switch, marks=pytest.mark.audit if position > 3 else ())
+        for position, (case, switch) in enumerate(zip(FAMILIES, itertools.cycle([apply, set_backend]), strict=False))
+    ),
+]
 
 
 @pytest.mark.parametrize(("case", "switch"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
