@@ -642,6 +642,31 @@ FAMILIES: tuple[Family, ...] = (
         },
         bfloat16_since="0.37",
     ),
+    Family(
+        "stable-audio",
+        "StableAudioDiTModel",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 32,
+            "num_attention_heads": 4,
+            "num_key_value_attention_heads": 2,
+            "cross_attention_dim": 64,
+            "time_proj_dim": 16,
+            "global_states_input_dim": 16,
+            "cross_attention_input_dim": 16,
+        },
+        lambda: {
+            "hidden_states": _normal(BATCH, 4, 40),
+            "timestep": torch.full((BATCH,), 0.5),
+            "encoder_hidden_states": _normal(BATCH, 13, 16),
+            "global_hidden_states": _normal(BATCH, 1, 16),
+            "rotary_embedding": _rope(41, 16),
+            "attention_mask": _valid((40, 25), 40).bool(),
+            "encoder_attention_mask": _valid((13, 5), 13).bool(),
+        },
+    ),
 )
 
 
