@@ -196,7 +196,7 @@ def test_a_home_folder_that_the_shell_left_alone_is_found(folder, tmp_path, monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--recipe", "sage9"], "unknown recipe 'sage9'; recipes are: exact, sage1, sage2, sage3, sage3_paper"),
+        (["--recipe", "sage9"], "unknown recipe 'sage9'; recipes are: exact, "),
         (["--config", "sage9"], "'sage9' is neither a recipe"),
         (["--config", "missing.json"], "cannot read the configuration missing.json"),
         (["--fallback", ""], "fallback: '' is not one of native, emulate, error"),

@@ -234,9 +234,7 @@ def test_the_exact_recipe_is_no_fallback():
 
 
 def test_unknown_names_are_refused_with_the_list_of_those_that_exist():
-    with pytest.raises(
-        ValueError, match="unknown recipe 'sage4'; recipes are: exact, sage1, sage2, sage3, sage3_paper"
-    ):
+    with pytest.raises(ValueError, match="unknown recipe 'sage4'; recipes are: " + ", ".join(sorted(RECIPES))):
         select(replace(CPU, recipe="sage4"))
     with pytest.raises(ValueError, match="choose from: native, emulate, error"):
         select(CPU, "maybe")
