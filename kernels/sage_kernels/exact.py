@@ -246,9 +246,9 @@ def sdpa(
     if scale is not None and scale <= 0:
         # PyTorch's kernels mask scores, or take a row's maximum, before they scale them.
         query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
+    if 0 in (*query.shape[:3], key.shape[-2]):  # PyTorch 2.8 divides by them on a CPU, and the process ends
+        return nothing_attended(query, key, value)
     if _on_gpu(query):
-        if 0 in (*query.shape[:3], key.shape[-2]):
-            return nothing_attended(query, key, value)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
