@@ -40,7 +40,7 @@ def check_kinds(
             )
     if scale is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None; got {type(scale).__name__}: use float(scale)")
     if not torch.compiler.is_compiling() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite; got {scale}")

@@ -143,7 +143,8 @@ def test_the_compiler_agrees_with_the_host(compiled):
         (
             "  int small;\n  int64 wide;",
             "  int64 wide;\n  int small;",
-            "Inner: the host packs small as 4 bytes from byte 0",
+            # The latter where the compiler lacks offsetof, as some NVRTCs do.
+            "Inner: the host packs (small as 4 bytes from byte 0|24 bytes)",
         ),
         ("  uint32 count;\n", "", "count"),
         ("  float real;\n", "  float real;\n  float more[3];\n", "Outer: the host packs 48 bytes"),

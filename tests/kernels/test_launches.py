@@ -6,11 +6,10 @@ import pytest
 import torch
 import triton
 
-from sage_kernels.gluon import int8_backward as gluon_backward
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
-from tests.helpers.triton_calls import attend, attend_and_save, backward, new_backward_call, new_call
+from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter's launches bind by themselves")
 
@@ -73,5 +72,5 @@ def test_hoppers_backward_pass_names_every_parameter(kind, v_head_dim):
     value, options = value[..., :v_head_dim], kinds()[kind]
     with recording() as launches:
         output, saved = attend_and_save(new_call(query, key, value, "sage_bwd", **options), (9, 0))
-        gluon_backward.backward(new_backward_call(output, value, output, saved, "sage_bwd", 64, **options))
+        hopper_backward(new_backward_call(output, value, output, saved, "sage_bwd", 64, **options))
     assert_named(launches)

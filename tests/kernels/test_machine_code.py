@@ -13,14 +13,13 @@ import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
-from sage_kernels.gluon import int8_backward as gluon_backward
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.layout import padded_channels, padded_rows
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Request, get_backward, get_forward
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
-from tests.helpers.triton_calls import attend, attend_and_save, backward, new_backward_call, new_call
+from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
 
 pytestmark = [
     pytest.mark.audit,
@@ -146,7 +145,7 @@ def record_backward(
     call = new_backward_call(output, value, output, saved, recipe, head_dim, **options)
     with recording() as launches:
         if hopper:
-            gluon_backward.backward(call)
+            hopper_backward(call)
         else:
             backward(call, capability)
     return launches
