@@ -202,7 +202,7 @@ def test_the_scores_of_the_means_are_accurate_to_float32():
     assert ((delta * factor - mean @ smooth_key.mT).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("delta_share", [nvfp4_forward.DELTA_SHARE, 1e-9])
+@pytest.mark.parametrize("delta_share", [pytest.param(nvfp4_forward.DELTA_SHARE, marks=pytest.mark.audit), 1e-9])
 def test_packed_sequences_are_attended_as_if_alone(monkeypatch, delta_share):
     monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", delta_share)
     query, key, value = random_inputs(300, 280, q_heads=2)
