@@ -1,4 +1,4 @@
-"""What `import sage_hf` needs, and costs."""
+"""Check what `import sage_hf` needs, and costs."""
 
 import subprocess
 import sys

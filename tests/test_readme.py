@@ -1,4 +1,4 @@
-"""What README.md and the pages of docs/ say is so."""
+"""Check that what README.md and the pages of docs/ say is so."""
 
 import json
 import re

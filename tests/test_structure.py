@@ -1,4 +1,4 @@
-"""What may import what, as the sources say: backends are siblings on a floor that needs none of them."""
+"""Check what imports what: backends are siblings on a floor that needs none of them."""
 
 import ast
 from pathlib import Path

@@ -88,7 +88,7 @@ class Add:
 
 @dataclass(slots=True)
 class Given:
-    """Of 40 bytes, some of which hold nothing."""
+    """Fill 40 bytes, some of which hold nothing."""
 
     narrow: Int
     pointer: ConstFloats

@@ -1,1 +1,1 @@
-"""What tests of several folders share."""
+"""Share helpers between the tests of several folders."""

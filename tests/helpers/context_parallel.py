@@ -168,7 +168,7 @@ def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> 
 
 
 def restores(case: Family, device: torch.device) -> str:
-    """What `restore` puts back attends across the processes, though it was not in place when they were joined."""
+    """Check that what `restore` puts back attends across processes, though it was not in place when they joined."""
     inputs = _inputs(case, MODES["ulysses"], device)
     model = _build(case, device)
     expected = run(model, inputs)

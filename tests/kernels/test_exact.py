@@ -38,7 +38,7 @@ def test_a_converted_mask_keeps_its_gradient():
 
 @pytest.fixture
 def handed_over(monkeypatch):
-    """What PyTorch's attention is called with: tensors by name, of a GPU that need not exist."""
+    """Record what PyTorch's attention is called with: tensors by name, of a GPU that need not exist."""
     calls = []
 
     def sdpa(query, key, value, *, attn_mask, **options):
