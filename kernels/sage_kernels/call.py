@@ -49,6 +49,13 @@ class Mask:
         """Return the Mask of existing keys; `valid` is bool (batch or 1, kv_len), or None if all keys exist."""
         return NO_MASK if valid is None else cls("keys", valid[:, None, None], valid)
 
+    def without_keys(self, keys: int) -> Mask:
+        """Return the mask of the keys from number `keys` on."""
+        if self.tensor is None:
+            return self
+        tensor = self.tensor if self.tensor.shape[-1] == 1 else self.tensor[..., keys:]
+        return replace(self, tensor=tensor, valid=None if self.valid is None else self.valid[:, keys:])
+
 
 NO_MASK = Mask()
 
@@ -109,6 +116,33 @@ class Call:
     def token_axes(self) -> tuple[Sequences, Sequences]:
         """Return the token axes of Q, and of K and V."""
         return token_axes(self.query.shape[2], self.key.shape[2], self.lengths)
+
+    @property
+    def heavy_keys(self) -> int:
+        """Return the number of keys, the first of each sequence, that are attended to in 16 bits."""
+        return self.recipe.heavy_keys if self.kv_len > self.recipe.heavy_keys else 0
+
+    @cached_property
+    def tail(self) -> Call:
+        """Return the call without its heavy keys, whose positions are counted from the first key that is left."""
+        heavy = self.heavy_keys
+        if heavy == 0:
+            return self
+        lengths = self.lengths
+        if lengths is not None:
+            stored = lengths.cu_seqlens_k.diff()
+            counted = stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)
+            lengths = lengths._replace(
+                max_seqlen_k=lengths.max_seqlen_k - heavy, seqused_k=(counted - heavy).clamp(min=0)
+            )
+        return replace(
+            self,
+            key=self.key[:, :, heavy:],
+            value=self.value[:, :, heavy:],
+            mask=self.mask.without_keys(heavy),
+            causal_offset=self.causal_offset - heavy,
+            lengths=lengths,
+        )
 
     def for_kernel(self) -> Call:
         """Return a call with the same result whose scale is not negative and whose offset fits a kernel's integers.

@@ -53,11 +53,25 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class HeavyKeys:
+    """The first keys of each sequence, which are attended to in 16 bits; in the caller's dtype.
+
+    Attributes:
+        key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose; channels are head_dim rounded
+            up to a power of two; what lies beyond head_dim is 0. A key that does not exist is 0.
+        value: (batch, kv_heads, keys, v_channels), likewise, V with its mean.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Int8Operands:
     """Q, K and V of the INT8 recipes.
 
     Operand batch is 1 for packed sequences, else the caller's; channels are head_dim rounded up to a power of two, rows
-    those of `layout.Sequences`; what lies beyond a sequence is 0.
+    those of `layout.Sequences`; what lies beyond a sequence is 0. Beside heavy keys, K and V are those of `Call.tail`.
 
     Attributes:
         query: int8 (operand batch, q_heads, rows, channels).
@@ -71,6 +85,7 @@ class Int8Operands:
         value_scale: float32 (batch, kv_heads, channels).
         value_mean: float32 (batch, kv_heads, channels), added to the output.
         mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, added to the LSE; or None.
+        heavy: the keys that are attended to in 16 bits; None: none are.
     """
 
     query: torch.Tensor
@@ -81,6 +96,7 @@ class Int8Operands:
     value_scale: torch.Tensor
     value_mean: torch.Tensor
     mean_score: torch.Tensor | None
+    heavy: HeavyKeys | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,7 @@ class NVFP4Operands:
         value_mean: float32 (batch, kv_heads, v_channels or fewer, a power of two).
         mean_score: float32 (operand batch, q_heads, rows), each query's product with K's mean; None without the LSE.
         statistics: those of K and V.
+        heavy: as in `Int8Operands`.
     """
 
     query: torch.Tensor
@@ -118,6 +135,7 @@ class NVFP4Operands:
     value_mean: torch.Tensor
     mean_score: torch.Tensor | None
     statistics: Statistics
+    heavy: HeavyKeys | None = None
 
 
 class Saved(NamedTuple):

@@ -46,6 +46,11 @@ class Recipe:
             per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); Q's per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
+        balance: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
+            (transforms.balance).
+        heavy_keys: number of keys, the first of each sequence, that are attended to in the caller's dtype. Where a
+            sequence begins with a sink, a key that holds much of every row's weight, P of the other keys then has a
+            scale of their own. A call without more keys than that has none. Not with `backward`.
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
@@ -60,6 +65,8 @@ class Recipe:
     smooth_k: bool = False
     smooth_v: bool = False
     rotate: bool = False
+    balance: bool = False
+    heavy_keys: int = 0
     tensor_scale: bool = True
     scale_steps: tuple[int, int] = (0, 0)
     denominator: Literal["p", "quantized_p"] = "p"

@@ -5,6 +5,7 @@ smooth  Subtract a mean. K's adds a constant to each row of scores, which softma
         2411.10958, section 3.4). Q's, one per block of rows, is added back to the scores as mean·Kᵀ (the same, 3.1).
 rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, which leaves every dot product unchanged
         and spreads channels of large magnitude over all channels.
+balance Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ import torch.nn.functional as F
 BLOCK = 128
 MIN_MEAN = 1 / 64
 ROTATION_SEED = 0x5A6E
+BALANCE_QUERIES = 128
+"""Rows of Q, of each head, whose magnitudes decide the balance; at equal distances, from the first one on."""
+MAX_BALANCE = 8
+"""Largest exponent of a factor of the balance."""
+MIN_VARIANCE = 2.0**-16
+"""Least variance that is told from none, as a share of the squared mean: sums in float32 have no more bits."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -94,6 +101,31 @@ def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     """
     parts = [smooth(part) for part in x.split(block, dim=-2)]
     return torch.cat([part for part, _ in parts], -2), torch.cat([mean for _, mean in parts], -2)
+
+
+def balance(query: torch.Tensor, key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the power of two by which each channel of K is divided, and of Q multiplied.
+
+    It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_BALANCE: so
+    both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout.
+    Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES).
+
+    Args:
+        query: float32 (batch, q_heads, q_len, head_dim).
+        key: float32 (batch, kv_heads, kv_len, head_dim), with its mean.
+        valid: as in `mean_of_tokens`.
+
+    Returns:
+        float32 (batch, kv_heads, 1, head_dim).
+    """
+    sample = query[:, :, :: -(-query.shape[2] // BALANCE_QUERIES)]
+    sample = sample.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    query_square = mean_of_tokens(sample.square())
+    mean = mean_of_tokens(key, valid)
+    key_square = mean_of_tokens(key.square(), valid)
+    variance = torch.maximum(key_square - mean.square(), mean.square() * MIN_VARIANCE)
+    ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
+    return torch.exp2((torch.log2(ratio) / 4).round().clamp(-MAX_BALANCE, MAX_BALANCE))
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,7 @@ length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from ..call import PADDING_BIAS
 from ..exact import apply_mask, rows_per_chunk, unexpanded
 from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
-from ..layout import THREAD_TOKENS, natural_order, thread_order
+from ..layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
 from ..recipe import Recipe
 
 BLOCK_M = 128
@@ -38,6 +38,8 @@ class Operands:
         query_mean, smooth_key: with smoothing of Q, (batch, q_heads, blocks, head_dim) and the unquantised
             (batch, kv_heads, tokens, head_dim), whose product must be added to the scores.
         key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
+        balance: the result of `transforms.balance`, or None.
+        heavy: the keys that are attended to in the caller's dtype, which all others are without; or None.
     """
 
     query: torch.Tensor
@@ -50,6 +52,25 @@ class Operands:
     smooth_key: torch.Tensor | None
     key_mean: torch.Tensor | None
     value_mean: torch.Tensor | None
+    balance: torch.Tensor | None = None
+    heavy: Heavy | None = None
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """Heavy keys and what attends to them, as float32 values of the caller's dtype.
+
+    Attributes:
+        query: (batch, q_heads, q_len, head_dim).
+        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys.
+        value: (batch, kv_heads, keys, v_head_dim), with its mean.
+        dtype: the caller's, to which P is rounded.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dtype: torch.dtype
 
 
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,13 +103,20 @@ def quantize_operands(
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
-        recipe: a low-bit recipe.
+        recipe: a low-bit recipe; its `heavy_keys`, if there are more, become `Operands.heavy`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale.
     """
+    dtype, heavy = query.dtype, None
     query, key, value = query.float(), key.float(), value.float()
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
-    query_mean = smooth_key = key_mean = value_mean = None
+    if 0 < recipe.heavy_keys < key.shape[-2]:
+        (heavy_key, key), (heavy_value, value) = (x.tensor_split((recipe.heavy_keys,), -2) for x in (key, value))
+        valid = valid if valid is None or valid.shape[-2] == 1 else valid[..., recipe.heavy_keys :, :]
+        heavy = Heavy(query, heavy_key, heavy_value, dtype)
+    query_mean = smooth_key = key_mean = value_mean = balance = None
+    if recipe.balance:
+        balance = transforms.balance(query, key, valid)
     if recipe.smooth_k:
         key, key_mean = transforms.smooth(key, valid)
     if recipe.smooth_v:
@@ -100,7 +128,12 @@ def quantize_operands(
     if recipe.smooth_q:
         query, query_mean = transforms.smooth_blocks(query, BLOCK_M)
         smooth_key = key
-    pad = -query.shape[-1] % CHANNEL_GROUP
+    if heavy is not None and key_mean is not None:
+        heavy = replace(heavy, key=(heavy.key - key_mean).to(dtype).float())
+    if balance is not None:
+        key, query = key / balance, query * balance.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    channels = query.shape[-1]
+    pad = padded_channels(channels) - channels if recipe.qk == "int8" else -channels % CHANNEL_GROUP
     query, key = F.pad(query, (0, pad)), F.pad(key, (0, pad))
     if recipe.rotate:
         query, key = transforms.rotate(query), transforms.rotate(key)
@@ -121,6 +154,8 @@ def quantize_operands(
         smooth_key,
         key_mean,
         value_mean,
+        balance,
+        heavy,
     )
 
 
@@ -208,7 +243,7 @@ def attend(
 
     Args:
         operands: the result of `quantize_operands`.
-        kv_len: keys that exist; operands hold padding beyond them.
+        kv_len: keys that exist, heavy ones included; operands hold padding beyond them.
         dtype: dtype of the output.
         mask: 4-D; otherwise as in `attention`, like the arguments below.
 
@@ -250,9 +285,10 @@ def _attend(
     total = torch.zeros_like(maximum)
     denominator = torch.zeros_like(maximum)
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
+    heavy_keys = 0 if operands.heavy is None else operands.heavy.key.shape[-2]
     last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
-    for column in range(0, last_column, block_n):
-        tile = slice(column, column + block_n)
+    for column in range(heavy_keys, last_column, block_n):
+        tile = slice(column - heavy_keys, column - heavy_keys + block_n)
         scores = tile_scores(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
         if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
@@ -277,11 +313,22 @@ def _attend(
         maximum = new_maximum
 
     value_scale = operands.value_scale.expand(*operands.value.shape[:2], 1, -1).repeat_interleave(query.shape[2], 1)
-    output = output / torch.where(denominator == 0, 1.0, denominator) * value_scale
+    output = output * value_scale
     if operands.value_mean is not None:
-        mean = operands.value_mean.repeat_interleave(query.shape[2], 1)
-        output = output + mean
-    output = torch.where(denominator == 0, 0.0, output)
+        output = output + denominator * operands.value_mean.repeat_interleave(query.shape[2], 1)
+    if operands.heavy is not None:
+        heavy = operands.heavy
+        scores = per_group(heavy.query[:, :, chunk], kv_heads) @ heavy.key.unsqueeze(2).transpose(-1, -2)
+        scores = apply_mask(scores.flatten(1, 2) * scale, mask, is_causal, chunk.start, 0, causal_offset)
+        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
+        p = scores.sub_(offset).exp_().mul_(p_scale)
+        decay = torch.exp(maximum - offset)
+        weighed = per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)
+        output = output * decay + weighed.flatten(1, 2)
+        total, denominator = (x * decay + p.sum(-1, keepdim=True) for x in (total, denominator))
+        maximum = new_maximum
+    output = torch.where(denominator == 0, 0.0, output / torch.where(denominator == 0, 1.0, denominator))
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
 
 

@@ -10,7 +10,17 @@ from ..recipe import Recipe
 from ..registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
 from . import backward, forward
 
-_SERVED_BY_FORWARD = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scale", "scale_steps", "denominator")
+_SERVED_BY_FORWARD = (
+    "smooth_q",
+    "smooth_k",
+    "smooth_v",
+    "rotate",
+    "tensor_scale",
+    "scale_steps",
+    "denominator",
+    "balance",
+    "heavy_keys",
+)
 
 
 class ReferenceForward:
