@@ -163,6 +163,18 @@ def thread_order(key: torch.Tensor) -> torch.Tensor:
     return key.unflatten(-2, (-1, 8, 4, 2)).transpose(-4, -3).flatten(-5, -2)
 
 
+def heavy_order(channels: int) -> torch.Tensor:
+    """Return the channel of K that lies at each place of `operands.HeavyKeys.key`: int64 (channels,).
+
+    Of each 32, places 2t, 2t + 1, 8 + 2t, 9 + 2t of the first 16 and of the second hold channels 8t to 8t + 7. These are
+    what thread t of a quad multiplies in two 16-bit matrix instructions, so that it reads its part of Q at once.
+
+    Args:
+        channels: a multiple of 32.
+    """
+    return torch.arange(channels).view(-1, 4, 2, 2, 2).permute(0, 2, 3, 1, 4).flatten()
+
+
 def natural_order(key: torch.Tensor) -> torch.Tensor:
     """Undo `thread_order`."""
     return key.unflatten(-2, (-1, 4, 8, 2)).transpose(-4, -3).flatten(-5, -2)

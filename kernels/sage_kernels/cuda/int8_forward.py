@@ -11,7 +11,7 @@ import torch
 from ..call import Call
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
-from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
+from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two, stride_of
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
@@ -29,6 +29,7 @@ LINE_BYTES = 128  # side by side in shared memory, of V in float16 and of the ou
 LINE_CHANNELS = LINE_BYTES // 2
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
+HEAVY_KEYS = 64  # that the kernel attends to in 16 bits, or none
 LONG_KV_LEN = 8192  # keys
 # Keys from which on, up to LONG_KV_LEN, Q's quantisation hides behind them in the kernel of `sage2` (end to end,
 # 4×32×4096×64: 508 against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610). With P·V in float16 and
@@ -41,7 +42,7 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist.
+    float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -53,13 +54,16 @@ class Config:
     warpgroups: int
     pv: str
     padded: bool
+    heavy: bool
 
     @classmethod
-    def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool) -> Config:
+    def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool, heavy: bool) -> Config:
         """Return the fastest one."""
         if head_dim == 128:
-            return cls(head_dim, 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3, pv, padded)
-        return cls(head_dim, 2 if padded and pv == "fp16" else 3, pv, padded)
+            warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
+        else:
+            warpgroups = 2 if padded and pv == "fp16" else 3
+        return cls(head_dim, warpgroups, pv, padded, heavy)
 
     @property
     def block_m(self) -> int:
@@ -83,9 +87,10 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of the tiles of Q, K and V, and of the float32 sums, or the outputs."""
+        """Return the bytes of the tiles of Q, K and V, of the float32 sums, or the outputs, and of the heavy keys."""
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
-        return (STAGES * (self.block_m + (1 + value) * self.block_n) + sums * self.block_m) * self.head_dim
+        of_tiles = STAGES * (self.block_m + (1 + value) * self.block_n)
+        return (of_tiles + sums * self.block_m + 4 * HEAVY_KEYS * self.heavy) * self.head_dim
 
 
 @dataclass(slots=True)
@@ -101,7 +106,8 @@ class Arguments:
         valid: (batch or 1, kv_len): keys that exist; tiles that lack some need a mask. None without padding.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
-        valid_stride, spans_stride: from batch element to batch element.
+        valid_stride, spans_stride, heavy_valid_stride: from batch element to batch element.
+        heavy_valid: (batch or 1, HEAVY_KEYS): heavy keys that exist; None without padding.
         head_dim: of Q.
     """
 
@@ -113,6 +119,7 @@ class Arguments:
     lse: Floats
     valid: ConstBytes
     spans: ConstInts
+    heavy_valid: ConstBytes
     batch: Int
     q_heads: Int
     kv_heads: Int
@@ -124,6 +131,7 @@ class Arguments:
     heads_at_once: Int
     valid_stride: Int
     spans_stride: Int
+    heavy_valid_stride: Int
     head_dim: Int
     softmax_scale: Float
 
@@ -137,6 +145,7 @@ class Parameters:
         key: boxes (BLOCK_N, CHANNELS).
         value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
+        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
         query_tokens: Q in 16 bits, or NO_TOKENS.
         arguments: the others.
     """
@@ -145,6 +154,8 @@ class Parameters:
     key: Map
     value: Map
     output: Map
+    heavy_key: Map
+    heavy_value: Map
     query_tokens: Tokens
     arguments: Arguments
 
@@ -172,6 +183,8 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "PADDED": config.padded,
         "LSE": return_lse,
         "QUANTIZES_QUERY": quantizes_query,
+        "HEAVY": config.heavy,
+        "HEAVY_KEYS": HEAVY_KEYS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
     return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
@@ -185,7 +198,9 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
     """
     pv, padded, return_lse = get_recipe(request.recipe).pv, request.mask == "keys", request.return_lse or request.grad
-    config = Config.of(power_of_two(request.head_dim), pv, request.kv_len, request.is_causal, padded)
+    recipe = get_recipe(request.recipe)
+    heavy = 0 < recipe.heavy_keys < request.kv_len
+    config = Config.of(power_of_two(request.head_dim), pv, request.kv_len, request.is_causal, padded, heavy)
     quantizes_query &= _quantizes_query(pv, padded, request.is_causal, return_lse, request.kv_len)
     return kernel(config, request.is_causal, return_lse, request.dtype, quantizes_query).source.why_not()
 
@@ -214,7 +229,8 @@ def attend_and_save(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, Sav
 def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
-    padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
+    valid = call.tail.mask.valid
+    padding = None if valid is None else quantizer.read_padding(valid)
     hides = _quantizes_query(call.recipe.pv, padding is not None, call.is_causal, lse is not None, call.kv_len)
     if hides and quantizer.name == "int8_quantize_hopper":
         operands = quantize.quantize_operands(call, leaves_query=True)
@@ -240,15 +256,16 @@ def forward(
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
-        padding: which keys exist; None: all.
+        padding: which keys of the call's tail exist; None: all.
 
     Raises:
         CompileError: see `launch.launch`.
     """
-    kv_len, is_causal = call.kv_len, call.is_causal
+    heavy, tail, is_causal = operands.heavy, call.tail, call.is_causal
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
-    config = Config.of(channels, PV_OF_DTYPE[operands.value.dtype], kv_len, is_causal, padding is not None)
+    pv = PV_OF_DTYPE[operands.value.dtype]
+    config = Config.of(channels, pv, call.kv_len, is_causal, padding is not None, heavy is not None)
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
     else:
@@ -260,6 +277,12 @@ def forward(
     if not quantizes_query:
         codes = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
+    heavy_key = heavy_value = NO_TENSOR_MAP
+    heavy_valid = None
+    if heavy is not None:
+        box = (HEAVY_KEYS, LINE_CHANNELS)
+        heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
+        heavy_valid = None if call.mask.valid is None else call.mask.valid[:, :HEAVY_KEYS].contiguous()
     arguments = Arguments(
         query_scale=operands.query_scale,
         key_scale=operands.key_scale,
@@ -269,18 +292,20 @@ def forward(
         lse=lse,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
+        heavy_valid=heavy_valid,
         batch=batch,
         q_heads=q_heads,
         kv_heads=kv_heads,
         q_len=q_len,
-        kv_len=kv_len,
+        kv_len=tail.kv_len,
         q_rows=query.shape[2],
         kv_rows=kv_rows,
-        causal_offset=call.causal_offset,
+        causal_offset=tail.causal_offset,
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
         valid_stride=valid_stride,
         spans_stride=spans_stride,
-        head_dim=query.shape[3],
+        heavy_valid_stride=stride_of(heavy_valid),
+        head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),
     )
     parameters = Parameters(
@@ -288,7 +313,9 @@ def forward(
         key=tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
         value=value,
         output=tensor_map(output, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS), LINE_BYTES),
-        query_tokens=Tokens.of(query) if quantizes_query else NO_TOKENS,
+        heavy_key=heavy_key,
+        heavy_value=heavy_value,
+        query_tokens=NO_TOKENS if heavy is None and not quantizes_query else Tokens.of(call.query),
         arguments=arguments,
     )
     blocks = min(items, torch.cuda.get_device_properties(device).multi_processor_count)

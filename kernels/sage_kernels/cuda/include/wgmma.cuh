@@ -89,19 +89,22 @@ E4M3_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10")
 E4M3_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38")
 E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
 
-// x = A·Bᵀ in float16, or += if ADD, 16 deep; A in registers. B may lie TRANSPOSED in shared memory.
-#define FLOAT16_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT, TRANSPOSED_AT)                                   \
+// x = A·Bᵀ in 16 bits, or += if ADD, 16 deep; A in registers. B may lie TRANSPOSED in shared memory.
+#define PRODUCT_16BIT(NAME, TYPE, N, COLUMNS, A, B, LAYOUT_AT, ADD_AT, TRANSPOSED_AT)                         \
   template <int WIDTH, bool TRANSPOSED, bool ADD>                                                             \
-  DEVICE void add_float16_product(float (&x)[N], const uint32* a, uint32 b) {                                 \
+  DEVICE void NAME(float (&x)[N], const uint32* a, uint32 b) {                                                \
     asm volatile(                                                                                             \
         "{ .reg .b64 b;\n"                                                                                    \
         "mov.b64 b, {" B ", " LAYOUT_AT                                                                       \
         "};\n"                                                                                                \
-        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.f16.f16 {" ACCUMULATORS_##N                      \
+        "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE " {" ACCUMULATORS_##N            \
         "}, {" A "}, b, " ADD_AT ", 1, 1, " TRANSPOSED_AT "; }"                                               \
         : OPERANDS_##N("+f", x)                                                                               \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD), "n"(TRANSPOSED)); \
   }
-FLOAT16_PRODUCT(4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")
-FLOAT16_PRODUCT(32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39")
-FLOAT16_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70", "%71")
+#define PRODUCTS_16BIT(NAME, TYPE)                                                                 \
+  PRODUCT_16BIT(NAME, TYPE, 4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")                    \
+  PRODUCT_16BIT(NAME, TYPE, 32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39")            \
+  PRODUCT_16BIT(NAME, TYPE, 64, "128", "%64, %65, %66, %67", "%68", "%69", "%70", "%71")
+PRODUCTS_16BIT(add_float16_product, "f16")
+PRODUCTS_16BIT(add_bfloat16_product, "bf16")

@@ -6,6 +6,9 @@
 // scores, weights and outputs are in its registers. Its matrix products of a tile's scores and of the last tile's P·V
 // are begun together, also where that tile was the last of another item; while P·V runs, the scores become the next P.
 //
+// The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them in
+// 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
+//
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
 //
@@ -34,6 +37,8 @@ ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, or in INT8");
+ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
+static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
 static_assert(!QUANTIZES_QUERY || !(LSE || PADDED), "QUANTIZES_QUERY serves neither the LSE nor padding");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
@@ -48,8 +53,11 @@ constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
 constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
-static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES,
-              "SHARED_BYTES must be those of the stages of Q, K and V, and of the sums");
+constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;             // of heavy keys, or of their values
+static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES + 2 * HEAVY_BYTES,
+              "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, and of the heavy keys");
+// Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
+constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int PRODUCER_LOADS = 4;                                // of a thread that quantises Q, at a time
 constexpr int QUERIES_BARRIER = 1 + WARPGROUPS;                  // of the hardware; those before are the warpgroups'
@@ -66,11 +74,17 @@ static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  uint64 ending_full, ending_empty;
 };
 
 // What comes with a tile of Q.
 struct alignas(16) Scales {
-  float query_scale[BLOCK_M], value_scale[CHANNELS], value_mean[CHANNELS];
+  float query_scale[BLOCK_M];
+};
+
+// What comes with the heavy keys, and is needed when all others are done.
+struct alignas(16) ValueScales {
+  float scale[CHANNELS], mean[CHANNELS];
 };
 
 // A block's share of the work.
@@ -123,12 +137,6 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
 
 // ---- Producers: threads that bring Q, K and V, of which none waits for a free stage of the others ----
 
-DEVICE void load_value_scales(const Arguments& a, const Item& item, Scales& scales, uint64& full) {
-  const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
-  load_bytes(a.value_scale + of_head, scales.value_scale, full, CHANNELS * 4);
-  load_bytes(a.value_mean + of_head, scales.value_mean, full, CHANNELS * 4);
-}
-
 // Bring tiles of Q in INT8, by the first thread.
 DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
@@ -138,13 +146,12 @@ DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, S
     const int stage = round % STAGES, row = item.pair(a) * a.q_rows + item.first_row;
     const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4;
     wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
-    arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes + 2 * CHANNELS * 4);
+    arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes);
 #pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
       load_box(query, q + stage * Q_BYTES + i * WARPGROUP_ROWS * CHANNELS, b.q_full[stage], row + i * WARPGROUP_ROWS,
                0);
     load_bytes(a.query_scale + row, scales[stage].query_scale, b.q_full[stage], scales_bytes);
-    load_value_scales(a, item, scales[stage], b.q_full[stage]);
   }
 }
 
@@ -185,20 +192,14 @@ DEVICE void quantize_queries(const Arguments& a, const Tokens& query, uint8* q, 
       sync_threads(QUERIES_BARRIER, 128);
       if (warp == 1 || warp == 2) return;
     }
-    if (lane == 0) {
-      if (warp == 0) {
-        arrive_expecting(b.q_full[stage], 2 * CHANNELS * 4);
-        load_value_scales(a, item, scales[stage], b.q_full[stage]);
-      } else {
-        arrive(b.q_full[stage]);
-      }
-    }
+    if (lane == 0) arrive(b.q_full[stage]);
   }
 }
 
-// Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage.
-template <typename Load>
-DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load) {
+// Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage, `end` follows the last.
+template <typename Load, typename End>
+DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load,
+                          End end) {
   Item item;
   int uses = 0;
 #pragma unroll 1
@@ -210,17 +211,37 @@ DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES],
       arrive_expecting(full[stage], bytes);
       load(item, tile, stage);
     }
+    end(item, round);
   }
 }
 
-DEVICE void produce_keys(const Arguments& a, const TensorMap& key, uint8* k, Barriers& b) {
-  produce_tiles(a, K_BYTES, b.k_full, b.k_empty, [&](const Item& item, int tile, int stage) {
-    load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + item.tile(tile) * BLOCK_N, 0);
-  });
+// Bring tiles of K, and what an item's outputs need in the end: the scales of V, and heavy keys with their values.
+DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorMap& heavy_key,
+                         const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, Barriers& b) {
+  produce_tiles(
+      a, K_BYTES, b.k_full, b.k_empty,
+      [&](const Item& item, int tile, int stage) {
+        load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + item.tile(tile) * BLOCK_N, 0);
+      },
+      [&](const Item& item, int round) {
+        const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
+        wait(b.ending_empty, round & 1 ^ 1);
+        arrive_expecting(b.ending_full, 2 * HEAVY_BYTES + 2 * CHANNELS * 4);
+        load_bytes(a.value_scale + of_head, scales.scale, b.ending_full, CHANNELS * 4);
+        load_bytes(a.value_mean + of_head, scales.mean, b.ending_full, CHANNELS * 4);
+        if (!HEAVY) return;
+#pragma unroll
+        for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++) {
+          uint8* lines = heavy + i * HEAVY_KEYS * LINE_BYTES;
+          const int row = item.kv_pair(a) * HEAVY_KEYS;
+          load_box(heavy_key, lines, b.ending_full, row, i * LINE_CHANNELS);
+          load_box(heavy_value, lines + HEAVY_BYTES, b.ending_full, row, i * LINE_CHANNELS);
+        }
+      });
 }
 
 DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
-  produce_tiles(a, V_BYTES, b.v_full, b.v_empty, [&](const Item& item, int tile, int stage) {
+  const auto load = [&](const Item& item, int tile, int stage) {
     if (PV_FLOAT16) {
 #pragma unroll
       for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++)
@@ -232,16 +253,19 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
         load_box(value, v + stage * V_BYTES + i * CHANNELS * VALUE_WIDTH, b.v_full[stage], item.kv_pair(a) * CHANNELS,
                  item.tile(tile) * BLOCK_N + i * VALUE_WIDTH);
     }
-  });
+  };
+  produce_tiles(a, V_BYTES, b.v_full, b.v_empty, load, [](const Item&, int) {});
 }
 
 // The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
 // is of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Consumer {
   const Arguments& a;
+  const Tokens& query;
   const TensorMap& output;
   Barriers& barriers;
   const Scales* scales;  // of the first stage of Q
+  const ValueScales& value_scales;
   uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
   uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
   int warpgroup, thread, quad, row;
@@ -494,45 +518,144 @@ struct Consumer {
     if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
   }
 
-  // What an item's outputs need beside themselves.
-  struct Ending {
-    Item item;
-    int scales_stage;
-    float base[2], row_sum[2];
-  };
+  // Load the thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits, as the left operands of HEAVY_CHANNELS / 16
+  // matrix products: of each 32 channels it has 8, which `heavy_order` brings to its places in two products.
+  DEVICE void load_heavy_query(int first_channel, uint32 (&x)[HEAVY_CHANNELS / 4]) {
+    int channel = first_channel + quad * 8, token = item.first_row + row;
+    asm volatile("" : "+r"(channel), "+r"(token));  // addresses are computed here, not kept in registers all along
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+      for (int i = 0; i < HEAVY_CHANNELS / 32; i++) {
+        uint32 y[4];
+        const Reader reader(query, item.batch, item.head, token + 8 * r, a.q_len, channel + i * 32, a.head_dim);
+        reader.load<true>(0, reader.has(0), y);
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[i * 8 + j / 2 * 4 + j % 2 * 2 + r] = y[j];
+      }
+    }
+  }
+
+  template <bool TRANSPOSED, int N>
+  DEVICE void add_16bit_product(float (&x)[N], const uint32* left, uint32 right) {
+    if constexpr (FLOAT16)
+      add_float16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
+    else
+      add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
+  }
+
+  // Attend to the heavy keys: bring the sums to the scale of V in 16 bits, and add to them.
+  DEVICE void attend_to_heavy_keys(uint32 (&heavy_query)[HEAVY_CHANNELS / 4]) {
+    constexpr int LINE = HEAVY_KEYS * LINE_BYTES / 16, HEAVY_SCORES = HEAVY_KEYS / 2;
+    // The descriptors of heavy keys and of their values, which lie behind the tiles of K and V, and the sums.
+    uint32 heavy_key = k + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
+    int place = quad;
+    asm volatile("" : "+r"(heavy_key), "+r"(place));
+    const uint32 heavy_value = heavy_key + HEAVY_BYTES / 16 + (LINE - 1 << 16);
+    float x[HEAVY_SCORES];
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
+#pragma unroll
+    for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
+      if (channel > 0) load_heavy_query(channel, heavy_query);
+      fence_products();
+#pragma unroll
+      for (int i = 0; i < HEAVY_CHANNELS / 16; i++)
+        add_16bit_product<false>(x, heavy_query + 4 * i, heavy_key + (channel / 64 + i / 4) * LINE + i % 4 * 2);
+      commit_products();
+      wait_products<0>();
+      pin(x);
+    }
+    uint32 heavy_exists[2] = {~0u, ~0u};
+    if (PADDED) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int64 of_batch = item.batch * static_cast<int64>(a.heavy_valid_stride);
+        heavy_exists[i] = __ballot_sync(~0u, a.heavy_valid[of_batch + i * 32 + thread % 32]) >> place * 2;
+      }
+    }
+    const float scale = a.softmax_scale * LOG2E;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int seen = item.first_row + row + 8 * r + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
+      float largest = -INFINITE;
+#pragma unroll
+      for (int i = 0; i < HEAVY_SCORES; i++) {
+        if (i / 2 % 2 != r) continue;
+        const int key = i / 4 * 8 + i % 2;
+        x[i] *= scale;
+        if (CAUSAL && key >= seen || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1)) x[i] = -INFINITE;
+        largest = fmaxf(largest, x[i]);
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float before = base[r];
+      base[r] = fminf(before, P_LOG2 - largest);
+      const float shift = base[r] == INFINITE ? 0.0f : base[r], gain = exp2_approximate(shift - before);
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < HEAVY_SCORES; i++) {
+        if (i / 2 % 2 != r) continue;
+        x[i] = exp2_approximate(x[i] + shift);
+        sum += x[i];
+      }
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float of_others = row_sum[r] * gain;
+      row_sum[r] = of_others + sum;
+#pragma unroll
+      for (int i = 0; i < CHANNELS / 8; i++) {
+        const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
+        const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
+        float* y = outputs + 4 * i + 2 * r;
+        y[0] = __fmaf_rn(y[0] * value_scale.x, gain, mean.x * of_others);
+        y[1] = __fmaf_rn(y[1] * value_scale.y, gain, mean.y * of_others);
+      }
+    }
+    uint32 p[HEAVY_SCORES / 2];
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES / 2; i++)
+      p[i] = FLOAT16 ? to_float16(x[2 * i], x[2 * i + 1]) : to_bfloat16(x[2 * i], x[2 * i + 1]);
+    pin(p);
+    pin(outputs);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < HEAVY_KEYS / 16; i++)
+      add_16bit_product<true>(outputs, p + 4 * i, heavy_value + i * (16 * LINE_BYTES / 16));
+    commit_products();
+    wait_products<0>();
+    pin(outputs);
+  }
 
   // Write the outputs, by way of shared memory in the TMA's order: a row's channels lie in lines of LINE_BYTES, whose
   // 16-byte parts are exchanged from row to row.
-  DEVICE void store(const Ending& ending) {
+  DEVICE void store() {
     int first_line = row % WARPGROUP_ROWS;
     // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled
     // anyway.
     if (PV_FLOAT16 || SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
-    if (!PV_FLOAT16 && has_sums) move_sums<true>(ending.base);
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float total = ending.row_sum[r];
-      if (!SUMS_BY_PRODUCT) {
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-      }
+      const float total = row_sum[r];
       inverse[r] = total == 0.0f ? 0.0f : 1.0f / total;
-      const int at = ending.item.first_row + row + 8 * r;
+      const int at = item.first_row + row + 8 * r;
       if (LSE && quad == 0 && at < a.q_len) {
-        const int64 pair = ending.item.pair(a);
-        float natural = (__log2f(total) - ending.base[r]) * LN2;
+        const int64 pair = item.pair(a);
+        float natural = (__log2f(total) - base[r]) * LN2;
         if (a.mean_score != nullptr) natural += a.softmax_scale * a.mean_score[pair * a.q_rows + at];
         a.lse[pair * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
       }
     }
     reclaim_shared_sums();
-    const Scales& of_item = scales[ending.scales_stage];
 #pragma unroll
     for (int i = 0; i < CHANNELS / 8; i++) {
       const int channel = i * 8 + quad * 2;
-      const float2 gain = *reinterpret_cast<const float2*>(of_item.value_scale + channel);
-      const float2 mean = *reinterpret_cast<const float2*>(of_item.value_mean + channel);
+      float2 gain = make_float2(1.0f, 1.0f), mean = make_float2(0.0f, 0.0f);
+      if (!HEAVY) {
+        gain = *reinterpret_cast<const float2*>(value_scales.scale + channel);
+        mean = *reinterpret_cast<const float2*>(value_scales.mean + channel);
+      }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
@@ -545,7 +668,6 @@ struct Consumer {
     fence_shared();
     sync_warpgroup();
     if (thread == 0) {
-      const Item& item = ending.item;
 #pragma unroll
       for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++)
         store_box(output, shared_sums + i * (WARPGROUP_ROWS * LINE_BYTES), item.batch, item.head,
@@ -558,76 +680,79 @@ struct Consumer {
     find_maxima<0, MASKED>(0);
     weigh_scores<0, MASKED>([&] {
       if (item.tiles > 1) wait(barriers.k_full[1], parity);
-      wait_products<0>();
+      wait(barriers.v_full[0], parity);
     });
   }
 
-  // The first tile of an item, and the last P·V of the one before it. Before the first item and behind the last one,
-  // products that nobody reads take their place: those that are in flight must not depend on a condition.
-  DEVICE bool begin_item(int round, int& whole) {
-    Ending ending{item, q_stage, {base[0], base[1]}, {row_sum[0], row_sum[1]}};
-    const int last = (item.tiles - 1) % STAGES;
-    const bool more = next_item(a, round, item);
-    if (more) {
-      q_stage = round % STAGES;
-      wait(barriers.q_full[q_stage], round / STAGES & 1);
-      wait(barriers.k_full[0], parity);
-    }
+  // Begin an item with its first tile; return how many tiles need no mask.
+  DEVICE int begin_item() {
+    wait(barriers.k_full[0], parity);
     fence_products();
     begin_scores(0);
-    fence_products();
-    begin_outputs(last);
-    if (more) {
-      first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
-      last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
-      load_key_scale(0);
+    first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
+    last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
+    load_key_scale(0);
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
-        row_sum[r] = 0.0f;
-        base[r] = INFINITE;
-      }
-      whole = (PADDED ? a.spans[item.batch * a.spans_stride + 1] : a.kv_len) / BLOCK_N;
-      if (CAUSAL)
-        whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
-      if (PADDED) whole -= item.first;
-    }
-    wait_products<1>();
-    pin(scores);
-    if (more) {
-      arrive_as_warp(barriers.k_empty[0]);
-      if (whole > 0)
-        weigh_first_tile<false>();
-      else
-        weigh_first_tile<true>();
-    }
-    wait_products<0>();
-    add_tile_sum(ending.row_sum);
-    if (round > 0) {
-      arrive_as_warp(barriers.v_empty[last]);
-      store(ending);
-      arrive_as_warp(barriers.q_empty[ending.scales_stage]);
+    for (int r = 0; r < 2; r++) {
+      row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
+      row_sum[r] = 0.0f;
+      base[r] = INFINITE;
     }
     has_sums = false;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-    if (more) wait(barriers.v_full[0], parity);  // its stage may be the one that has just become free
-    return more;
+    int whole = (PADDED ? a.spans[item.batch * a.spans_stride + 1] : a.kv_len) / BLOCK_N;
+    if (CAUSAL)
+      whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
+    if (PADDED) whole -= item.first;
+    wait_products<0>();
+    pin(scores);
+    arrive_as_warp(barriers.k_empty[0]);
+    if (whole > 0)
+      weigh_first_tile<false>();
+    else
+      weigh_first_tile<true>();
+    return whole;
+  }
+
+  // End an item with its last P·V and the heavy keys, and write its outputs.
+  DEVICE void end_item(int round) {
+    const int last = (item.tiles - 1) % STAGES;
+    fence_products();
+    begin_outputs(last);
+    arrive_as_warp(barriers.q_empty[q_stage]);
+    uint32 heavy_query[HEAVY_CHANNELS / 4];
+    if (HEAVY) load_heavy_query(0, heavy_query);
+    if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
+      wait(barriers.k_full[1], parity);
+      arrive_as_warp(barriers.k_empty[1]);
+      wait(barriers.v_full[1], parity);
+      arrive_as_warp(barriers.v_empty[1]);
+    }
+    wait(barriers.ending_full, round & 1);
+    wait_products<0>();
+    add_tile_sum(row_sum);
+    arrive_as_warp(barriers.v_empty[last]);
+    if (!PV_FLOAT16 && has_sums) move_sums<true>(base);
+    if (!SUMS_BY_PRODUCT) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
+        row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+      }
+    }
+    if constexpr (HEAVY) attend_to_heavy_keys(heavy_query);
+    store();
+    arrive_as_warp(barriers.ending_empty);
   }
 
   DEVICE void run() {
-    item = {0, 0, 0, 0, 1, 0, 0};
-    q_stage = parity = 0;
-    has_sums = false;
-#pragma unroll
-    for (int i = 0; i < WEIGHTS; i++) weights[i] = 0;
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) tile_sum[i] = 0.0f;
-    int whole = 0;  // tiles that need no mask
+    parity = 0;
 #pragma unroll 1
-    for (int round = 0; begin_item(round, whole); round++) {
+    for (int round = 0; next_item(a, round, item); round++) {
+      q_stage = round % STAGES;
+      wait(barriers.q_full[q_stage], round / STAGES & 1);
+      const int whole = begin_item();
       int tile = 1;
 #pragma unroll 1
       for (; tile + 1 < whole; tile += 2) {
@@ -642,12 +767,7 @@ struct Consumer {
         parity ^= 1;
         step<0, true>(tile);
       }
-      if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
-        wait(barriers.k_full[1], parity);
-        arrive_as_warp(barriers.k_empty[1]);
-        wait(barriers.v_full[1], parity);
-        arrive_as_warp(barriers.v_empty[1]);
-      }
+      end_item(round);
       parity ^= 1;
     }
     if (thread == 0) wait_until_read();
@@ -657,8 +777,10 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWARD_PARAMETERS) {
   extern __shared__ __align__(1024) uint8 shared[];
   uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
+  uint8* heavy = sums + WARPGROUPS * SUMS_BYTES;
   __shared__ Barriers barriers;
   __shared__ Scales scales[STAGES];
+  __shared__ ValueScales value_scales;
   __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
@@ -667,6 +789,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
       init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
+    init(barriers.ending_full, 1), init(barriers.ending_empty, 4 * WARPGROUPS);
   }
   if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
@@ -678,11 +801,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
       quantize_queries(arguments, query_tokens, q, scales, barriers);
     else
       load_queries(arguments, query, q, scales, barriers);
-    if (thread == 32) produce_keys(arguments, key, k, barriers);
+    if (thread == 32) produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, value_scales, barriers);
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments, output, barriers, scales, sums + warpgroup * SUMS_BYTES};
+    Consumer consumer{arguments,    query_tokens, output, barriers, scales, value_scales,
+                      sums + warpgroup * SUMS_BYTES};
     consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);
