@@ -57,10 +57,10 @@ class HeavyKeys:
     """The first keys of each sequence, which are attended to in 16 bits; in the caller's dtype.
 
     Attributes:
-        key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose. Channels are head_dim
-            rounded up to a power of two, at least 32, in the order of `layout.heavy_order`; those beyond head_dim are
-            0, as is a key that does not exist.
-        value: (batch, kv_heads, keys, v_channels): V with its mean. Channels as many as K's would be, in their own order.
+        key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose. Channels are as many as the
+            other keys have, in the order of `layout.heavy_order`; those beyond head_dim are 0, as is a key that does
+            not exist.
+        value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up likewise.
     """
 
     key: torch.Tensor

@@ -9,6 +9,9 @@ import torch
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch import request_of
+from sage_kernels.layout import power_of_two
+from sage_kernels.recipe import get_recipe
+from sage_kernels.transforms import mean_of_tokens
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 
@@ -40,6 +43,11 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
 
 def triton_operands(query, key, value, pv="fp8", return_lse=False):
     return triton_calls.quantize(triton_calls.new_call(query, key, value, RECIPE_OF_PV[pv], return_lse=return_lse))
+
+
+def with_fields(pv, **fields):
+    """Return the recipe of P·V's format with those fields."""
+    return replace(get_recipe(RECIPE_OF_PV[pv]), **fields)
 
 
 def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
@@ -130,6 +138,41 @@ def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, devi
     bound = (query.double().abs() * magnitude).sum(-1) * 2.0**-24 * (shape[-1] + 32)
     assert ((score[:, :, :300].double() - expected).abs() <= bound).all()
     assert not score[:, :, 300:].any()
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("pv", RECIPE_OF_PV)
+@pytest.mark.parametrize("kv_len", [65, 128, 200, 4096])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(40, 64), (72, 128), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_without_them(
+    layout, dtype, head_dim, v_head_dim, kv_len, pv, device
+):
+    inputs = draw(2, 3, kv_len, head_dim, heads=6, q_len=130, v_head_dim=v_head_dim, dtype=dtype)
+    inputs[1][0, 0, 5, 3], inputs[1][0, 0, 6, 3], inputs[2][0, 0, 7, 3] = torch.nan, torch.inf, -torch.inf
+    inputs[1][:, :, 8, 4] = torch.finfo(dtype).max
+    inputs[1][:, :, 64:, 4] -= 100
+    query, key, value = inputs = [lay_out(x, layout) for x in inputs]
+    recipe = with_fields(pv, heavy_keys=64)
+    tail = (query, key[:, :, 64:], value[:, :, 64:])
+    for return_lse in (False, True):
+        call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
+        assert HopperQuantizer().serves(recipe)
+        actual, expected = quantize.quantize_operands(call), quantized(tail, pv, return_lse)
+        assert differing(actual, expected) == []
+        assert not return_lse or torch.equal(actual.mean_score, expected.mean_score)
+        # Statistics add in the reference's order.
+        mean = mean_of_tokens(tail[1].float())
+        smooth = key[:, :, :64].float() - mean
+        limit = torch.finfo(dtype).max
+        smooth = torch.where(smooth.isinf(), smooth, smooth.clamp(-limit, limit)).to(dtype)
+        for x, y in ((actual.heavy.key, smooth), (actual.heavy.value, value[:, :, :64])):
+            channels = x.shape[3]
+            assert x.dtype == dtype and x.is_contiguous() and not x[..., y.shape[3] :].any()
+            assert channels == power_of_two(head_dim)
+            torch.testing.assert_close(x[..., : y.shape[3]], y, rtol=0, atol=0, equal_nan=True)
+        assert quantize.quantize_operands(replace(call, key=key[:, :, :64], value=value[:, :, :64])).heavy is None
 
 
 @pytest.mark.parametrize("pv", RECIPE_OF_PV)

@@ -10,6 +10,7 @@ import torch
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.layout import is_aligned
+from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request
 
 REGISTERS = 65536  # of a multiprocessor
@@ -19,15 +20,16 @@ DTYPES = (torch.bfloat16, torch.float16)
 @pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(
-    ("channels", "dtype", "pv", "return_lse"), product((64, 128), DTYPES, ("fp8", "fp16"), (False, True))
+    ("channels", "dtype", "pv", "return_lse", "heavy_keys"),
+    product((64, 128), DTYPES, ("fp8", "fp16"), (False, True), (0, 64)),
 )
-def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, return_lse):
+def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, return_lse, heavy_keys):
     """Nothing spills, and a multiprocessor has the registers of so many threads that their loads are of 64 KB.
 
     Of 16 bytes each: a thread of `quantize` has one for each 16 channels, one of `statistics` has 16.
     """
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    cubin = quantize.kernels(channels, dtype, pv, return_lse)[0].source.compile()
+    cubin = quantize.kernels(channels, dtype, pv, return_lse, heavy_keys)[0].source.compile()
     assert "warning" not in cubin.log.lower(), cubin.log
     assert re.findall(r"(\d+) bytes spill stores", cubin.log) == ["0", "0"], cubin.log
     registers = {
@@ -86,6 +88,13 @@ def test_does_not_serve_other_layouts(number):
         lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
     ):
         assert "16 bytes" in unsupported(*with_one(change))
+
+
+def test_serves_heavy_keys_that_a_block_of_the_grid_writes():
+    serves = HopperQuantizer().serves
+    for name in ("sage1", "sage2"):
+        assert serves(replace(get_recipe(name), heavy_keys=64))
+        assert not serves(replace(get_recipe(name), heavy_keys=128))
 
 
 def test_does_not_serve_float32_masks_or_packed_sequences():

@@ -12,7 +12,7 @@ from ..call import Call
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import VALUE_DTYPES, Int8Operands
+from ..operands import VALUE_DTYPES, HeavyKeys, Int8Operands
 from ..recipe import get_recipe
 from ..registry import Request
 from ..transforms import MIN_MEAN
@@ -63,6 +63,8 @@ class Operands:
         mean_score: as query_scale, where Q's products with K's mean are wanted.
         pairs: batch · kv_heads.
         leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
+        heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; they lie before
+            the tokens of `QuantizeParameters.key` and `value`.
     """
 
     query: Bytes
@@ -76,6 +78,8 @@ class Operands:
     q_blocks: UInt32
     leading_query_blocks: UInt32
     q_len: Int
+    heavy_key: HalfWords
+    heavy_value: HalfWords
 
 
 @dataclass(slots=True)
@@ -99,13 +103,14 @@ class QuantizeParameters:
 
 
 @cache
-def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> tuple[Kernel, Kernel]:
-    """Return `statistics` and `quantize`, for operands with 64 or 128 channels."""
+def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool, heavy_keys: int = 0) -> tuple[Kernel, Kernel]:
+    """Return `statistics` and `quantize`, for operands with 64 or 128 channels, and for 0 or 64 heavy keys."""
     statistics_threads = channels
     macros = {
         **tokens.macros(channels, dtype),
         "PV_FLOAT16": pv == "fp16",
         "MEAN_SCORE": return_lse,
+        "HEAVY_KEYS": heavy_keys,
         "BLOCK": BLOCK,
         "HALF_BLOCK": HALF_BLOCK,
         "KEY_BLOCK": KEY_BLOCK,
@@ -128,12 +133,13 @@ def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool) -> tup
 
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
-    pv = get_recipe(request.recipe).pv
-    return kernels(power_of_two(request.head_dim), request.dtype, pv, request.return_lse)[0].source.why_not()
+    recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
+    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
+    return kernels(channels, request.dtype, recipe.pv, request.return_lse, heavy_keys)[0].source.why_not()
 
 
 def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands:
-    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does by `sage2`, `sage1` or `sage_bwd`.
+    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     The kernel that writes the operands lets the stream's next one start early.
 
@@ -147,7 +153,8 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
     Raises:
         CompileError: see `launch.launch`.
     """
-    query, key, value, pv, return_lse = call.query, call.key, call.value, call.recipe.pv, call.return_lse
+    tail, heavy_keys = call.tail, call.heavy_keys
+    query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
     channels, pairs = power_of_two(head_dim), batch * kv_heads
@@ -159,6 +166,10 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
 
     lines = new(batch, kv_heads, STATISTIC_ROWS + 2 * blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
+    heavy_shape = (batch, kv_heads, heavy_keys, channels)
+    heavy = None
+    if heavy_keys:
+        heavy = HeavyKeys(new(*heavy_shape, dtype=query.dtype), new(*heavy_shape, dtype=query.dtype))
     operands = Int8Operands(
         query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
         new(0) if leaves_query else new(*q_shape),
@@ -168,10 +179,13 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
+        heavy,
     )
     halves = BLOCK // HALF_BLOCK
     query_blocks = 0 if leaves_query else q_blocks * halves * batch * q_heads
-    key_and_value_blocks = pairs * blocks * (halves + (halves if pv == "fp16" else channels // VALUE_CHANNELS))
+    blocks_of_pair = blocks * (halves + (halves if pv == "fp16" else channels // VALUE_CHANNELS))
+    if heavy is not None:
+        blocks_of_pair += 2
     key_tokens, value_tokens = Tokens.of(key), Tokens.of(value)
     found = Statistics(
         lines=lines,
@@ -195,8 +209,10 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         q_blocks=q_blocks,
         leading_query_blocks=0 if return_lse else min(LEADING_QUERY_BLOCKS, query_blocks),
         q_len=q_len,
+        heavy_key=None if heavy is None else heavy.key,
+        heavy_value=None if heavy is None else heavy.value,
     )
-    statistics, quantize = kernels(channels, query.dtype, pv, return_lse)
+    statistics, quantize = kernels(channels, query.dtype, pv, return_lse, heavy_keys)
     launch(
         statistics,
         2 * pairs * SHARERS,
@@ -205,7 +221,7 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
     )
     launch(
         quantize,
-        query_blocks + key_and_value_blocks,
+        query_blocks + pairs * blocks_of_pair,
         QuantizeParameters(query=Tokens.of(query), key=key_tokens, value=value_tokens, s=found, o=written),
         query.device,
         dependent=True,

@@ -24,9 +24,10 @@ class HopperQuantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without."""
+        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys."""
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
-        return _serves(recipe) and values and recipe.smooth_k
+        heavy = recipe.heavy_keys in (0, quantize.HALF_BLOCK)
+        return _serves(recipe, "heavy_keys") and values and recipe.smooth_k and heavy
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -94,9 +95,9 @@ def register_kernels() -> None:
     register_forward(HopperForward())
 
 
-def _serves(recipe: Recipe) -> bool:
+def _serves(recipe: Recipe, *further: str) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
-    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward", *further)
 
 
 def _unsupported(request: Request) -> str:

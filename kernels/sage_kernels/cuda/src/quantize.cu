@@ -29,6 +29,8 @@ static_assert(KEY_BLOCK == HALF_BLOCK && KEYS_PER_SCALE == 16,
               "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: each of a block's warps finds one scale of K");
 ASSERT_FLAG(PV_FLOAT16, "V is in float16, with its mean and one scale for all channels, or in e4m3");
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
+static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
+              "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
 
 constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
 constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
@@ -425,6 +427,35 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   }
 }
 
+// Write the heavy keys of one pair, without the mean of the others, within the range of their 16 bits unless they are
+// infinite; or their V as it is. They lie before the tokens that `tokens` describes.
+template <bool OF_VALUE>
+DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair) {
+  const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
+  const Reader reader(tokens, pair / s.kv_heads, pair % s.kv_heads, first - HEAVY_KEYS, 0, channel,
+                      OF_VALUE ? s.v_head_dim : s.head_dim);
+  uint32 x[LOADS][4];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, reader.left > 0, x[i]);
+  if (!OF_VALUE) {
+    wait_for_previous_kernel();
+    float mean[8];
+    load_floats(line(s, pair, KEY_MEAN) + channel, mean);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        const float a = __fsub_rn(first_of(x[i][w]), mean[2 * w]), b = __fsub_rn(second_of(x[i][w]), mean[2 * w + 1]);
+        const uint32 kept = not_finite(x[i][w]);
+        x[i][w] = (FLOAT16 ? to_float16(a, b) : to_bfloat16(a, b)) & ~kept | x[i][w] & kept;
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < LOADS; i++)
+    reinterpret_cast<uint4*>(into)[(static_cast<int64>(pair) * HEAVY_KEYS + first + i * ROWS) * LANES + lane % LANES] =
+        make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]);
+}
+
 // BLOCK tokens and VALUE_CHANNELS channels of V, in the block's shared memory.
 struct ValueBlock {
   uint32 codes[VALUE_CHANNELS][BLOCK / 4];  // e4m3; the 16-byte parts of a line are exchanged from 8 channels to 8
@@ -499,12 +530,14 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   }
 }
 
-// Quantise Q, K and V. The grid's blocks take some of Q, for which the statistics need not be complete; K and V, from
-// the last pair to the first, while the L2 cache holds what `statistics` read last; the others of Q.
+// Quantise Q, K and V, and copy heavy keys. The grid's blocks take some of Q, for which the statistics need not be
+// complete; K and V, from the last pair to the first, while the L2 cache holds what `statistics` read last; the others
+// of Q.
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, 8) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
-  const uint32 of_key = 2 * s.blocks, of_pair = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
+  const uint32 of_key = 2 * s.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
+  const uint32 of_pair = of_key_and_value + (HEAVY_KEYS ? 2 : 0);
   const uint32 index = blockIdx.x - o.leading_query_blocks;
   if (blockIdx.x < o.leading_query_blocks || index >= o.pairs * of_pair) {
     const uint32 number = blockIdx.x < o.leading_query_blocks ? blockIdx.x : blockIdx.x - o.pairs * of_pair;
@@ -521,6 +554,11 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, 8) quantize(QUANT
       quantize_key<true>(key, s, o, pair, number);
     else
       quantize_key<false>(key, s, o, pair, number);
+  } else if (HEAVY_KEYS && number >= of_key_and_value) {
+    if (number == of_key_and_value)
+      copy_heavy<false>(key, s, o.heavy_key, pair);
+    else
+      copy_heavy<true>(value, s, o.heavy_value, pair);
   } else if (PV_FLOAT16) {
     const uint32 block = number - of_key;
     if ((block + 1) * HALF_BLOCK <= s.kv_len && s.v_head_dim == CHANNELS)
