@@ -41,12 +41,10 @@ def heavy_scores(
 def merge_heavy_keys(
     x,
     value,
-    value_scale,
-    value_mean,
     row_max,
     total,
     divisor,
-    acc,
+    output,
     p_scale_log2,
     V_CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -56,12 +54,11 @@ def merge_heavy_keys(
     Args:
         x: their scores in base 2, -inf where masked; float32 (rows, KEYS).
         value: pointer to `HeavyKeys.value` of a (batch, kv head).
-        value_scale, value_mean: the factor that `acc` lacks, a scalar or (1, V_CHANNELS); V's mean, (1, V_CHANNELS).
-        row_max, total, divisor, acc: maxima, sums of P before quantisation, what rows are divided by, and P·V of the
-            others; P is 2 to the power of (score - row_max + p_scale_log2).
+        row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
+            and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
 
     Returns:
-        (row_max, total, output): of all keys; rows of the output are divided by their sums, 0 without a key.
+        (row_max, total, output): of all keys.
     """
     new_max = tl.maximum(row_max, tl.max(x, 1))
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -75,8 +72,7 @@ def merge_heavy_keys(
     # exact for the largest weight, which may hold nearly all of a row.
     power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = 1.0 / power
-    acc = acc * (decay * inverse)[:, None] * value_scale + (others * inverse)[:, None] * value_mean
     v = tl.load(value + tl.arange(0, KEYS)[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :])
-    acc = tl.dot((p * inverse[:, None]).to(v.dtype), v, acc, input_precision="tf32x3")
-    acc = tl.where((divisor == 0.0)[:, None], 0.0, acc * (power / positive)[:, None])
-    return new_max, total * decay + heavy_sum, acc
+    p = (p * inverse[:, None]).to(v.dtype)
+    output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision="tf32x3")
+    return new_max, total * decay + heavy_sum, output * (power / positive)[:, None]

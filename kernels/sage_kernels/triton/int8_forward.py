@@ -441,7 +441,8 @@ def int8_forward(
         total = tl.sum(row_sum, 1)
         channel = tl.arange(0, V_CHANNELS)
         v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
-        v_scale, v_mean = tl.load(value_scale + v_channel)[None, :], tl.load(value_mean + v_channel)[None, :]
+        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
+        acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if HEAVY > 0:
@@ -457,12 +458,9 @@ def int8_forward(
                     mask_stride_row, mask_stride_column, CAUSAL, MASK,
                 )  # fmt: skip
             row_max, total, acc = merge_heavy_keys(
-                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), v_scale, v_mean,
-                row_max, total, total, acc, p_scale_log2(PV), V_CHANNELS, HEAVY,
+                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), row_max, total, total, acc, p_scale_log2(PV),
+                V_CHANNELS, HEAVY,
             )  # fmt: skip
-        else:
-            acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * v_scale
-            acc = tl.where((total == 0.0)[:, None], 0.0, acc + v_mean)
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])

@@ -479,8 +479,9 @@ def nvfp4_forward(
             row_sum = tl.sum(total, 1)
         divisor = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
         kv_pair = batch * kv_heads + kv_head
-        v_factor = tl.load(value_tensor_scale + kv_pair)
+        factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
+        accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if HEAVY > 0:
@@ -495,14 +496,11 @@ def nvfp4_forward(
                     mask_stride_row, mask_stride_column, CAUSAL, MASK,
                 )  # fmt: skip
             row_max, heavy_total, accumulator = merge_heavy_keys(
-                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), v_factor, mean[None, :],
-                row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2, V_CHANNELS, HEAVY,
+                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), row_max, row_sum if TOTAL else divisor, divisor,
+                accumulator, P_SCALE_LOG2, V_CHANNELS, HEAVY,
             )  # fmt: skip
             if TOTAL:
                 row_sum = heavy_total
-        else:
-            factor = v_factor / tl.where(divisor == 0.0, 1.0, divisor)
-            accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, accumulator, inside[:, None] & (channel < v_head_dim)[None, :])
