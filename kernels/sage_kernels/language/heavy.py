@@ -25,7 +25,7 @@ def heavy_scores(
         token: the rows' indices in Q, (rows,); those that are not `inside` are not read.
     """
     # A part of Q and K in shared memory has 256 bytes a token, so that both fit at every head_dim.
-    WIDTH: tl.constexpr = min(CHANNELS, 2048 // query.dtype.element_ty.primitive_bitwidth)
+    WIDTH: tl.constexpr = min(CHANNELS, 1024 // query.dtype.element_ty.primitive_bitwidth)
     x = tl.zeros((token.shape[0], KEYS), tl.float32)
     base = query + token.to(tl.int64)[:, None] * stride_token
     for part in tl.static_range(CHANNELS // WIDTH):

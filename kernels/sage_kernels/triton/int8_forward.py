@@ -26,7 +26,7 @@ from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import as_operand, load_key, load_key_scale, load_value
+from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
 from ..layout import batch_strides, ceil_div, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..registry import Quantizer
@@ -443,6 +443,8 @@ def int8_forward(
         v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
         acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
         acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
+        if HEAVY > 0:
+            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if HEAVY > 0:
