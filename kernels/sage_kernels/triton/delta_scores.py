@@ -12,7 +12,6 @@ from ..language.sequences import operand_row, sequence_range
 from ..language.tokens import load_tokens
 from ..layout import BLOCK, batch_strides, ceil_div, stride_of
 from ..operands import NVFP4Operands
-from .mask_tiles import MaskTiles
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -20,7 +19,7 @@ BLOCK_ROWS = tl.constexpr(BLOCK)
 def delta_scores(
     operands: NVFP4Operands,
     call: Call,
-    tiles: MaskTiles | None,
+    valid: torch.Tensor | None,
     first_sequence: int,
     first_block: int,
     delta: torch.Tensor,
@@ -28,7 +27,9 @@ def delta_scores(
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
-        operands, call, tiles: as in `nvfp4_forward.forward`; the operands have a query_mean.
+        operands: those of the call; they have a query_mean.
+        call: without heavy keys (`Call.tail`).
+        valid: int32 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
         first_sequence, first_block: where the ranges begin.
         delta: float32 (sequences, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided by the
             tensor scales of Q and K; the accumulators of a tile start from it. Keys are in the order of the operand.
@@ -38,7 +39,6 @@ def delta_scores(
     key_mean = operands.statistics.key_mean
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
-    valid = None if tiles is None else tiles.valid
     keys = 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: at most 64 KiB
     launch(
         delta_scores_of_means,

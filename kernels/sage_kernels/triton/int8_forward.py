@@ -20,12 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from ..formats.int8 import INT8_MAX
 from ..formats.weights import P_SCALE
+from ..language.heavy import heavy_scores, merge_heavy_keys
 from ..language.int8 import round_to_byte
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import as_operand, load_key, load_key_scale, load_value
+from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
 from ..layout import batch_strides, ceil_div, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..registry import Quantizer
@@ -95,7 +96,7 @@ def forward(
         tiles: the tiles that the mask leaves, or None without a mask.
         padding: the keys that exist; None: all, or a mask.
     """
-    q_sequences, kv_sequences = call.token_axes
+    (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
     pv = PV_OF_DTYPE[operands.value.dtype]
     channels, v_channels = operands.query.shape[-1], operands.value_scale.shape[-1]
     batch, kv_heads = operands.value_scale.shape[:2]
@@ -132,13 +133,17 @@ def forward(
         lse=lse,
         mask=mask,
         tiles=entries,
+        heavy_query=None if heavy is None else call.query,
+        heavy_key=None if heavy is None else heavy.key,
+        heavy_value=None if heavy is None else heavy.value,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
         q_len=q_sequences.tokens,
         kv_len=kv_sequences.tokens,
         q_rows=q_sequences.rows,
-        kv_rows=kv_sequences.rows,
+        kv_rows=call.tail.token_axes[1].rows,
         kv_heads=kv_heads,
+        head_dim=call.query.shape[3],
         v_head_dim=v_head_dim,
         causal_offset=call.causal_offset,
         softmax_scale=call.scale,
@@ -146,6 +151,7 @@ def forward(
         **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
         **strides("mask", mask_strides, MASK_AXES),
         **strides("tiles", entry_strides, MASK_AXES),
+        **strides("heavy", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         BLOCK_M=config.block_m,
@@ -157,6 +163,7 @@ def forward(
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         TMA=tma,
+        HEAVY=call.heavy_keys,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.maxnreg,
@@ -322,6 +329,9 @@ def int8_forward(
     lse,
     mask,
     tiles,
+    heavy_query,
+    heavy_key,
+    heavy_value,
     q_ranges,
     kv_ranges,
     q_len,
@@ -329,6 +339,7 @@ def int8_forward(
     q_rows,
     kv_rows,
     kv_heads,
+    head_dim,
     v_head_dim,
     causal_offset,
     softmax_scale,
@@ -346,6 +357,10 @@ def int8_forward(
     tiles_stride_batch,
     tiles_stride_head,
     tiles_stride_row,
+    heavy_stride_batch,
+    heavy_stride_head,
+    heavy_stride_token,
+    heavy_stride_channel,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -357,8 +372,12 @@ def int8_forward(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
+    HEAVY: tl.constexpr,
 ):
-    """Compute BLOCK_M rows of one (batch, q head)."""
+    """Compute BLOCK_M rows of one (batch, q head).
+
+    `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count HEAVY keys, which `key` and `value` do not have.
+    """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -366,6 +385,9 @@ def int8_forward(
     kv_head = head // (q_heads // kv_heads)
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    tail_len, tail_offset = kv_len, causal_offset
+    if HEAVY > 0:
+        tail_len, tail_offset = tl.maximum(kv_len - HEAVY, 0), causal_offset - HEAVY
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if block * BLOCK_M < q_len:
         q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
@@ -381,14 +403,18 @@ def int8_forward(
         if MASK == "none" or MASK == "keys":
             if MASK == "keys":
                 mask += batch * mask_stride_batch
+            tail_mask = mask
+            if MASK == "keys":
+                tail_mask += HEAVY
             begin, full_begin, full_end, columns = key_tiles(
-                tiles, batch, tiles_stride_batch, kv_len, block, causal_offset,
-                BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys",
+                tiles, batch, tiles_stride_batch, tail_len, block, tail_offset,
+                BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys", HEAVY,
             )  # fmt: skip
             for tile in range(full_begin, full_end):
                 row_max, row_sum, acc = attend_tile(
                     tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
+                    row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, False, TMA,
                 )  # fmt: skip
             before = full_begin - begin
@@ -396,17 +422,19 @@ def int8_forward(
                 tile = index + tl.where(index < before, begin, full_end - before)
                 row_max, row_sum, acc = attend_tile(
                     tile, 1, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, row_max, row_sum, acc,
+                    tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
+                    row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
                 )  # fmt: skip
         else:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
+            tail_mask = mask + HEAVY * mask_stride_column
             for index in range(0, tl.load(tiles)):
                 entry = tl.load(tiles + 1 + index)
                 row_max, row_sum, acc = attend_tile(
                     entry // 2, entry % 2, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start,
-                    kv_rows, mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, row_sum, acc, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
                 )  # fmt: skip
 
@@ -415,8 +443,26 @@ def int8_forward(
         v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
         acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
         acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
+        if HEAVY > 0:
+            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
+        if HEAVY > 0:
+            kv_pair = batch * kv_heads + kv_head
+            heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
+            x = heavy_scores(
+                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), token, inside, heavy_stride_token,
+                heavy_stride_channel, head_dim, softmax_scale * LOG2E, CHANNELS, HEAVY,
+            )  # fmt: skip
+            if CAUSAL or RAGGED or MASK != "none":
+                x = mask_scores(
+                    x, mask, row, tl.arange(0, HEAVY), q_len, kv_len, causal_offset,
+                    mask_stride_row, mask_stride_column, CAUSAL, MASK,
+                )  # fmt: skip
+            row_max, total, acc = merge_heavy_keys(
+                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), row_max, total, total, acc, p_scale_log2(PV),
+                V_CHANNELS, HEAVY,
+            )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])

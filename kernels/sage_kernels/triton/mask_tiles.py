@@ -21,7 +21,7 @@ ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr
 
 @dataclass(frozen=True)
 class MaskTiles:
-    """The tiles of (block_m, block_n) scores that a mask leaves to compute.
+    """The tiles of (block_m, block_n) scores, of the keys behind the heavy ones, that a mask leaves to compute.
 
     Attributes:
         mask: as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
@@ -48,14 +48,14 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     """Read the mask of a call once, for tiles of (block_m, block_n) scores."""
     mask = call.mask.tensor
     assert mask is not None
-    shape = (*call.query.shape[:3], call.key.shape[2])
+    shape, heavy = (*call.query.shape[:3], call.key.shape[2]), call.heavy_keys
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     stored = unexpanded(mask)
     batches, heads, rows, columns = (stored.shape[0], stored.shape[1], stored.shape[2], shape[3])
     mask = mask.expand(shape)
     block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if call.is_causal or rows > 1 else (16, 1)
-    tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns, block_n)), dtype=torch.int32)
+    tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns - heavy, block_n)), dtype=torch.int32)
     # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: and no bias says that it is padding),
     # then a flag that is not 0 where some query has no key but padding.
     keys = mask.new_zeros((batches, columns + 1), dtype=torch.int32)
@@ -72,6 +72,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         tiles_per_row=tiles.shape[3],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        HEAVY=heavy,
         BOOL=mask.dtype == torch.uint8,
         CAUSAL=call.is_causal,
         num_warps=max(4, block_m // 16),
@@ -106,6 +107,7 @@ def list_tiles(
     tiles_per_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HEAVY: tl.constexpr,
     BOOL: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
@@ -118,11 +120,15 @@ def list_tiles(
     tiles += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tiles_per_row
     count = 0
     row_has_key = tl.zeros((BLOCK_M,), tl.int32)
-    for tile in range(0, tl.cdiv(kv_len, BLOCK_N)):
+    # Of heavy keys, which lie in tiles below 0, only the bits are wanted.
+    for tile in range(-((HEAVY + BLOCK_N - 1) // BLOCK_N), tl.cdiv(kv_len - HEAVY, BLOCK_N)):
         tile_bits = 0
         for part in tl.static_range(BLOCK_N // WIDTH):
-            column = tile * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
-            inside = inside_row[:, None] & (column < kv_len)[None, :]
+            column = HEAVY + tile * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
+            exists = column < kv_len
+            if HEAVY % BLOCK_N > 0:
+                exists = exists & (column >= 0)
+            inside = inside_row[:, None] & exists[None, :]
             at = base + column.to(tl.int64)[None, :] * stride_column
             if BOOL:
                 value = tl.load(at, mask=inside, other=0)
@@ -145,11 +151,14 @@ def list_tiles(
             part_bits = tl.reduce(bits, 0, bitwise_or)
             # Other programs change `known`, so threads that hold the same key may read different values of it: `news`
             # must stay in its thread, and be combined only with values that all threads agree on.
-            known = tl.load(keys + column, mask=column < kv_len, other=ALLOWED | UNPADDED)
+            known = tl.load(keys + column, mask=exists, other=ALLOWED | UNPADDED)
             news = (part_bits & (ALLOWED | UNPADDED) & ~known) != 0
             tl.atomic_or(keys + column, bits & (ALLOWED | UNPADDED), mask=news)
             tile_bits |= part_bits
-        if (tile_bits & SEEN) != 0:
+        listed = (tile_bits & SEEN) != 0
+        if HEAVY > 0:
+            listed = listed & (tile >= 0)
+        if listed:
             tl.store(tiles + 1 + count, 2 * tile + ((tile_bits & MASKED) != 0).to(tl.int32))
             count += 1
     tl.store(tiles, count)

@@ -23,6 +23,7 @@ from ..language.formats import (
     native_sum_of_eight,
     round_to_e2m1,
 )
+from ..language.heavy import heavy_scores, merge_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
@@ -84,12 +85,14 @@ def forward(
         capability, native: see `attend`.
         tiles: the tiles that the mask leaves, or None without a mask.
     """
-    q_sequences, kv_sequences = call.token_axes
+    (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
+    tail_sequences = call.tail.token_axes[1]
     channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
     batch, kv_heads = operands.value_tensor_scale.shape
     q_heads, v_head_dim = output.shape[1], output.shape[3]
     config = nvfp4_forward_config(capability, max(channels, v_channels), native)
-    sequences, blocks, columns, delta = batch, q_sequences.blocks, kv_sequences.blocks * BLOCK, None
+    sequences, blocks, columns, delta = batch, q_sequences.blocks, tail_sequences.blocks * BLOCK, None
+    counts = None if tiles is None else tiles.valid[:, call.heavy_keys :]
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
         most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * columns))
@@ -98,7 +101,7 @@ def forward(
         delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:
-            delta_scores(operands, call, tiles, first_sequence, first_block, delta)
+            delta_scores(operands, call.tail, counts, first_sequence, first_block, delta)
         rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
         launch(
             nvfp4_forward,
@@ -119,18 +122,22 @@ def forward(
             lse=lse,
             mask=None if tiles is None else tiles.mask,
             tiles=None if tiles is None else tiles.tiles,
+            heavy_query=None if heavy is None else call.query,
+            heavy_key=None if heavy is None else heavy.key,
+            heavy_value=None if heavy is None else heavy.value,
             q_ranges=q_sequences.ranges,
             kv_ranges=kv_sequences.ranges,
             q_len=q_sequences.tokens,
             kv_len=kv_sequences.tokens,
             q_blocks=q_sequences.rows // BLOCK,
-            kv_blocks=kv_sequences.rows // BLOCK,
+            kv_blocks=tail_sequences.rows // BLOCK,
             delta_columns=columns,
             delta_blocks=blocks,
             first_sequence=first_sequence,
             first_row=first_block * BLOCK,
             kv_heads=kv_heads,
             mean_channels=operands.value_mean.shape[-1],
+            head_dim=call.query.shape[3],
             v_head_dim=v_head_dim,
             causal_offset=call.causal_offset,
             softmax_scale=call.scale,
@@ -138,6 +145,7 @@ def forward(
             **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
             **strides("mask", (0, 0, 0, 0) if tiles is None else tiles.mask.stride(), MASK_AXES),
             **strides("tiles", (0, 0, 0) if tiles is None else tiles.tile_strides, MASK_AXES),
+            **strides("heavy", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
             CHANNELS=channels,
             V_CHANNELS=v_channels,
             BLOCK_M=config.block_m,
@@ -150,6 +158,7 @@ def forward(
             PACKED=q_sequences.packed,
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
+            HEAVY=call.heavy_keys,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
@@ -338,6 +347,9 @@ def nvfp4_forward(
     lse,
     mask,
     tiles,
+    heavy_query,
+    heavy_key,
+    heavy_value,
     q_ranges,
     kv_ranges,
     q_len,
@@ -350,6 +362,7 @@ def nvfp4_forward(
     first_row,
     kv_heads,
     mean_channels,
+    head_dim,
     v_head_dim,
     causal_offset,
     softmax_scale,
@@ -367,6 +380,10 @@ def nvfp4_forward(
     tiles_stride_batch,
     tiles_stride_head,
     tiles_stride_row,
+    heavy_stride_batch,
+    heavy_stride_head,
+    heavy_stride_token,
+    heavy_stride_channel,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -379,8 +396,12 @@ def nvfp4_forward(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
+    HEAVY: tl.constexpr,
 ):
-    """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on."""
+    """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
+
+    `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do not have.
+    """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), first_sequence + tl.program_id(2).to(tl.int64)
@@ -389,6 +410,9 @@ def nvfp4_forward(
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     q_rows, kv_rows = q_blocks * BLOCK_ROWS, kv_blocks * BLOCK_ROWS
+    tail_len, tail_offset = kv_len, causal_offset
+    if HEAVY > 0:
+        tail_len, tail_offset = tl.maximum(kv_len - HEAVY, 0), causal_offset - HEAVY
     delta_block = block * BLOCK_M // BLOCK_ROWS
     block += first_row // BLOCK_M
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -421,30 +445,31 @@ def nvfp4_forward(
         TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
             _begin, _full_begin, full, columns = key_tiles(
-                None, 0, 0, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
+                None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, CAUSAL, False
             )
             for tile in range(0, full):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 0, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
-                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 1, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
-                    mask, row, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
-            mask_head = mask + batch * mask_stride_batch + head * mask_stride_head
+            mask += batch * mask_stride_batch + head * mask_stride_head
+            tail_mask = mask + HEAVY * mask_stride_column
             for index in range(0, tl.load(tiles_of_row)):
                 entry = tl.load(tiles_of_row + 1 + index)
                 row_max, total, denominator, accumulator = attend_tile(
                     entry // 2, entry % 2, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values,
-                    value_scales, deltas, mask_head, row, q_len, kv_len, causal_offset, mask_stride_row,
+                    value_scales, deltas, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
@@ -459,6 +484,23 @@ def nvfp4_forward(
         accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
+        if HEAVY > 0:
+            heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
+            x = heavy_scores(
+                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), token, inside, heavy_stride_token,
+                heavy_stride_channel, head_dim, softmax_scale * LOG2E, CHANNELS, HEAVY,
+            )  # fmt: skip
+            if CAUSAL or RAGGED or MASK != "none":
+                x = mask_scores(
+                    x, mask, row, tl.arange(0, HEAVY), q_len, kv_len, causal_offset,
+                    mask_stride_row, mask_stride_column, CAUSAL, MASK,
+                )  # fmt: skip
+            row_max, heavy_total, accumulator = merge_heavy_keys(
+                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), row_max, row_sum if TOTAL else divisor, divisor,
+                accumulator, P_SCALE_LOG2, V_CHANNELS, HEAVY,
+            )  # fmt: skip
+            if TOTAL:
+                row_sum = heavy_total
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, accumulator, inside[:, None] & (channel < v_head_dim)[None, :])

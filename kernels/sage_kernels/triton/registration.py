@@ -23,6 +23,7 @@ from ..registry import (
 from ..toolchain import triton_version
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
+HEAVY_KEYS = 64  # of recipes that have any
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
@@ -48,7 +49,7 @@ class Int8Quantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means."""
+        """Serve Q and K in INT8 without transforms but K's and V's means, and heavy keys."""
         return _serves_int8(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -97,7 +98,7 @@ class Int8Forward:
     packs = True
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16, e4m3 or INT8."""
+        """Serve Q and K in INT8 and P and V in FP16, e4m3 or INT8, with K's and V's means and heavy keys."""
         return _serves_int8(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -186,12 +187,14 @@ def register_kernels() -> None:
 
 def _serves_int8(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8", "int8")
-    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+    heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == HEAVY_KEYS and recipe.backward is None)
+    return formats and heavy and recipe.is_plain_but_for("smooth_k", "smooth_v", "heavy_keys", "backward")
 
 
 def _serves_nvfp4(recipe: Recipe) -> bool:
     transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scale", "scale_steps", "denominator")
-    return recipe.qk == recipe.pv == "nvfp4" and recipe.is_plain_but_for(*transforms)
+    formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, HEAVY_KEYS)
+    return formats and recipe.is_plain_but_for(*transforms, "heavy_keys")
 
 
 def _load(module: str) -> ModuleType:

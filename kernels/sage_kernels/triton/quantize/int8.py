@@ -13,6 +13,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
 from ...layout import Sequences, batch_strides, padded_channels, stride_of
 from ...operands import Int8Operands, Statistics
+from .heavy import heavy_keys
 from .statistics import token_statistics
 from .value import quantize_value
 
@@ -26,17 +27,23 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
         call: of a recipe with Q and K in INT8; not empty.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
-    q_sequences, kv_sequences = call.token_axes
-    statistics = token_statistics(call.key, call.value, call.recipe, kv_sequences, valid)
-    batch = call.batch
+    batch, tail = call.batch, call.tail
+    q_sequences, kv_sequences = tail.token_axes
+    counts = None if valid is None else valid[:, call.heavy_keys :]
+    statistics = token_statistics(tail.key, tail.value, call.recipe, kv_sequences, counts)
     codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics if call.return_lse else None)
+    key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, counts)
+    value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, counts, call.recipe.pv)
     return Int8Operands(
         codes,
         scale,
-        *quantize_key(call.key, kv_sequences, batch, statistics, valid),
-        *quantize_value(call.value, kv_sequences, batch, statistics, valid, call.recipe.pv),
+        key,
+        key_scale,
+        value,
+        value_scale,
         statistics.value_mean,
         mean_score,
+        heavy_keys(call, statistics, valid, codes.shape[-1], value_scale.shape[-1]),
     )
 
 

@@ -18,6 +18,7 @@ from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...operands import NVFP4Operands, Statistics
 from ...recipe import Recipe
 from ...transforms import rotation_block, rotation_signs
+from .heavy import heavy_keys
 from .statistics import is_finite, reduce_block, token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -36,14 +37,18 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
         call: of a recipe whose qk and pv are "nvfp4"; not empty.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
-    recipe, batch = call.recipe, call.batch
-    q_sequences, kv_sequences = call.token_axes
-    statistics = token_statistics(call.key, call.value, recipe, kv_sequences, valid)
+    recipe, batch, tail = call.recipe, call.batch, call.tail
+    q_sequences, kv_sequences = tail.token_axes
+    counts = None if valid is None else valid[:, call.heavy_keys :]
+    statistics = token_statistics(tail.key, tail.value, recipe, kv_sequences, counts)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
     )
     key_codes, key_scale, key_tensor_scale, _, _ = _quantize_tokens(
-        call.key, recipe, kv_sequences, batch, statistics, valid, False, False
+        tail.key, recipe, kv_sequences, batch, statistics, counts, False, False
+    )
+    value, value_scale, value_tensor_scale = _quantize_value(
+        tail.value, recipe, kv_sequences, batch, statistics, counts
     )
     return NVFP4Operands(
         codes,
@@ -53,10 +58,13 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
         key_codes,
         key_scale,
         key_tensor_scale,
-        *_quantize_value(call.value, recipe, kv_sequences, batch, statistics, valid),
+        value,
+        value_scale,
+        value_tensor_scale,
         statistics.value_mean,
         mean_score,
         statistics,
+        heavy_keys(call, statistics, valid, 2 * codes.shape[-1], value.shape[-2]),
     )
 
 

@@ -1,0 +1,116 @@
+"""Heavy keys as the forward kernels read them: in the caller's dtype, K without the mean of the other keys."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...call import Call
+from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.sequences import sequence_range
+from ...language.tokens import load_tokens
+from ...layout import batch_strides, stride_of
+from ...operands import HeavyKeys, Statistics
+
+BLOCK_ROWS = tl.constexpr(16)
+
+
+def heavy_keys(
+    call: Call, statistics: Statistics, valid: torch.Tensor | None, channels: int, v_channels: int
+) -> HeavyKeys | None:
+    """Return the heavy keys of a call, or None where it has none.
+
+    Args:
+        call: the whole call.
+        statistics: those of `call.tail`.
+        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all do.
+        channels, v_channels: of the operands, head_dim rounded up to a power of two.
+    """
+    keys = call.heavy_keys
+    if keys == 0:
+        return None
+    key, value, sequences = call.key, call.value, call.token_axes[1]
+    kv_heads = key.shape[1]
+    heavy = HeavyKeys(
+        key.new_empty(call.batch, kv_heads, keys, channels), key.new_empty(call.batch, kv_heads, keys, v_channels)
+    )
+    launch(
+        copy_heavy_keys,
+        (call.batch * kv_heads, keys // BLOCK_ROWS.value),
+        key=key,
+        value=value,
+        key_mean=statistics.key_mean,
+        heavy_key=heavy.key,
+        heavy_value=heavy.value,
+        valid=valid,
+        ranges=sequences.ranges,
+        tokens=sequences.tokens,
+        kv_heads=kv_heads,
+        mean_channels=statistics.key_mean.shape[2],
+        head_dim=key.shape[3],
+        v_head_dim=value.shape[3],
+        **strides("key", batch_strides(key, sequences)),
+        **strides("value", batch_strides(value, sequences)),
+        valid_stride=stride_of(valid),
+        KEYS=keys,
+        CHANNELS=channels,
+        V_CHANNELS=v_channels,
+        HAS_VALID=valid is not None,
+        RAGGED=sequences.ranges is not None,
+    )
+    return heavy
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def copy_heavy_keys(
+    key,
+    value,
+    key_mean,
+    heavy_key,
+    heavy_value,
+    valid,
+    ranges,
+    tokens,
+    kv_heads,
+    mean_channels,
+    head_dim,
+    v_head_dim,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    key_stride_channel,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
+    value_stride_channel,
+    valid_stride,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Copy 16 heavy keys of one (batch, kv head)."""
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // kv_heads, pair % kv_heads
+    start, length, _ = sequence_range(ranges, batch, tokens, RAGGED)
+    token = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    if HAS_VALID:
+        valid += batch * valid_stride
+    key += batch * key_stride_batch + head * key_stride_head
+    value += batch * value_stride_batch + head * value_stride_head
+    channel = tl.arange(0, CHANNELS)
+    k, exists = load_tokens(
+        key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID
+    )
+    mean = tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)
+    row = pair * KEYS + token
+    into = heavy_key + row[:, None] * CHANNELS + channel[None, :]
+    tl.store(into, tl.where(exists[:, None], k - mean[None, :], 0.0).to(heavy_key.dtype.element_ty))
+    v_channel = tl.arange(0, V_CHANNELS)
+    v, _ = load_tokens(
+        value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID
+    )
+    into = heavy_value + row[:, None] * V_CHANNELS + v_channel[None, :]
+    tl.store(into, v.to(heavy_value.dtype.element_ty))

@@ -1,0 +1,177 @@
+"""Heavy keys in Triton's interpreter: both forward kernels and quantisers, against the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import exact
+from sage_kernels.layout import Lengths
+from sage_kernels.recipe import get_recipe
+from sage_kernels.reference import forward as reference
+from sage_kernels.triton import nvfp4_forward
+from tests.helpers.triton_calls import attend, new_call, quantize
+
+KEYS = 64
+CAPABILITY = {"int8": (8, 9), "nvfp4": (9, 0)}
+# Without the search for scales, which the interpreter is slow at.
+RECIPES = {
+    name: replace(get_recipe(name), heavy_keys=KEYS, scale_steps=(0, 0))
+    for name in ("sage1", "sage2", "sage3", "sage3_paper")
+}
+
+
+def draw(q_len=70, kv_len=150, *, batch=1, q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim))
+    return [
+        (torch.randn(batch, *shape, generator=generator) + torch.randn(shape[-1], generator=generator)).to(dtype)
+        for shape in shapes
+    ]
+
+
+def sink(q_len=64, kv_len=1024, head_dim=64, share=0.8):
+    """Q, K and V of which key 0, whose V is small, has about that share of every row."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator) for n in (q_len, kv_len, kv_len))
+    direction = torch.nn.functional.normalize(torch.randn(head_dim, generator=generator), dim=0)
+    query += (6 - query @ direction)[..., None] * direction
+    key -= (key @ direction)[..., None] * direction
+    others = exact.attention(query, key[:, :, 1:], value[:, :, 1:])[1].mean().item()
+    score = others + torch.tensor(share / (1 - share)).log().item()
+    key[:, :, 0] = direction * (score * head_dim**0.5 / 6)
+    value[:, :, 0] *= 0.02
+    return query, key, value + torch.randn(head_dim, generator=generator) * (torch.arange(kv_len) > 0)[:, None]
+
+
+def run(inputs, recipe, **options):
+    return attend(new_call(*inputs, recipe, return_lse=True, **options), CAPABILITY[recipe.qk])
+
+
+def distance(output, truth):
+    return (output.double() - truth).abs().sum()
+
+
+def check(inputs, name, **options):
+    """The error is the reference's, and so is the LSE, -inf where there is no key; return the output."""
+    recipe = RECIPES[name]
+    output, lse = run(inputs, recipe, **options)
+    expected, expected_lse = reference.attention(*inputs, recipe, block_n=64, **options)
+    truth, _ = exact.attention(*inputs, **options)
+    assert output.shape == truth.shape and output.dtype == inputs[0].dtype
+    assert distance(output, truth) <= 1.05 * distance(expected, truth) + 2**-20 * truth.abs().sum()
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert torch.allclose(lse, expected_lse, atol=1e-4)
+    assert not output[lse == -torch.inf].any()
+    return output
+
+
+def masks(q_len=70, kv_len=150):
+    generator = torch.Generator().manual_seed(2)
+    allowed = torch.rand(1, 2, q_len, kv_len, generator=generator) < 0.5
+    allowed[:, :, 5] = False
+    allowed[:, :, 6, :KEYS] = False
+    allowed[:, :, 7, KEYS:] = False
+    return {
+        "none": None,
+        "keys": torch.rand(1, 1, 1, kv_len, generator=generator) < 0.7,
+        "bool": allowed,
+        "additive": torch.randn(1, 1, q_len, kv_len, generator=generator).masked_fill(~allowed[:, :1], -torch.inf),
+    }
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize(
+    ("recipe", "causal_offset"),
+    [
+        *(("sage2", offset) for offset in (None, 0, -3)),
+        *(("sage3", offset) for offset in (None, 0)),
+        ("sage1", None),
+        *(pytest.param("sage2", offset, marks=pytest.mark.audit) for offset in (40, 80)),
+        *(pytest.param("sage3", offset, marks=pytest.mark.audit) for offset in (-3, 40)),
+        *(pytest.param("sage1", offset, marks=pytest.mark.audit) for offset in (0, -3)),
+        *(pytest.param("sage3_paper", offset, marks=pytest.mark.audit) for offset in (None, 0)),
+    ],
+)
+def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
+    check(draw(), recipe, mask=masks()[mask], is_causal=causal_offset is not None, causal_offset=causal_offset or 0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 80, "v_head_dim": 40, "q_len": 20},
+        {"head_dim": 24, "v_head_dim": 16, "kv_len": KEYS + 1, "dtype": torch.bfloat16},
+        {"head_dim": 256, "v_head_dim": 144, "q_len": 9, "kv_len": 70, "dtype": torch.float16},
+        {"kv_len": KEYS},
+    ],
+    ids=["grouped", "small", "large", "none is left"],
+)
+@pytest.mark.parametrize("recipe", ["sage1", "sage3"])
+def test_any_size_and_dtype_has_the_references_error(recipe, sizes):
+    query, key, value = draw(**sizes)
+    query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    check((query, key, value.mT.contiguous().mT), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "sage3"])
+@pytest.mark.parametrize("kind", ["keys", "bool", "additive", "padding"])
+@pytest.mark.parametrize("hidden", [1, 100])
+def test_what_is_in_keys_that_no_row_sees_changes_nothing(recipe, kind, hidden):
+    """NaN among the first keys, as padding on the left has."""
+    query, key, value = draw()
+    allowed = (torch.arange(150) >= hidden).expand(1, 1, 1 if kind == "keys" else 70, 150)
+    least = -torch.inf if kind == "additive" else -1e9
+    mask = allowed if kind in ("keys", "bool") else torch.zeros(allowed.shape).masked_fill(~allowed, least)
+    expected = check((query, key, value), recipe, mask=mask)
+    key[:, :, :hidden], value[:, :, :hidden] = torch.nan, torch.inf
+    output, _ = run((query, key, value), RECIPES[recipe], mask=mask)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "sage3"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe, is_causal):
+    monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", 1e-9)
+    q_lengths, kv_lengths, used = (3, 20, 70, 5, 6), (10, 100, 200, 30, 9), (10, 64, 150, 0, 9)
+    starts = [torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (q_lengths, kv_lengths)]
+    lengths = Lengths(*starts, 70, 200, torch.tensor(used, dtype=torch.int32))
+    inputs = draw(sum(q_lengths), sum(kv_lengths))
+    inputs[1][:, :, 74:110] = torch.nan  # not used
+    options = {"is_causal": is_causal, "causal_offset": 2}
+    output, lse = run(inputs, RECIPES[recipe], lengths=lengths, **options)
+    for index, count in enumerate(used):
+        rows = slice(starts[0][index], starts[0][index + 1])
+        columns = slice(starts[1][index], starts[1][index] + count)
+        alone = (inputs[0][:, :, rows], inputs[1][:, :, columns], inputs[2][:, :, columns])
+        if count > KEYS:
+            assert torch.equal(check(alone, recipe, **options), output[:, :, rows])
+            continue
+        # All its keys are heavy.
+        truth, true_lse = exact.attention(*alone, **options)
+        assert torch.allclose(output[:, :, rows].double(), truth.double(), atol=1e-5)
+        assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage3"])
+def test_the_operands_are_the_references_bit_for_bit(recipe):
+    query, key, value = draw(dtype=torch.bfloat16, head_dim=48)
+    recipe = RECIPES[recipe]
+    valid = torch.rand(1, 150, generator=torch.Generator().manual_seed(1)) < 0.7
+    heavy = quantize(new_call(query, key, value, recipe), valid).heavy
+    expected = reference.quantize_operands(query, key, value, recipe, valid[:, None, :, None]).heavy
+    exists = valid[:, None, :KEYS, None]
+    assert torch.equal(heavy.key[..., :48].float(), torch.where(exists, expected.key, 0.0))
+    assert torch.equal(heavy.value.float(), expected.value)
+    assert not heavy.key[..., 48:].any()
+
+
+@pytest.mark.parametrize(("recipe", "times"), [("sage1", 2), ("sage2", 5), ("sage3", 5)])
+def test_beside_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe, times):
+    inputs, recipe = sink(), RECIPES[recipe]
+    truth, _ = exact.attention(*inputs)
+    with_heavy, without = (
+        distance(run(inputs, one)[0], truth).item() for one in (recipe, replace(recipe, heavy_keys=0))
+    )
+    print(recipe.name, with_heavy / truth.abs().sum(), without / with_heavy)
+    assert without >= times * with_heavy
