@@ -166,8 +166,8 @@ def thread_order(key: torch.Tensor) -> torch.Tensor:
 def heavy_order(channels: int) -> torch.Tensor:
     """Return the channel of K that lies at each place of `operands.HeavyKeys.key`: int64 (channels,).
 
-    Of each 32, places 2t, 2t + 1, 8 + 2t, 9 + 2t of the first 16 and of the second hold channels 8t to 8t + 7. These are
-    what thread t of a quad multiplies in two 16-bit matrix instructions, so that it reads its part of Q at once.
+    Of each 32, places 2t, 2t + 1, 8 + 2t and 9 + 2t of the first 16, and of the second, hold channels 8t to 8t + 7.
+    Thread t of a quad multiplies these in two 16-bit matrix instructions, so that it reads its part of Q at once.
 
     Args:
         channels: a multiple of 32.

@@ -94,10 +94,11 @@ RECIPES: dict[str, Recipe] = {
             rotate=True,
             scale_steps=(-2, 6),
             denominator="quantized_p",
+            heavy_keys=64,
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
-        Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True),
-        Recipe("sage1", qk="int8", pv="fp16", smooth_k=True),
+        Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True, heavy_keys=64),
+        Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, heavy_keys=64),
         Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, backward=Backward()),
         Recipe(
             "sage_bwd_int8",

@@ -38,19 +38,20 @@ def can_compile(monkeypatch):
 @pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(
-    ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query"),
+    ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query", "heavy"),
     [
-        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,)),
-        *((size, False, False, False, torch.float16, False) for size in SIZES),
-        *((size, False, False, False, dtype, True) for size in SIZES[:2] for dtype in DTYPES),
+        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,), (True,)),
+        *product(SIZES[3:], (False, True), (True,), (False, True), (torch.bfloat16,), (False,), (False,)),
+        *((size, False, False, False, torch.float16, False, True) for size in SIZES),
+        *((size, False, False, False, dtype, True, True) for size in SIZES[:2] for dtype in DTYPES),
     ],
 )
 def test_int8_forward_overlaps_its_matrix_products(
-    tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype, quantizes_query
+    tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype, quantizes_query, heavy
 ):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, _ = size
-    config = int8_forward.Config.of(*size, is_causal, padded)
+    config = int8_forward.Config.of(*size, is_causal, padded, heavy)
     cubin = int8_forward.kernel(config, is_causal, return_lse, dtype, quantizes_query).source.compile()
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log

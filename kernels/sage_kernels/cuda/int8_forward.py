@@ -11,7 +11,7 @@ import torch
 from ..call import Call
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
-from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two, stride_of
+from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
@@ -103,11 +103,11 @@ class Arguments:
         value_scale, value_mean: (batch, kv_heads, CHANNELS).
         mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets; or None.
         lse: (batch, q_heads, q_len), or None.
-        valid: (batch or 1, kv_len): keys that exist; tiles that lack some need a mask. None without padding.
+        valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
+            `spans` count heavy keys; kv_len and causal_offset are those of the others.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
-        valid_stride, spans_stride, heavy_valid_stride: from batch element to batch element.
-        heavy_valid: (batch or 1, HEAVY_KEYS): heavy keys that exist; None without padding.
+        valid_stride, spans_stride: from batch element to batch element.
         head_dim: of Q.
     """
 
@@ -119,7 +119,6 @@ class Arguments:
     lse: Floats
     valid: ConstBytes
     spans: ConstInts
-    heavy_valid: ConstBytes
     batch: Int
     q_heads: Int
     kv_heads: Int
@@ -131,7 +130,6 @@ class Arguments:
     heads_at_once: Int
     valid_stride: Int
     spans_stride: Int
-    heavy_valid_stride: Int
     head_dim: Int
     softmax_scale: Float
 
@@ -229,8 +227,7 @@ def attend_and_save(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, Sav
 def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
-    valid = call.tail.mask.valid
-    padding = None if valid is None else quantizer.read_padding(valid)
+    padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
     hides = _quantizes_query(call.recipe.pv, padding is not None, call.is_causal, lse is not None, call.kv_len)
     if hides and quantizer.name == "int8_quantize_hopper":
         operands = quantize.quantize_operands(call, leaves_query=True)
@@ -256,7 +253,7 @@ def forward(
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
-        padding: which keys of the call's tail exist; None: all.
+        padding: which keys exist; None: all.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -278,11 +275,9 @@ def forward(
         codes = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
     heavy_key = heavy_value = NO_TENSOR_MAP
-    heavy_valid = None
     if heavy is not None:
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
-        heavy_valid = None if call.mask.valid is None else call.mask.valid[:, :HEAVY_KEYS].contiguous()
     arguments = Arguments(
         query_scale=operands.query_scale,
         key_scale=operands.key_scale,
@@ -292,7 +287,6 @@ def forward(
         lse=lse,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
-        heavy_valid=heavy_valid,
         batch=batch,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -304,7 +298,6 @@ def forward(
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
         valid_stride=valid_stride,
         spans_stride=spans_stride,
-        heavy_valid_stride=stride_of(heavy_valid),
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),
     )

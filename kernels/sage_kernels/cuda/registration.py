@@ -26,8 +26,7 @@ class HopperQuantizer:
     def serves(self, recipe: Recipe) -> bool:
         """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys."""
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
-        heavy = recipe.heavy_keys in (0, quantize.HALF_BLOCK)
-        return _serves(recipe, "heavy_keys") and values and recipe.smooth_k and heavy
+        return _serves(recipe) and values and recipe.smooth_k
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -57,7 +56,7 @@ class HopperForward:
     packs = False
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16 or e4m3."""
+        """Serve Q and K in INT8 with K's and V's means, P and V in FP16 or e4m3, and 0 or 64 heavy keys."""
         return _serves(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -66,6 +65,8 @@ class HopperForward:
             return reason
         if request.mask not in ("none", "keys"):
             return "no masks but those of keys"
+        if get_recipe(request.recipe).heavy_keys and not request.aligned:
+            return "beside heavy keys, addresses and strides of Q must be multiples of 16 bytes"
         if request.v_head_dim % 8:
             return "head_dim of V must be a multiple of 8"
         rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
@@ -95,9 +96,10 @@ def register_kernels() -> None:
     register_forward(HopperForward())
 
 
-def _serves(recipe: Recipe, *further: str) -> bool:
+def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
-    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward", *further)
+    heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
+    return formats and heavy and recipe.is_plain_but_for("smooth_k", "smooth_v", "heavy_keys", "backward")
 
 
 def _unsupported(request: Request) -> str:

@@ -5,6 +5,12 @@ import triton.language as tl
 
 
 @triton.jit
+def heavy_channel(place):
+    """Return the channel of K at a place of `HeavyKeys.key` (`layout.heavy_order`)."""
+    return place // 32 * 32 + place % 8 // 2 * 8 + place % 32 // 8 * 2 + place % 2
+
+
+@triton.jit
 def heavy_scores(
     query,
     key,
@@ -29,10 +35,11 @@ def heavy_scores(
     x = tl.zeros((token.shape[0], KEYS), tl.float32)
     base = query + token.to(tl.int64)[:, None] * stride_token
     for part in tl.static_range(CHANNELS // WIDTH):
-        channel = part * WIDTH + tl.arange(0, WIDTH)
+        place = part * WIDTH + tl.arange(0, WIDTH)
+        channel = heavy_channel(place)
         at = base + channel.to(tl.int64)[None, :] * stride_channel
         q = tl.load(at, mask=inside[:, None] & (channel < head_dim)[None, :], other=0.0)
-        k = tl.load(key + tl.arange(0, KEYS)[:, None] * CHANNELS + channel[None, :])
+        k = tl.load(key + tl.arange(0, KEYS)[:, None] * CHANNELS + place[None, :])
         x = tl.dot(q, k.T, x, input_precision="tf32x3")
     return x * scale
 

@@ -120,13 +120,13 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M;
-  int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] : a.kv_len;
+  int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] - HEAVY * HEAVY_KEYS : a.kv_len;
   if (CAUSAL) keys = min(keys, item.first_row + BLOCK_M + a.causal_offset);
   item.in_order = (keys + BLOCK_N - 1) / BLOCK_N;
   item.first = 0;
   int before = 0;
   if (PADDED) {
-    const int first_key = a.spans[item.batch * a.spans_stride];
+    const int first_key = max(a.spans[item.batch * a.spans_stride] - HEAVY * HEAVY_KEYS, 0);
     before = first_key % BLOCK_N != 0;
     item.first = first_key / BLOCK_N + before;
     item.in_order -= item.first;
@@ -307,11 +307,13 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
         const int key = first - quad * 2 + i * 32 + thread % 32;
-        const bool is_valid = key < a.kv_len && a.valid[item.batch * static_cast<int64>(a.valid_stride) + key];
+        const bool is_valid = key < a.kv_len && valid()[HEAVY * HEAVY_KEYS + key];
         exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
       }
     }
   }
+  // Of the item's batch element: from its first key on, be it heavy or not.
+  DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
   DEVICE bool allowed(int i) const {
     const int key = i / 4 * 8 + i % 2;
     return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
@@ -569,10 +571,7 @@ struct Consumer {
     uint32 heavy_exists[2] = {~0u, ~0u};
     if (PADDED) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int64 of_batch = item.batch * static_cast<int64>(a.heavy_valid_stride);
-        heavy_exists[i] = __ballot_sync(~0u, a.heavy_valid[of_batch + i * 32 + thread % 32]) >> place * 2;
-      }
+      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
     const float scale = a.softmax_scale * LOG2E;
 #pragma unroll
@@ -591,8 +590,8 @@ struct Consumer {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const float before = base[r];
       base[r] = fminf(before, P_LOG2 - largest);
-      const float shift = base[r] == INFINITE ? 0.0f : base[r], gain = exp2_approximate(shift - before);
-      float sum = 0.0f;
+      const float shift = base[r] == INFINITE ? 0.0f : base[r];
+      float gain = exp2_approximate(shift - before), sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < HEAVY_SCORES; i++) {
         if (i / 2 % 2 != r) continue;
@@ -601,8 +600,16 @@ struct Consumer {
       }
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
+      // The sums are divided by a power of two near that of the weights, lest V times a weight be infinite.
+      const int exponent = __float_as_int(__fmaf_rn(row_sum[r], gain, sum)) >> 23;
+      const float factor = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
+      if (exponent != 0) base[r] -= exponent - 127;
+      gain *= factor;
       const float of_others = row_sum[r] * gain;
-      row_sum[r] = of_others + sum;
+      row_sum[r] = __fmaf_rn(sum, factor, of_others);
+#pragma unroll
+      for (int i = 0; i < HEAVY_SCORES; i++)
+        if (i / 2 % 2 == r) x[i] *= factor;
 #pragma unroll
       for (int i = 0; i < CHANNELS / 8; i++) {
         const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
@@ -701,7 +708,8 @@ struct Consumer {
     has_sums = false;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-    int whole = (PADDED ? a.spans[item.batch * a.spans_stride + 1] : a.kv_len) / BLOCK_N;
+    int whole = a.kv_len / BLOCK_N;
+    if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
     if (CAUSAL)
       whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;

@@ -451,9 +451,16 @@ DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, 
       }
   }
 #pragma unroll
-  for (int i = 0; i < LOADS; i++)
-    reinterpret_cast<uint4*>(into)[(static_cast<int64>(pair) * HEAVY_KEYS + first + i * ROWS) * LANES + lane % LANES] =
-        make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]);
+  for (int i = 0; i < LOADS; i++) {
+    const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + first + i * ROWS;
+    if (OF_VALUE) {
+      reinterpret_cast<uint4*>(into)[row * LANES + lane % LANES] = make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]);
+    } else {  // in the order of `layout.heavy_order`
+#pragma unroll
+      for (int w = 0; w < 4; w++)
+        reinterpret_cast<uint32*>(into)[row * (CHANNELS / 2) + channel / 32 * 16 + w * 4 + channel / 8 % 4] = x[i][w];
+    }
+  }
 }
 
 // BLOCK tokens and VALUE_CHANNELS channels of V, in the block's shared memory.

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...call import Call
+from ...language.heavy import heavy_channel
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import sequence_range
 from ...language.tokens import load_tokens
@@ -100,13 +101,14 @@ def copy_heavy_keys(
         valid += batch * valid_stride
     key += batch * key_stride_batch + head * key_stride_head
     value += batch * value_stride_batch + head * value_stride_head
-    channel = tl.arange(0, CHANNELS)
+    place = tl.arange(0, CHANNELS)
+    channel = heavy_channel(place)
     k, exists = load_tokens(
         key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID
     )
     mean = tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)
     row = pair * KEYS + token
-    into = heavy_key + row[:, None] * CHANNELS + channel[None, :]
+    into = heavy_key + row[:, None] * CHANNELS + place[None, :]
     tl.store(into, tl.where(exists[:, None], k - mean[None, :], 0.0).to(heavy_key.dtype.element_ty))
     v_channel = tl.arange(0, V_CHANNELS)
     v, _ = load_tokens(
