@@ -56,12 +56,8 @@ constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  //
 constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;             // of heavy keys, or of their values
 static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES + 2 * HEAVY_BYTES,
               "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, and of the heavy keys");
-// Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have few registers.
+// Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
-constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                 // in a thread's registers
-constexpr int HEAVY_LINE = HEAVY_KEYS * LINE_BYTES / 16;      // of heavy keys, or their values, as descriptors count
-// With P·V in float16 and 64 channels the compiler has too few registers to begin anything before the last P·V is done.
-constexpr bool FEW_REGISTERS = PV_FLOAT16 && CHANNELS == 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int PRODUCER_LOADS = 4;                                // of a thread that quantises Q, at a time
 constexpr int QUERIES_BARRIER = 1 + WARPGROUPS;                  // of the hardware; those before are the warpgroups'
@@ -311,13 +307,13 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
         const int key = first - quad * 2 + i * 32 + thread % 32;
-        const bool is_valid = key < a.kv_len && valid(item)[HEAVY * HEAVY_KEYS + key];
+        const bool is_valid = key < a.kv_len && valid()[HEAVY * HEAVY_KEYS + key];
         exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
       }
     }
   }
-  // Return which keys of an item exist, from the first one on, be it heavy or not.
-  DEVICE const uint8* valid(const Item& item) const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
+  // Of the item's batch element: from its first key on, be it heavy or not.
+  DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
   DEVICE bool allowed(int i) const {
     const int key = i / 4 * 8 + i % 2;
     return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
@@ -524,16 +520,9 @@ struct Consumer {
     if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
   }
 
-  // Bring the warpgroup's rows of Q in 16 bits to the L2 cache: a thread half a row.
-  DEVICE void prefetch_query() {
-    const int token = item.first_row + warpgroup * WARPGROUP_ROWS + thread / 2;
-    const Reader reader(query, item.batch, item.head, token, a.q_len, thread % 2 * (CHANNELS / 2), a.head_dim);
-    if (reader.has(0)) asm volatile("prefetch.global.L2 [%0];" ::"l"(reader.from));
-  }
-
   // Load the thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits, as the left operands of HEAVY_CHANNELS / 16
   // matrix products: of each 32 channels it has 8, which `heavy_order` brings to its places in two products.
-  DEVICE void load_heavy_query(const Item& item, int first_channel, uint32 (&x)[HEAVY_CHANNELS / 4]) {
+  DEVICE void load_heavy_query(int first_channel, uint32 (&x)[HEAVY_CHANNELS / 4]) {
     int channel = first_channel + quad * 8, token = item.first_row + row;
     asm volatile("" : "+r"(channel), "+r"(token));  // addresses are computed here, not kept in registers all along
 #pragma unroll
@@ -557,35 +546,32 @@ struct Consumer {
       add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
   }
 
-  // Begin to add the products of HEAVY_CHANNELS of Q and the heavy keys, from `first_channel` on, to their scores.
-  DEVICE void begin_heavy_scores(int first_channel, const uint32 (&heavy_query)[HEAVY_CHANNELS / 4],
-                                 float (&x)[HEAVY_SCORES]) {
-    const uint32 heavy_key = heavy_keys() + first_channel / LINE_CHANNELS * HEAVY_LINE;
-    fence_products();
-#pragma unroll
-    for (int i = 0; i < HEAVY_CHANNELS / 16; i++)
-      add_16bit_product<false>(x, heavy_query + 4 * i, heavy_key + i / 4 * HEAVY_LINE + i % 4 * 2);
-    commit_products();
-  }
-
-  // Return the descriptor of the heavy keys, which lie behind the tiles of K and V, and the sums; it is computed where
-  // it is used, not kept in a register all along.
-  DEVICE uint32 heavy_keys() const {
-    uint32 first = k;
-    asm volatile("" : "+r"(first));
-    return first + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
-  }
-
-  // Attend to the heavy keys, whose scores are x but for Q's factor: bring the sums to the scale of V in 16 bits, and
-  // add to them.
-  DEVICE void attend_to_heavy_keys(const Item& item, float (&x)[HEAVY_SCORES]) {
-    const uint32 heavy_value = heavy_keys() + HEAVY_BYTES / 16 + (HEAVY_LINE - 1 << 16);
+  // Attend to the heavy keys: bring the sums to the scale of V in 16 bits, and add to them.
+  DEVICE void attend_to_heavy_keys(uint32 (&heavy_query)[HEAVY_CHANNELS / 4]) {
+    constexpr int LINE = HEAVY_KEYS * LINE_BYTES / 16, HEAVY_SCORES = HEAVY_KEYS / 2;
+    // The descriptors of heavy keys and of their values, which lie behind the tiles of K and V, and the sums.
+    uint32 heavy_key = k + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
     int place = quad;
-    asm volatile("" : "+r"(place));
+    asm volatile("" : "+r"(heavy_key), "+r"(place));
+    const uint32 heavy_value = heavy_key + HEAVY_BYTES / 16 + (LINE - 1 << 16);
+    float x[HEAVY_SCORES];
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
+#pragma unroll
+    for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
+      if (channel > 0) load_heavy_query(channel, heavy_query);
+      fence_products();
+#pragma unroll
+      for (int i = 0; i < HEAVY_CHANNELS / 16; i++)
+        add_16bit_product<false>(x, heavy_query + 4 * i, heavy_key + (channel / 64 + i / 4) * LINE + i % 4 * 2);
+      commit_products();
+      wait_products<0>();
+      pin(x);
+    }
     uint32 heavy_exists[2] = {~0u, ~0u};
     if (PADDED) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid(item)[i * 32 + thread % 32]) >> place * 2;
+      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
     const float scale = a.softmax_scale * LOG2E;
 #pragma unroll
@@ -650,7 +636,7 @@ struct Consumer {
 
   // Write the outputs, by way of shared memory in the TMA's order: a row's channels lie in lines of LINE_BYTES, whose
   // 16-byte parts are exchanged from row to row.
-  DEVICE void store(const Item& item) {
+  DEVICE void store() {
     int first_line = row % WARPGROUP_ROWS;
     // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled
     // anyway.
@@ -705,23 +691,14 @@ struct Consumer {
     });
   }
 
-  // Find the next item, if there is one, and begin to load the scales of its first keys.
-  DEVICE bool find_item(int round) {
-    const bool more = next_item(a, round, item);
-    if (more) {
-      first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
-      last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
-      load_key_scale(0);
-    }
-    return more;
-  }
-
   // Begin an item with its first tile; return how many tiles need no mask.
   DEVICE int begin_item() {
     wait(barriers.k_full[0], parity);
     fence_products();
     begin_scores(0);
-    if (HEAVY) prefetch_query();
+    first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
+    last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
+    load_key_scale(0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
@@ -746,19 +723,14 @@ struct Consumer {
     return whole;
   }
 
-  // End an item with its last P·V and the heavy keys, and write its outputs; return whether another item follows.
-  DEVICE bool end_item(int round) {
+  // End an item with its last P·V and the heavy keys, and write its outputs.
+  DEVICE void end_item(int round) {
     const int last = (item.tiles - 1) % STAGES;
     fence_products();
     begin_outputs(last);
     arrive_as_warp(barriers.q_empty[q_stage]);
     uint32 heavy_query[HEAVY_CHANNELS / 4];
-    float heavy_scores[HEAVY_SCORES];
-    if (HEAVY) {
-      load_heavy_query(item, 0, heavy_query);
-#pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++) heavy_scores[i] = 0.0f;
-    }
+    if (HEAVY) load_heavy_query(0, heavy_query);
     if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
       wait(barriers.k_full[1], parity);
       arrive_as_warp(barriers.k_empty[1]);
@@ -766,8 +738,7 @@ struct Consumer {
       arrive_as_warp(barriers.v_empty[1]);
     }
     wait(barriers.ending_full, round & 1);
-    if (HEAVY && !FEW_REGISTERS) begin_heavy_scores(0, heavy_query, heavy_scores);
-    wait_products<HEAVY && !FEW_REGISTERS>();
+    wait_products<0>();
     add_tile_sum(row_sum);
     arrive_as_warp(barriers.v_empty[last]);
     if (!PV_FLOAT16 && has_sums) move_sums<true>(base);
@@ -778,31 +749,15 @@ struct Consumer {
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
       }
     }
-    const Item ended = item;
-    bool more;
-    if (!FEW_REGISTERS) more = find_item(round + 1);
-    if (HEAVY) {
-      if (FEW_REGISTERS) begin_heavy_scores(0, heavy_query, heavy_scores);
-      wait_products<0>();
-      pin(heavy_scores);
-      if (HEAVY_CHANNELS < CHANNELS) {
-        load_heavy_query(ended, HEAVY_CHANNELS, heavy_query);
-        begin_heavy_scores(HEAVY_CHANNELS, heavy_query, heavy_scores);
-        wait_products<0>();
-        pin(heavy_scores);
-      }
-      attend_to_heavy_keys(ended, heavy_scores);
-    }
-    store(ended);
+    if constexpr (HEAVY) attend_to_heavy_keys(heavy_query);
+    store();
     arrive_as_warp(barriers.ending_empty);
-    if (FEW_REGISTERS) more = find_item(round + 1);
-    return more;
   }
 
   DEVICE void run() {
     parity = 0;
 #pragma unroll 1
-    for (int round = 0, more = find_item(0); more; round++) {
+    for (int round = 0; next_item(a, round, item); round++) {
       q_stage = round % STAGES;
       wait(barriers.q_full[q_stage], round / STAGES & 1);
       const int whole = begin_item();
@@ -820,7 +775,7 @@ struct Consumer {
         parity ^= 1;
         step<0, true>(tile);
       }
-      more = end_item(round);
+      end_item(round);
       parity ^= 1;
     }
     if (thread == 0) wait_until_read();
