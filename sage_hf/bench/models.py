@@ -54,7 +54,7 @@ class Model:
         library, class_name: where its class is.
         config: hyperparameters of the real checkpoint; a transformers model's are those of its configuration class.
         inputs: draws the arguments of forward.
-        attention: its largest attention call.
+        attention: its largest attention call; when decoding, its tokens are the keys.
         layers_of_model: number of transformer blocks of the real model.
         depths: those numbers in `config` that add up to `layers_of_model`, and shrink where fewer layers are measured;
             none if the model is measured whole in any case.
@@ -89,6 +89,11 @@ class Model:
         """Return whether its step is one of training."""
         return self.kind == "train"
 
+    @property
+    def call(self) -> str:
+        """Return the sizes of its largest attention call."""
+        return f"{self.attention}, one query" if self.kind == "decode" else str(self.attention)
+
     def shortened(self, layers: int | None = None) -> tuple[dict[str, Any], int]:
         """Return (configuration with about that many blocks of every kind that it has, their number).
 
@@ -113,7 +118,8 @@ class Loaded:
     Attributes:
         module: the model.
         layers: number of its transformer blocks.
-        step: runs one step and returns its output; what follows a step untimed is `reset`.
+        step: runs one step and returns its output.
+        reset: makes ready for the next step, also after one that failed.
     """
 
     module: nn.Module
@@ -136,7 +142,8 @@ def load(model: Model, device: torch.device, layers: int | None = None) -> Loade
     """
     config, count = model.shortened(layers)
     with torch.device(device), _default_dtype(torch.bfloat16):
-        module = _diffusers_model(model, config) if model.library == "diffusers" else _transformers_model(model, config)
+        build = _diffusers_model if model.library == "diffusers" else _transformers_model
+        module: Any = build(model, config)
     module.train(model.training).requires_grad_(model.training)
     inputs = model.inputs(Draw(device))
     if model.drops_mask:
@@ -159,9 +166,14 @@ def _decoding(module: nn.Module, layers: int, inputs: Inputs, model: Model, devi
     size = (1, config.num_key_value_heads, model.cache_tokens, config.hidden_size // config.num_attention_heads)
     for layer in range(layers):
         cache.update(draw.normal(*size), draw.normal(*size), layer)
-    return Loaded(
-        module, layers, lambda: module(**inputs, past_key_values=cache, use_cache=True).logits, lambda: cache.crop(-1)
-    )
+
+    def reset() -> None:
+        """Leave the first tokens in each layer's cache, whether or not the step got as far as that layer."""
+        for layer in cache.layers:
+            if (added := layer.get_seq_length() - model.cache_tokens) > 0:
+                layer.crop(-added)
+
+    return Loaded(module, layers, lambda: module(**inputs, past_key_values=cache, use_cache=True).logits, reset)
 
 
 def _training(module: nn.Module, layers: int, inputs: Inputs) -> Loaded:
@@ -216,7 +228,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], Inputs]:
     def inputs(draw: Draw) -> Inputs:
-        found = {
+        found: Inputs = {
             "hidden_states": draw.normal(batch, 13, 16, 60, 90),
             "encoder_hidden_states": draw.normal(batch, 226, 4096),
             "timestep": draw.full(500, batch, dtype=torch.int64),
@@ -385,11 +397,9 @@ def _diffusers(
 
 
 def _llama(name: str, label: str, tokens: int, class_name: str = "LlamaForCausalLM", **options: Any) -> Model:
-    shape = Shape(name, 1, 32, 8, tokens, 128, causal=True)
+    shape = Shape(name, 1, 32, 8, tokens, 128, causal=options.get("kind") != "decode")
     options = {"depths": ("num_hidden_layers",), "kind": "prefill", "inputs": _text(tokens), **options}
-    return Model(
-        name, label, "transformers", class_name, LLAMA_3_8B, attention=shape, layers_of_model=32, **options
-    )
+    return Model(name, label, "transformers", class_name, LLAMA_3_8B, attention=shape, layers_of_model=32, **options)
 
 
 _HUNYUANVIDEO: dict[str, Any] = {
@@ -476,7 +486,7 @@ MODELS: tuple[Model, ...] = (
     _llama(
         "llama-3-decode-8k",
         "Llama 3 8B, one token after 8k",
-        8192,
+        8193,
         kind="decode",
         cache_tokens=8192,
         inputs=_text(1),
