@@ -257,8 +257,12 @@ def compiled_blocks(module: nn.Module) -> Iterator[None]:
     torch._dynamo.reset()
     for block in blocks:
         block.compile()
+    # Else blocks beyond the limit would run without being compiled.
+    limit: dict[str, Any] = {"fail_on_recompile_limit_hit": True}
+    limit = {name: value for name, value in limit.items() if hasattr(torch._dynamo.config, name)}
     try:
-        yield
+        with torch._dynamo.config.patch(limit):
+            yield
     finally:
         for block in blocks:
             block._compiled_call_impl = None

@@ -146,6 +146,8 @@ def load(model: Model, device: torch.device, layers: int | None = None) -> Loade
         module: Any = build(model, config)
     module.train(model.training).requires_grad_(model.training)
     inputs = model.inputs(Draw(device))
+    if "img_shapes" in inputs and "txt_seq_lens" in inspect.signature(module.forward).parameters:  # diffusers < 0.37
+        inputs["txt_seq_lens"] = [inputs["encoder_hidden_states"].shape[1]]
     if model.drops_mask:
         _drop_masks(module)
     if model.checkpointing:
