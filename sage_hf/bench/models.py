@@ -321,6 +321,15 @@ def _text(tokens: int) -> Callable[[Draw], Inputs]:
     return lambda draw: {"input_ids": draw.ids(LLAMA_3_8B["vocab_size"], 1, tokens), "logits_to_keep": 1}
 
 
+def _batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
+    """Return a drawer of a batch for training, with its attention mask: without one, older transformers makes one."""
+    return lambda draw: {
+        "input_ids": draw.ids(vocabulary, 1, tokens),
+        "attention_mask": draw.full(1, 1, tokens, dtype=torch.int64),
+        "use_cache": False,
+    }
+
+
 # Configurations of the real checkpoints; what they leave out is the class's default.
 
 COGVIDEOX_2B: dict[str, Any] = {"num_attention_heads": 30, "num_layers": 30}
@@ -511,6 +520,6 @@ MODELS: tuple[Model, ...] = (
         class_name="LlamaModel",
         layers=8,
         kind="train",
-        inputs=lambda draw: {"input_ids": draw.ids(LLAMA_3_8B["vocab_size"], 1, 8192), "use_cache": False},
+        inputs=_batch(8192, LLAMA_3_8B["vocab_size"]),
     ),
 )
