@@ -18,16 +18,19 @@ from record import git_commit
 from sage_hf.bench import command, plots, tables
 
 
-def main(description: str | None = __doc__, training: bool = False) -> None:
-    """Run a benchmark's script: parse arguments, then measure, or render a JSON."""
+def main(description: str | None = __doc__, **defaults: object) -> None:
+    """Run a benchmark's script: parse arguments, which have these defaults, then measure, or render a JSON."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_arguments(parser)
-    parser.set_defaults(training=training)
+    parser.set_defaults(**defaults)
     parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: plot and table of this file")
     args = parser.parse_args()
     if args.render:
         result = json.loads(args.render.read_text(encoding="utf-8"))
+        if args.model:
+            print(f"{tables.model_gain(result)}\n\n{tables.model_speed(result)}")
+            return
         plots.plot(result, args.render.with_suffix(".png"))
         print(tables.markdown(result))
     else:

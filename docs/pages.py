@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sage_hf.bench import plots, tables
+from sage_hf.bench import models, plots, tables
 from sage_kernels.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +61,19 @@ def model_gain() -> str:
     """Return a table of the time of a step of every measured model."""
     if not has_models():
         return "The steps of whole models are not in a results file yet; the table below times attention alone."
-    return f"{tables.model_gain(read_result(MODELS))}\n\n{sources(MODELS)}"
+    result = read_result(MODELS)
+    every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
+    return "\n\n".join((tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
+
+
+def measured_models() -> str:
+    """Return a table of the models whose steps are measured."""
+    rows = ["| `--model` | step | largest attention call | layers measured |", "|---|---|---|---|"]
+    for model in models.MODELS:
+        _, layers = model.shortened()
+        depth = f"all {layers}" if layers == model.layers_of_model else f"{layers} of {model.layers_of_model}"
+        rows.append(f"| `{model.name}` | {model.label} | {model.call} | {depth} |")
+    return "\n".join(rows)
 
 
 def has_models() -> bool:
@@ -131,6 +143,7 @@ def measure_commands() -> str:
     return f"""```bash
 python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -203,6 +216,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipes": recipes,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
+    "models": measured_models,
     "measure": measure_commands,
     "measure-errors": error_commands,
     "tree": tree,

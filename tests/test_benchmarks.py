@@ -17,7 +17,7 @@ from sage_hf.bench import command, measure, measure_training, peers, plots, tabl
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_hf.bench.measure import SampledErrors, draw
 from sage_hf.bench.measure_training import SampledGradientErrors, Step
-from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, _sageattention, _to_e4m3
+from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, _to_e4m3, sageattention
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, _fa3, _sdpa
 from sage_kernels import exact, ops, registry
@@ -211,12 +211,12 @@ def test_generations_of_sageattention_are_told_apart(monkeypatch, tmp_path):
     for name, text in {"sageattention": "", "sageattention2": "raise ImportError('build failed: error: x')"}.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert _sageattention(1).__name__ == "sageattention"
+    assert sageattention(1).__name__ == "sageattention"
     with pytest.raises(ImportError, match="build failed"):
-        _sageattention(2)
+        sageattention(2)
     (tmp_path / "sageattention2.py").unlink()
     with pytest.raises(ModuleNotFoundError, match="SageAttention 2 is not installed"):
-        _sageattention(2)
+        sageattention(2)
 
 
 def test_json_holds_a_row_a_line():

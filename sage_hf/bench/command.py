@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from sage_hf.bench import measure, measure_training, plots, tables
+from sage_hf.app.files import replacing
+from sage_hf.bench import measure, measure_models, measure_training, plots, tables
+from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS, ModelProvider
+from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
 
-Named = TypeVar("Named", Shape, Provider)
+Named = TypeVar("Named", Shape, Provider, Model, ModelProvider)
+ALL = "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for option, metavar, forward, training in names:
         text = f"of {forward}; with --training of {training} (default: all)"
+        if option == "--providers":
+            text += f"; with --model of {_names((*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS))}"
         parser.add_argument(option, nargs="+", metavar=metavar, help=text)
     parser.add_argument(
         "--shape",
@@ -36,40 +43,119 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B,Hq,Hkv,N,D[,causal]",
         help="any other shape: batch, query heads, key heads, tokens, head_dim; repeatable",
     )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        metavar="NAME",
+        help=f"time steps of whole models with random weights, instead of attention: {ALL}, or of {_names(MODELS)}",
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
+    parser.add_argument("--compiled", action="store_true", help="models with compiled blocks, too")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="default: output")
 
 
 def execute(args: argparse.Namespace, commit: str = "") -> None:
-    """Measure, write <gpu>-forward.json (or -forward_backward) and its pictures to the output folder, print tables.
+    """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
+
+    With --training it is <gpu>-forward_backward.json, with --model <gpu>-models.json, without pictures.
 
     Args:
         args: of `add_arguments`.
         commit: of the source measured, for the record.
 
     Raises:
-        ValueError: no CUDA device, no matplotlib, or an unknown name of a shape or provider.
+        ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or arguments that
+            exclude each other.
     """
+    if args.model is not None:
+        _execute_models(args, commit)
+        return
+    if args.layers is not None or args.compiled:
+        raise ValueError("--layers and --compiled need --model")
     shapes = [Shape.parse(text) for text in args.shape]
     if args.shapes is not None or not shapes:
         shapes = _chosen("--shapes", args.shapes, TRAINING_SHAPES if args.training else SHAPES) + shapes
     providers = _chosen("--providers", args.providers, TRAINING_PROVIDERS if args.training else PROVIDERS)
-    device = torch.device(args.device)
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device {args.device}: the benchmark times GPU kernels and needs a CUDA device, of which there are "
-            f"{torch.cuda.device_count()} here; `sage-hf env` shows what runs without one"
-        )
+    device = _gpu(args.device)
     plots.require_matplotlib()
     run = measure_training.run if args.training else measure.run
     result = run(device, shapes, providers, commit, lambda line: print(line, file=sys.stderr, flush=True))
     args.output.mkdir(parents=True, exist_ok=True)
     benchmark = "forward_backward" if args.training else "forward"
-    path = args.output / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
+    path = _path(args.output, result, benchmark)
     path.write_text(tables.to_json(result), encoding="utf-8")
     print(tables.text(result))
     pictures = plots.plot(result, path.with_suffix(".png"))
     print(f"\nwrote {path}, {', '.join(picture.name for picture in pictures)}")
+
+
+def _execute_models(args: argparse.Namespace, commit: str) -> None:
+    """Measure models, and write <gpu>-models.json after each.
+
+    Rows that this file has of other models and providers stay, if machine, versions and commit are the same.
+    """
+    if args.training or args.shapes is not None or args.shape:
+        raise ValueError("--model times whole models: it takes no --training, --shapes or --shape")
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers {args.layers}: a model has at least 1")
+    models = _chosen("--model", None if ALL in args.model else args.model, MODELS)
+    providers = _chosen("--providers", args.providers, (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS))
+    device = _gpu(args.device)
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    def write(result: dict[str, Any]) -> None:
+        path = _path(args.output, result, "models")
+        with replacing(path) as part:
+            part.write_text(tables.to_json(merged(result, kept.get(path))), encoding="utf-8")
+
+    kept = {path: json.loads(path.read_text(encoding="utf-8")) for path in args.output.glob("*-models.json")}
+    result = measure_models.run(
+        device,
+        models,
+        providers,
+        commit,
+        lambda line: print(line, file=sys.stderr, flush=True),
+        args.layers,
+        args.compiled,
+        write,
+    )
+    print(tables.model_text(result))
+    print(f"\nwrote {_path(args.output, result, 'models')}")
+
+
+def merged(result: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a result of models with the rows that an earlier one has of other models, modes and providers.
+
+    They stay only if everything but the date is the same: machine, versions and commit. Rows come in the order of
+    MODELS.
+    """
+    ignored = ("rows", "date")
+    facts = {name: value for name, value in result.items() if name not in ignored}
+    if before is None or facts != {name: value for name, value in before.items() if name not in ignored}:
+        return result
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["name"], row["mode"], row["provider"]
+
+    rows = {key(row): row for row in (*before["rows"], *result["rows"])}
+    order = {model.name: index for index, model in enumerate(MODELS)}
+    return {**result, "rows": sorted(rows.values(), key=lambda row: order.get(row["name"], len(order)))}
+
+
+def _path(folder: Path, result: dict[str, Any], benchmark: str) -> Path:
+    return folder / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
+
+
+def _gpu(name: str) -> torch.device:
+    """Return the device; raise ValueError if it is no CUDA device of this machine."""
+    device = torch.device(name)
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device {name}: the benchmark times GPU kernels and needs a CUDA device, of which there are "
+            f"{torch.cuda.device_count()} here; `sage-hf env` shows what runs without one"
+        )
+    return device
 
 
 def _names(known: Sequence[Named]) -> str:

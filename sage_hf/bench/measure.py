@@ -282,9 +282,10 @@ def facts(device: torch.device, commit: str) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
+    on_gpu = device.type == "cuda"
     return {
-        "gpu": torch.cuda.get_device_name(device),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else "",
         "torch": torch.__version__,
         "triton": packages.pop("triton", ""),
         "cuda": torch.version.cuda,

@@ -242,7 +242,7 @@ def _to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _sageattention1(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
-    module = _sageattention(1)
+    module = sageattention(1)
     key = key.clone()  # It subtracts the mean from the caller's keys.
     return Prepared(
         lambda: module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal), "sageattn, Triton"
@@ -250,7 +250,7 @@ def _sageattention1(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
 
 
 def _sageattention1_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
-    package = _sageattention(1).__name__
+    package = sageattention(1).__name__
     quantize = import_module(f"{package}.quant_per_block").per_block_int8
     forward = import_module(f"{package}.attn_qk_int8_per_block{'_causal' if is_causal else ''}").forward
     q, q_scale, k, k_scale = quantize(query, key - key.mean(2, keepdim=True))
@@ -259,7 +259,7 @@ def _sageattention1_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal:
 
 
 def _sageattention2(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
-    module = _sageattention(2)
+    module = sageattention(2)
     return Prepared(
         lambda: module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal), "sageattn, CUDA"
     )
@@ -268,7 +268,7 @@ def _sageattention2(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
 def _sageattention2_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
     if torch.cuda.get_device_capability(query.device) != (9, 0):
         raise RuntimeError("its kernel alone is measured on sm_90 only")
-    package = _sageattention(2).__name__
+    package = sageattention(2).__name__
     quantize_qk = import_module(f"{package}.triton.quant_per_thread").per_thread_int8
     quantize_v = import_module(f"{package}.quant").per_channel_fp8
     forward = import_module(f"{package}.sm90_compile").qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf
@@ -286,7 +286,7 @@ def _sageattention2_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal:
     return Prepared(call, "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf")
 
 
-def _sageattention(generation: Literal[1, 2]) -> ModuleType:
+def sageattention(generation: Literal[1, 2]) -> ModuleType:
     """Import the authors' package of one generation.
 
     Both generations are called `sageattention`; to have both, one may be installed with its generation in the name, as

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sage_hf.app.report import text_table
+from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
@@ -78,13 +79,12 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
 
     Args:
         result: JSON with rows {"model", "mode", "provider", "ms"}; the provider is "default" for the unchanged model
-            and "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out.
+            and "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out. Where
+            "layers" of a row is below "layers_of_model", the table says so.
         most: largest number of rows (at least 2), evenly from the largest gain to the smallest; None: all rows, in the
             order of the result.
     """
-    times: dict[tuple[str, str], dict[str, float]] = {}
-    for row in result["rows"]:
-        times.setdefault((row["model"], row["mode"]), {})[row["provider"]] = row["ms"]
+    times = _model_times(result)
     gains: list[tuple[float, list[str]]] = []
     for (model, mode), model_times in times.items():
         ours = {name: ms for name, ms in model_times.items() if name.startswith("sage_hf:")}
@@ -100,6 +100,60 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
     header = ["model", "mode", "as it comes, ms a step", "with sage-hf, ms a step", "recipe", "faster by"]
     table = _markdown_table(header, [cells for _, cells in gains])
     return f"{table}\n\nWhole models on {result['gpu']}{note}. {_versions(result)}"
+
+
+def model_speed(result: dict[str, Any]) -> str:
+    """Return a Markdown table of every provider's time of a step of every model, and of the share of attention."""
+    header, cells = _model_speeds(result)
+    return _markdown_table(header, cells)
+
+
+def model_text(result: dict[str, Any]) -> str:
+    """Return tables for a terminal: the time of a step of every model, and what could not run."""
+    missing: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if "unavailable" in row:
+            missing.setdefault(f"{row['provider']}: {row['unavailable']}", []).append(f"{row['name']}, {row['mode']}")
+    lines = [f"  {what} ({'; '.join(where)})" for what, where in missing.items()]
+    parts = [f"ms of a step on {result['gpu']}. {_versions(result)}", text_table(*_model_speeds(result))]
+    return "\n\n".join([*parts, *(["\n".join(["Not measured:", *lines])] if lines else [])])
+
+
+def _model_times(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return (model, with its layers if not all ran; mode) -> provider -> ms."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result["rows"]:
+        if "ms" in row:
+            times.setdefault((_model_and_layers(row), row["mode"]), {})[row["provider"]] = row["ms"]
+    return times
+
+
+def _model_and_layers(row: dict[str, Any]) -> str:
+    layers, whole = row.get("layers"), row.get("layers_of_model")
+    return row["model"] if layers == whole else f"{row['model']} ({layers} of {whole} layers)"
+
+
+def _model_speeds(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    times = _model_times(result)
+    providers = list(dict.fromkeys(row["provider"] for row in result["rows"] if "ms" in row))
+    shares = {
+        (_model_and_layers(row), row["mode"]): row["attention_share"]
+        for row in result["rows"]
+        if row.get("attention_share") is not None
+    }
+    cells = []
+    for (model, mode), model_times in times.items():
+        share = shares.get((model, mode))
+        cells.append(
+            [
+                model,
+                mode,
+                *(_ms(model_times[one]) if one in model_times else MISSING for one in providers),
+                MISSING if share is None else f"{share:.0%}",
+            ]
+        )
+    labels = {one.name: one.label for one in (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)}
+    return ["model", "mode", *(labels.get(one, one) for one in providers), "share of attention"], cells
 
 
 def _ms(number: float) -> str:

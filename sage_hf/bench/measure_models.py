@@ -1,0 +1,304 @@
+"""Timing and memory of whole models' steps with every provider's attention, on one GPU, in one process."""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_hf.app.metrics import tensor_errors
+from sage_hf.bench.measure import facts, reason
+from sage_hf.bench.model_peers import (
+    DEFAULT,
+    MODEL_PROVIDERS,
+    TRAINING_MODEL_PROVIDERS,
+    ModelProvider,
+    Step,
+    replaced_sdpa,
+)
+from sage_hf.bench.models import MODELS, Loaded, Model, load
+from sage_hf.targets import find_targets
+
+# A model is timed with each provider for about a second, in turns with the others, but for at least three steps.
+SECONDS = 1.0
+TURNS = 2
+MAX_STEPS = 20
+# A shorter step may wait for the host, which needs longer for the first one after a switch of providers.
+LONG_STEP = 0.15
+
+
+def run(
+    device: torch.device,
+    models: Sequence[Model] = MODELS,
+    providers: Sequence[ModelProvider] = (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS),
+    commit: str = "",
+    progress: Callable[[str], None] = print,
+    layers: int | None = None,
+    compiled: bool = False,
+    write: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:
+    """Measure a step of every model with every provider that suits it.
+
+    Args:
+        device: where to; times of a CPU mean little.
+        models: what to measure.
+        providers: those of `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS` to measure with.
+        commit: commit of the measured source, for the record.
+        progress: called with a text before each model, and for each result and failure.
+        layers: largest number of a model's blocks (default: each model's own).
+        compiled: measure with compiled blocks too, after the eager model.
+        write: called with the result so far after each model.
+
+    Returns:
+        Plain data: facts about the machine, and "rows". A row has "model" (the label), "name", "mode" ("eager" or
+        "compiled"), "provider", "layers" (the blocks that ran), "layers_of_model", "attention" (the largest attention
+        call) and
+        - "ms": median time of a step, by the wall clock;
+        - "attention_share": share of attention in that time with the provider "default"; else, and where no forward
+          pass of attention tells it (training, compiled blocks), None;
+        - "peak_bytes": most memory allocated during a step, with weights;
+        - "first_step_ms": time of the first step, with everything that is compiled in it;
+        - "kernels": the attention kernels of a step, and how often each ran (empty if compiled);
+        - "rel_l1": relative L1 distance of the step's output from that of "default", with these random weights; it
+          shows that the same function was computed, and says nothing of quality. None without a finite reference;
+        or, if the model or provider cannot run, "unavailable": the reason.
+    """
+    result: dict[str, Any] = {**facts(device, commit), "rows": []}
+    for model in models:
+        progress(f"{model.name}: {model.label}, {model.call}")
+        for mode in ("eager", "compiled") if compiled else ("eager",):
+            chosen = [one for one in _suited(model) if one in providers]
+            for row in measure_model(model, chosen, device, mode, layers):
+                told = f"failed: {row['unavailable']}" if "unavailable" in row else f"{row['ms']:.1f} ms"
+                progress(f"  {row['provider']}, {mode}, {row['layers']} of {row['layers_of_model']} layers: {told}")
+                result["rows"].append(row)
+        write(result)
+    return result
+
+
+def measure_model(
+    model: Model,
+    providers: Sequence[ModelProvider],
+    device: torch.device,
+    mode: str = "eager",
+    layers: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return the rows of the result for one model."""
+    rows = {provider.name: _new_row(model, provider, mode, model.shortened(layers)[1]) for provider in providers}
+    with torch.set_grad_enabled(model.training), torch.cuda.device(device) if _on_gpu(device) else nullcontext():
+        try:
+            loaded = load(model, device, layers)
+        except Exception as error:  # Too large, or unknown to the library here: the rows say so.
+            why = reason(error)
+            loaded = None
+        if loaded is None:
+            rows = {name: row | {"unavailable": why} for name, row in rows.items()}
+        else:
+            _Measurement(model, loaded, device, mode, rows).measure(providers)
+            del loaded
+    _release(device)
+    return list(rows.values())
+
+
+class _Measurement:
+    """Measurement of one model in one mode, which fills in the rows of its providers."""
+
+    def __init__(
+        self, model: Model, loaded: Loaded, device: torch.device, mode: str, rows: dict[str, dict[str, Any]]
+    ) -> None:
+        self._model, self._loaded, self._device, self._mode, self._rows = model, loaded, device, mode, rows
+        self._samples: dict[str, list[float]] = {}
+        self._seconds: dict[str, float] = {}
+        self._reference: Tensor | None = None
+
+    def measure(self, providers: Sequence[ModelProvider]) -> None:
+        """Measure with all providers: each on its own first, then in turns."""
+        for provider in providers:
+            self._attempt(provider, self._first_steps)
+        if self._mode == "eager":
+            for _ in range(TURNS):
+                for provider in providers:
+                    self._attempt(provider, self._turn)
+        for name, samples in self._samples.items():
+            self._rows[name]["ms"] = 1e3 * statistics.median(samples)
+
+    def _attempt(self, provider: ModelProvider, action: Callable[[ModelProvider], None]) -> None:
+        row = self._rows[provider.name]
+        if "unavailable" in row:
+            return
+        try:
+            action(provider)
+        except Exception as error:  # A provider may fail in any way: its row says how.
+            row["unavailable"] = reason(error)
+            self._samples.pop(provider.name, None)
+            for name in ("attention_share", "peak_bytes", "first_step_ms", "kernels", "rel_l1"):
+                row.pop(name, None)
+        else:
+            return
+        self._loaded.reset()
+        _release(self._device)
+
+    def _first_steps(self, provider: ModelProvider) -> None:
+        row, step = self._rows[provider.name], self._loaded.step
+        samples = self._samples[provider.name] = []
+        with provider.use(self._model, self._loaded.module) as observe:
+            if self._mode == "compiled":
+                with compiled_blocks(self._loaded.module):
+                    first, output = self._timed(step)
+                    self._compare(row, output)
+                    row |= {"first_step_ms": 1e3 * first, "kernels": {}, "attention_share": None}
+                    second = self._second(row, step)
+                    samples += [self._timed(step)[0] for _ in range(TURNS * _steps_a_turn(second))]
+                return
+            first, (output, kernels) = self._timed(lambda: observe(step))
+            self._compare(row, output)
+            row |= {"first_step_ms": 1e3 * first, "kernels": kernels, "attention_share": None}
+            if provider is DEFAULT and not self._model.training:
+                attention = AttentionTime(self._device)
+                second = self._second(row, lambda: attention.measure(step))
+                row["attention_share"] = attention.seconds() / second
+            else:
+                second = self._second(row, step)
+            if second >= LONG_STEP:
+                samples.append(second)
+        self._seconds[provider.name] = second
+
+    def _second(self, row: dict[str, Any], step: Step) -> float:
+        """Return the seconds of a warm step, and write its memory to the row."""
+        if _on_gpu(self._device):
+            torch.cuda.reset_peak_memory_stats(self._device)
+        seconds, _ = self._timed(step)
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(self._device) if _on_gpu(self._device) else None
+        return seconds
+
+    def _turn(self, provider: ModelProvider) -> None:
+        second = self._seconds[provider.name]
+        with provider.use(self._model, self._loaded.module):
+            if second < LONG_STEP:
+                self._timed(self._loaded.step)
+            self._samples[provider.name] += [self._timed(self._loaded.step)[0] for _ in range(_steps_a_turn(second))]
+
+    def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
+        """Return (seconds of a step, what it returned)."""
+        _synchronize(self._device)
+        start = time.perf_counter()
+        output = step()
+        _synchronize(self._device)
+        seconds = time.perf_counter() - start
+        self._loaded.reset()
+        return seconds, output
+
+    def _compare(self, row: dict[str, Any], output: Tensor) -> None:
+        """Write the output's distance from the default's to the row.
+
+        Raises:
+            ArithmeticError: the output is not finite, and the default's is.
+        """
+        row["rel_l1"] = None
+        finite = bool(output.isfinite().all())
+        if row["provider"] == DEFAULT.name:
+            self._reference = output.clone() if finite else None
+        if self._reference is None:
+            return
+        if not finite:
+            raise ArithmeticError("the step's output holds NaN or infinity, and that of the unchanged model does not")
+        exact, other = (x.reshape(1, 1, -1, x.shape[-1]) for x in (self._reference, output))
+        row["rel_l1"] = tensor_errors(exact, other).rel_l1
+
+
+class AttentionTime:
+    """Time between start and end of PyTorch's attention calls in a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Any, Any]] = []
+
+    def measure(self, step: Step) -> Tensor:
+        """Run the step."""
+        original: Any = F.scaled_dot_product_attention
+
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            start = self._mark()
+            output = original(*args, **kwargs)
+            self._marks.append((start, self._mark()))
+            return output
+
+        with replaced_sdpa(attend):
+            return step()
+
+    def seconds(self) -> float:
+        """Return the sum over all calls, once they have ended."""
+        if _on_gpu(self._device):
+            return sum(start.elapsed_time(end) for start, end in self._marks) * 1e-3
+        return sum(end - start for start, end in self._marks)
+
+    def _mark(self) -> Any:
+        if not _on_gpu(self._device):
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@contextmanager
+def compiled_blocks(module: nn.Module) -> Iterator[None]:
+    """Compile the blocks of a model that attend, in place."""
+    (target,) = find_targets(module)
+    paths = {match[0] for name in target.layers if (match := re.match(r".*?\.\d+(?=\.)", name))}
+    blocks: list[Any] = [module.get_submodule(path) for path in sorted(paths)]
+    torch._dynamo.reset()
+    for block in blocks:
+        block.compile()
+    # Else blocks beyond the limit would run without being compiled.
+    limit: dict[str, Any] = {"fail_on_recompile_limit_hit": True}
+    limit = {name: value for name, value in limit.items() if hasattr(torch._dynamo.config, name)}
+    try:
+        with torch._dynamo.config.patch(limit):
+            yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+def _suited(model: Model) -> tuple[ModelProvider, ...]:
+    return TRAINING_MODEL_PROVIDERS if model.training else MODEL_PROVIDERS
+
+
+def _new_row(model: Model, provider: ModelProvider, mode: str, layers: int) -> dict[str, Any]:
+    return {
+        "model": model.label,
+        "name": model.name,
+        "mode": mode,
+        "provider": provider.name,
+        "layers": layers,
+        "layers_of_model": model.layers_of_model,
+        "attention": model.call,
+    }
+
+
+def _steps_a_turn(seconds: float) -> int:
+    return max(1, min(MAX_STEPS, int(SECONDS / TURNS / seconds)))
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _synchronize(device: torch.device) -> None:
+    if _on_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if _on_gpu(device):
+        torch.cuda.empty_cache()

@@ -1,0 +1,217 @@
+"""The providers that are compared in whole models: the model as it comes, others' attention in its place, and ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_hf.app.planning import nominal_request
+from sage_hf.apply import apply
+from sage_hf.bench.models import Model
+from sage_hf.bench.peers import sageattention
+from sage_hf.explain import explain
+from sage_kernels.registry import select
+
+Step = Callable[[], Tensor]
+Kernels = dict[str, int]
+"""Names of the attention kernels of a step -> number of calls."""
+Observe = Callable[[Step], tuple[Tensor, Kernels]]
+"""Runs a step; returns its output, and the kernels that ran."""
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
+"""(query, key, value, is_causal, scale) -> output, all (batch, heads, tokens, head_dim)."""
+
+PYTORCH = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class ModelProvider:
+    """Provider of attention in whole models.
+
+    Attributes:
+        name: name in the JSON.
+        label: name in tables.
+        use: (model, module) -> context in which the module's attention is this provider's; it yields an `Observe`. It
+            raises if the provider is not installed or does not suit the model.
+    """
+
+    name: str
+    label: str
+    use: Callable[[Model, nn.Module], AbstractContextManager[Observe]]
+
+
+@contextmanager
+def replaced_sdpa(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `attend` stand in for torch.nn.functional.scaled_dot_product_attention, by which libraries call it."""
+    original = F.scaled_dot_product_attention
+    setattr(F, PYTORCH, attend)
+    try:
+        yield
+    finally:
+        setattr(F, PYTORCH, original)
+
+
+def _pytorch(*backends: SDPBackend) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+    """Use PyTorch's attention as it comes, or with the first of these backends that supports a call."""
+
+    @contextmanager
+    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+        def observe(step: Step) -> tuple[Tensor, Kernels]:
+            output, kernels = _observe_pytorch(step)
+            if backends and backends[0].name not in kernels:
+                raise RuntimeError(f"{backends[0].name} serves none of this model's attention calls")
+            return output, kernels
+
+        with sdpa_kernel(list(backends), set_priority=True) if backends else nullcontext():
+            yield observe
+
+    return use
+
+
+def _observe_pytorch(step: Step) -> tuple[Tensor, Kernels]:
+    kernels: Counter[str] = Counter()
+    original: Any = F.scaled_dot_product_attention
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        kernels[SDPBackend(torch._fused_sdp_choice(*arguments, **options)).name] += 1
+        return original(*arguments, **options)
+
+    with replaced_sdpa(attend):
+        return step(), dict(kernels)
+
+
+def _in_place_of_pytorch(
+    kernel: str, load: Callable[[], Attend]
+) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+    """Use others' attention for the calls that it serves: those without mask or dropout, in 16 bits."""
+
+    @contextmanager
+    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+        if model.masked:
+            raise RuntimeError("it takes no mask, and this model's longest calls have one")
+        theirs = load()
+        original: Any = F.scaled_dot_product_attention
+        kernels: Counter[str] = Counter()
+
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            same_length = query.shape[-2] == key.shape[-2]
+            half = query.dtype in (torch.bfloat16, torch.float16)
+            if attn_mask is None and not dropout_p and half and query.ndim == 4 and (same_length or not is_causal):
+                kernels[kernel] += 1
+                return theirs(query, key, value, is_causal, scale)
+            kernels[PYTORCH] += 1
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        def observe(step: Step) -> tuple[Tensor, Kernels]:
+            kernels.clear()
+            output = step()
+            if not kernels[kernel]:
+                raise RuntimeError("it serves none of this model's attention calls")
+            return output, dict(kernels)
+
+        with replaced_sdpa(attend):
+            yield observe
+
+    return use
+
+
+def _load_fa3() -> Attend:
+    import_module("fa3_fwd._C")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        # Tokens before heads, by strides, without a copy. 0 splits: its own choice, which matters for one query.
+        tensors = [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value)]
+        splits = 0 if query.shape[2] == 1 else 1
+        return torch.ops.fa3_fwd.fwd(*tensors, softmax_scale=scale, is_causal=is_causal, num_splits=splits)[
+            0
+        ].transpose(1, 2)
+
+    return attend
+
+
+def _load_sageattention2() -> Attend:
+    module = sageattention(2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        return module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal, sm_scale=scale)
+
+    return attend
+
+
+def _ours(recipe: str, only_native: bool = False) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+    """Use `sage_hf.apply`; with `only_native` raise on a GPU that falls back to something else."""
+
+    @contextmanager
+    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+        device = next(module.parameters()).device
+        if only_native:
+            select(nominal_request(recipe, device), "error")
+
+        def observe(step: Step) -> tuple[Tensor, Kernels]:
+            before = _calls(module)
+            output = step()
+            return output, dict(_calls(module) - before)
+
+        with apply(module, recipe):
+            yield observe
+
+    return use
+
+
+def _calls(module: nn.Module) -> Counter[str]:
+    calls: Counter[str] = Counter()
+    for row in explain(module).rows:
+        if row.kernel:
+            calls[row.kernels] += row.calls
+    return calls
+
+
+DEFAULT = ModelProvider("default", "as it comes", _pytorch())
+CUDNN = ModelProvider(
+    "cudnn",
+    "cuDNN",
+    _pytorch(SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+)
+
+MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
+    DEFAULT,
+    CUDNN,
+    ModelProvider("fa3", "FA3", _in_place_of_pytorch("fa3_fwd.fwd", _load_fa3)),
+    ModelProvider("sageattention2", "SageAttn2", _in_place_of_pytorch("sageattn", _load_sageattention2)),
+    ModelProvider("sage_hf:sage2", "sage2", _ours("sage2")),
+    ModelProvider("sage_hf:sage3", "sage3", _ours("sage3", only_native=True)),
+)
+TRAINING_MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
+    DEFAULT,
+    CUDNN,
+    ModelProvider("sage_hf:sage_bwd", "sage_bwd", _ours("sage_bwd")),
+)

@@ -1,0 +1,525 @@
+"""The models whose steps are measured: real architectures and sizes, with random weights, so nothing is downloaded."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sage_hf.bench.shapes import Shape
+
+Inputs = dict[str, Any]
+"""Arguments of a model's forward, by name."""
+
+
+class Draw:
+    """Random inputs of models, on a device; the same ones for each new `Draw`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+
+    def normal(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return standard normal elements."""
+        return torch.randn(size, generator=self._generator, device=self.device, dtype=dtype)
+
+    def ids(self, vocabulary: int, *size: int) -> Tensor:
+        """Return token ids below `vocabulary`."""
+        return torch.randint(vocabulary, size, generator=self._generator, device=self.device)
+
+    def full(self, value: float, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return elements that are all `value`."""
+        return torch.full(size, value, device=self.device, dtype=dtype)
+
+    def padding(self, batch: int, tokens: int, valid: int) -> Tensor:
+        """Return a mask (batch, tokens), True for the first `valid` tokens."""
+        mask = torch.arange(tokens, device=self.device) < valid
+        return mask.expand(batch, tokens).contiguous()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model at one size of its input, and the step that is measured.
+
+    Attributes:
+        name: short, for the command line.
+        label: for tables.
+        library, class_name: where its class is.
+        config: hyperparameters of the real checkpoint; a transformers model's are those of its configuration class.
+        inputs: draws the arguments of forward.
+        attention: its largest attention call; when decoding, its tokens are the keys.
+        layers_of_model: number of transformer blocks of the real model.
+        depths: those numbers in `config` that add up to `layers_of_model`, and shrink where fewer layers are measured;
+            none if the model is measured whole in any case.
+        layers: number of blocks measured by default, so that a step takes about a second at most; None: all.
+        kind: "denoise" and "prefill" run forward; "decode" runs it for one token after `cache_tokens` of cache;
+            "train" runs forward and backward.
+        cache_tokens: see `kind`.
+        checkpointing: with gradient checkpointing.
+        masked: its longest attention calls have a mask.
+        drops_mask: its blocks are called without the mask that the model makes for its text; position of the mask among
+            a block's arguments is `MASK_ARGUMENT`.
+    """
+
+    name: str
+    label: str
+    library: Literal["diffusers", "transformers"]
+    class_name: str
+    config: Mapping[str, Any]
+    inputs: Callable[[Draw], Inputs]
+    attention: Shape
+    layers_of_model: int
+    depths: tuple[str, ...] = ("num_layers",)
+    layers: int | None = None
+    kind: Literal["denoise", "prefill", "decode", "train"] = "denoise"
+    cache_tokens: int = 0
+    checkpointing: bool = False
+    masked: bool = False
+    drops_mask: bool = False
+
+    @property
+    def training(self) -> bool:
+        """Return whether its step is one of training."""
+        return self.kind == "train"
+
+    @property
+    def call(self) -> str:
+        """Return the sizes of its largest attention call."""
+        return f"{self.attention}, one query" if self.kind == "decode" else str(self.attention)
+
+    def shortened(self, layers: int | None = None) -> tuple[dict[str, Any], int]:
+        """Return (configuration with about that many blocks of every kind that it has, their number).
+
+        Args:
+            layers: at most so many, but at least one of each kind; None: `self.layers`.
+        """
+        wanted = layers or self.layers
+        if not self.depths or wanted is None or wanted >= self.layers_of_model:
+            return dict(self.config), self.layers_of_model
+        share = wanted / self.layers_of_model
+        found = {name: max(1, math.floor(self.config[name] * share)) for name in self.depths}
+        return {**self.config, **found}, sum(found.values())
+
+
+MASK_ARGUMENT = 3
+
+
+@dataclass
+class Loaded:
+    """A model on a device, ready for its steps.
+
+    Attributes:
+        module: the model.
+        layers: number of its transformer blocks.
+        step: runs one step and returns its output.
+        reset: makes ready for the next step, also after one that failed.
+    """
+
+    module: nn.Module
+    layers: int
+    step: Callable[[], Tensor]
+    reset: Callable[[], None] = field(default=lambda: None)
+
+
+def load(model: Model, device: torch.device, layers: int | None = None) -> Loaded:
+    """Build a model in bfloat16 with random weights, and draw its inputs.
+
+    Args:
+        model: which.
+        device: where its weights are made.
+        layers: see `Model.shortened`.
+
+    Raises:
+        ModuleNotFoundError, AttributeError: the library is missing, or too old for the model.
+        torch.OutOfMemoryError: the model is too large.
+    """
+    config, count = model.shortened(layers)
+    with torch.device(device), _default_dtype(torch.bfloat16):
+        build = _diffusers_model if model.library == "diffusers" else _transformers_model
+        module: Any = build(model, config)
+    module.train(model.training).requires_grad_(model.training)
+    inputs = model.inputs(Draw(device))
+    if "img_shapes" in inputs and "txt_seq_lens" in inspect.signature(module.forward).parameters:  # diffusers < 0.37
+        inputs["txt_seq_lens"] = [inputs["encoder_hidden_states"].shape[1]]
+    if model.drops_mask:
+        _drop_masks(module)
+    if model.checkpointing:
+        module.enable_gradient_checkpointing()
+    if model.kind == "decode":
+        return _decoding(module, count, inputs, model, device)
+    if model.kind == "prefill":
+        return Loaded(module, count, lambda: module(**inputs).logits)
+    if model.training:
+        return _training(module, count, inputs)
+    return Loaded(module, count, lambda: module(**inputs, return_dict=False)[0])
+
+
+def _decoding(module: nn.Module, layers: int, inputs: Inputs, model: Model, device: torch.device) -> Loaded:
+    config: Any = module.config
+    cache = import_module("transformers").DynamicCache()
+    draw = Draw(device)
+    size = (1, config.num_key_value_heads, model.cache_tokens, config.hidden_size // config.num_attention_heads)
+    for layer in range(layers):
+        cache.update(draw.normal(*size), draw.normal(*size), layer)
+
+    def reset() -> None:
+        """Leave the first tokens in each layer's cache, whether or not the step got as far as that layer."""
+        for layer in cache.layers:
+            if (added := layer.get_seq_length() - model.cache_tokens) > 0:
+                layer.crop(-added)
+
+    return Loaded(module, layers, lambda: module(**inputs, past_key_values=cache, use_cache=True).logits, reset)
+
+
+def _training(module: nn.Module, layers: int, inputs: Inputs) -> Loaded:
+    def step() -> Tensor:
+        output = module(**inputs, return_dict=False)[0]
+        output.backward(torch.ones_like(output))
+        return output.detach()
+
+    return Loaded(module, layers, step, lambda: module.zero_grad(set_to_none=True))
+
+
+def _diffusers_model(model: Model, config: dict[str, Any]) -> nn.Module:
+    module_class = getattr(import_module("diffusers"), model.class_name)
+    module = module_class(**config)
+    # As from_pretrained(torch_dtype=torch.bfloat16) leaves them.
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in module.named_parameters():
+        if kept.intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+    return module
+
+
+def _transformers_model(model: Model, config: dict[str, Any]) -> nn.Module:
+    module_class = getattr(import_module("transformers"), model.class_name)
+    return module_class(module_class.config_class(**config))
+
+
+def _drop_masks(module: nn.Module) -> None:
+    def without_mask(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*args[:MASK_ARGUMENT], None, *args[MASK_ARGUMENT + 1 :])
+
+    for blocks in module.children():
+        if isinstance(blocks, nn.ModuleList):
+            for block in blocks:
+                if list(inspect.signature(block.forward).parameters)[MASK_ARGUMENT] != "attention_mask":
+                    raise TypeError(f"{type(block).__name__} does not take its mask where {MASK_ARGUMENT = } says")
+                block.register_forward_pre_hook(without_mask)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Inputs, as the pipelines make them.
+
+
+def _cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], Inputs]:
+    def inputs(draw: Draw) -> Inputs:
+        found: Inputs = {
+            "hidden_states": draw.normal(batch, 13, 16, 60, 90),
+            "encoder_hidden_states": draw.normal(batch, 226, 4096),
+            "timestep": draw.full(500, batch, dtype=torch.int64),
+        }
+        if rotary:
+            angles = draw.normal(13 * 30 * 45, 64, dtype=torch.float32)
+            found["image_rotary_emb"] = (angles.cos(), angles.sin())
+        return found
+
+    return inputs
+
+
+def _hunyuanvideo(draw: Draw) -> Inputs:
+    return {
+        "hidden_states": draw.normal(1, 16, 33, 90, 160),
+        "timestep": draw.full(500, 1, dtype=torch.int64),
+        "encoder_hidden_states": draw.normal(1, 256, 4096),
+        "encoder_attention_mask": draw.padding(1, 256, 64),
+        "pooled_projections": draw.normal(1, 768),
+        "guidance": draw.full(6000, 1),
+    }
+
+
+def _mochi(draw: Draw) -> Inputs:
+    return {
+        "hidden_states": draw.normal(2, 12, 28, 60, 106),
+        "encoder_hidden_states": draw.normal(2, 256, 4096),
+        "timestep": draw.full(500, 2, dtype=torch.int64),
+        "encoder_attention_mask": draw.padding(2, 256, 256),
+    }
+
+
+def _wan(frames: int, height: int, width: int) -> Callable[[Draw], Inputs]:
+    def inputs(draw: Draw) -> Inputs:
+        return {
+            "hidden_states": draw.normal(1, 16, frames, height, width),
+            "timestep": draw.full(500, 1, dtype=torch.int64),
+            "encoder_hidden_states": draw.normal(1, 512, 4096),
+        }
+
+    return inputs
+
+
+def _flux(side: int) -> Callable[[Draw], Inputs]:
+    def inputs(draw: Draw) -> Inputs:
+        tokens = (side // 16) ** 2
+        return {
+            "hidden_states": draw.normal(1, tokens, 64),
+            "encoder_hidden_states": draw.normal(1, 512, 4096),
+            "pooled_projections": draw.normal(1, 768),
+            "timestep": draw.full(0.5, 1),
+            "img_ids": draw.full(1, tokens, 3),
+            "txt_ids": draw.full(0, 512, 3),
+            "guidance": draw.full(3.5, 1, dtype=torch.float32),
+        }
+
+    return inputs
+
+
+def _sd3(draw: Draw) -> Inputs:
+    return {
+        "hidden_states": draw.normal(2, 16, 128, 128),
+        "encoder_hidden_states": draw.normal(2, 333, 4096),
+        "pooled_projections": draw.normal(2, 2048),
+        "timestep": draw.full(500, 2, dtype=torch.int64),
+    }
+
+
+def _sdxl(draw: Draw) -> Inputs:
+    return {
+        "sample": draw.normal(2, 4, 128, 128),
+        "timestep": draw.full(500, dtype=torch.int64),
+        "encoder_hidden_states": draw.normal(2, 77, 2048),
+        "added_cond_kwargs": {"text_embeds": draw.normal(2, 1280), "time_ids": draw.full(1024, 2, 6)},
+    }
+
+
+def _qwen_image(draw: Draw) -> Inputs:
+    return {
+        "hidden_states": draw.normal(1, 64 * 64, 64),
+        "encoder_hidden_states": draw.normal(1, 128, 3584),
+        "timestep": draw.full(0.5, 1),
+        "img_shapes": [[(1, 64, 64)]],
+    }
+
+
+def _text(tokens: int) -> Callable[[Draw], Inputs]:
+    return lambda draw: {"input_ids": draw.ids(LLAMA_3_8B["vocab_size"], 1, tokens), "logits_to_keep": 1}
+
+
+def _batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
+    """Return a drawer of a batch for training, with its attention mask: without one, older transformers makes one."""
+    return lambda draw: {
+        "input_ids": draw.ids(vocabulary, 1, tokens),
+        "attention_mask": draw.full(1, 1, tokens, dtype=torch.int64),
+        "use_cache": False,
+    }
+
+
+# Configurations of the real checkpoints; what they leave out is the class's default.
+
+COGVIDEOX_2B: dict[str, Any] = {"num_attention_heads": 30, "num_layers": 30}
+COGVIDEOX_5B: dict[str, Any] = {
+    "num_attention_heads": 48,
+    "num_layers": 42,
+    "use_rotary_positional_embeddings": True,
+}
+HUNYUANVIDEO: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "num_layers": 20,
+    "num_single_layers": 40,
+    "guidance_embeds": True,
+}
+MOCHI: dict[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 48}
+WAN_1_3B: dict[str, Any] = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}
+WAN_14B: dict[str, Any] = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
+FLUX_DEV: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "guidance_embeds": True,
+}
+SD_3_5_LARGE: dict[str, Any] = {
+    "num_attention_heads": 38,
+    "attention_head_dim": 64,
+    "num_layers": 38,
+    "caption_projection_dim": 2432,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
+}
+SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+QWEN_IMAGE: dict[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 60}
+LLAMA_3_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def _diffusers(
+    name: str,
+    label: str,
+    class_name: str,
+    config: dict[str, Any],
+    inputs: Callable[[Draw], Inputs],
+    attention: tuple[int, int, int, int],
+    layers_of_model: int,
+    **options: Any,
+) -> Model:
+    batch, heads, tokens, head_dim = attention
+    shape = Shape(name, batch, heads, heads, tokens, head_dim)
+    return Model(name, label, "diffusers", class_name, config, inputs, shape, layers_of_model, **options)
+
+
+def _llama(name: str, label: str, tokens: int, class_name: str = "LlamaForCausalLM", **options: Any) -> Model:
+    shape = Shape(name, 1, 32, 8, tokens, 128, causal=options.get("kind") != "decode")
+    options = {"depths": ("num_hidden_layers",), "kind": "prefill", "inputs": _text(tokens), **options}
+    return Model(name, label, "transformers", class_name, LLAMA_3_8B, attention=shape, layers_of_model=32, **options)
+
+
+_HUNYUANVIDEO: dict[str, Any] = {
+    "class_name": "HunyuanVideoTransformer3DModel",
+    "config": HUNYUANVIDEO,
+    "inputs": _hunyuanvideo,
+    "attention": (1, 24, 119056, 128),
+    "layers_of_model": 60,
+    "depths": ("num_layers", "num_single_layers"),
+    "layers": 3,
+}
+_COGVIDEOX_2B = ("CogVideoXTransformer3DModel", COGVIDEOX_2B)
+_FLUX = ("FluxTransformer2DModel", FLUX_DEV)
+_FLUX_DEPTHS = ("num_layers", "num_single_layers")
+
+MODELS: tuple[Model, ...] = (
+    _diffusers(
+        "cogvideox-2b", "CogVideoX-2B, 480×720, 49 frames", *_COGVIDEOX_2B, _cogvideox(2), (2, 30, 17776, 64), 30
+    ),
+    _diffusers(
+        "cogvideox-5b",
+        "CogVideoX-5B, 480×720, 49 frames",
+        "CogVideoXTransformer3DModel",
+        COGVIDEOX_5B,
+        _cogvideox(2, rotary=True),
+        (2, 48, 17776, 64),
+        42,
+        layers=14,
+    ),
+    _diffusers("hunyuanvideo-720p", "HunyuanVideo, 720×1280, 129 frames", **_HUNYUANVIDEO, masked=True),
+    _diffusers(
+        "hunyuanvideo-720p-unmasked",
+        "HunyuanVideo, 720×1280, 129 frames, without its text mask",
+        **_HUNYUANVIDEO,
+        drops_mask=True,
+    ),
+    _diffusers(
+        "mochi",
+        "Mochi, 480×848, 163 frames",
+        "MochiTransformer3DModel",
+        MOCHI,
+        _mochi,
+        (1, 24, 44776, 128),
+        48,
+        layers=6,
+    ),
+    _diffusers(
+        "wan-1.3b",
+        "Wan 2.1 1.3B, 480×832, 81 frames",
+        "WanTransformer3DModel",
+        WAN_1_3B,
+        _wan(21, 60, 104),
+        (1, 12, 32760, 128),
+        30,
+    ),
+    _diffusers(
+        "wan-14b",
+        "Wan 2.1 14B, 720×1280, 81 frames",
+        "WanTransformer3DModel",
+        WAN_14B,
+        _wan(21, 90, 160),
+        (1, 40, 75600, 128),
+        40,
+        layers=4,
+    ),
+    _diffusers("flux-1024", "Flux, 1024²", *_FLUX, _flux(1024), (1, 24, 4608, 128), 57, depths=_FLUX_DEPTHS),
+    _diffusers("flux-512", "Flux, 512²", *_FLUX, _flux(512), (1, 24, 1536, 128), 57, depths=_FLUX_DEPTHS),
+    _diffusers(
+        "sd3.5-large", "SD 3.5 large, 1024²", "SD3Transformer2DModel", SD_3_5_LARGE, _sd3, (2, 38, 4429, 64), 38
+    ),
+    _diffusers("sdxl", "SDXL, 1024²", "UNet2DConditionModel", SDXL, _sdxl, (2, 10, 4096, 64), 70, depths=()),
+    _diffusers(
+        "qwen-image",
+        "Qwen-Image, 1024²",
+        "QwenImageTransformer2DModel",
+        QWEN_IMAGE,
+        _qwen_image,
+        (1, 24, 4224, 128),
+        60,
+    ),
+    _llama("llama-3-prefill-1k", "Llama 3 8B, prefill of 1k", 1024),
+    _llama("llama-3-prefill-8k", "Llama 3 8B, prefill of 8k", 8192),
+    _llama("llama-3-prefill-32k", "Llama 3 8B, prefill of 32k", 32768, layers=16),
+    _llama(
+        "llama-3-decode-8k",
+        "Llama 3 8B, one token after 8k",
+        8193,
+        kind="decode",
+        cache_tokens=8192,
+        inputs=_text(1),
+    ),
+    _diffusers(
+        "cogvideox-2b-training",
+        "CogVideoX-2B, training with checkpointing",
+        *_COGVIDEOX_2B,
+        _cogvideox(1),
+        (1, 30, 17776, 64),
+        30,
+        layers=10,
+        kind="train",
+        checkpointing=True,
+    ),
+    _llama(
+        "llama-3-training-8k",
+        "Llama 3 8B, training on 8k without its head",
+        8192,
+        class_name="LlamaModel",
+        layers=8,
+        kind="train",
+        inputs=_batch(8192, LLAMA_3_8B["vocab_size"]),
+    ),
+)
