@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -122,5 +122,5 @@ def without_remedies(recipe: Recipe) -> Recipe:
     It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
     """
     remedies = {"heavy_keys", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
-    defaults = {field.name: field.default for field in fields(recipe) if field.name in remedies}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
     return replace(recipe, **defaults)
