@@ -36,7 +36,9 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.registry import select
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-LLAMA = "tiny Llama"
+LLAMA, VIDEO = "tiny Llama", "tiny video"
+STEPS = (0, 10, 19)
+"""Denoising steps, of 20, whose calls of the video model are measured."""
 WINDOWS = 48
 """Held-out windows of the Llama's perplexity."""
 BATCH = 8
@@ -172,7 +174,8 @@ def peaks_markdown(heads: Sequence[dict[str, Any]]) -> str:
         shares = " ".join(f"{head['share']:.2f}" for head in row["heads"])
         heaviest = max(row["heads"], key=lambda head: head["share"])
         loudest = max(head["loudest_channel"] for head in row["heads"])
-        lines.append(f"| {row['model']} | {row['layer']} | {shares} | {heaviest['key']} | × {loudest:.1f} |")
+        layer = row["layer"] if "step" not in row else f"{row['layer']}, step {row['step']}"
+        lines.append(f"| {row['model']} | {layer} | {shares} | {heaviest['key']} | × {loudest:.1f} |")
     return "\n".join(lines)
 
 
@@ -200,13 +203,19 @@ def main() -> None:
     else:
         llama, tokens = read_llama(args.llama)
         models = {
-            "tiny video": layers_of(video_activations(args.video, error_table.PROMPT, steps=20, at_steps=(0, 10, 19))),
+            VIDEO: layers_of(video_activations(args.video, error_table.PROMPT, steps=20, at_steps=STEPS)),
             LLAMA: llama_layers(llama, tokens[:BATCH]),
         }
         if args.text:
             models[Path(args.text).name] = layers_of(text_activations(args.text, error_table.TEXT))
+        depth = len(models[VIDEO]) // len(STEPS)
         heads = [
-            {"model": name, "layer": index, "heads": head_peaks(layer)}
+            {
+                "model": name,
+                "layer": index % depth if name == VIDEO else index,
+                **({"step": STEPS[index // depth]} if name == VIDEO else {}),
+                "heads": head_peaks(layer),
+            }
             for name, layers in models.items()
             for index, layer in enumerate(layers)
         ]
