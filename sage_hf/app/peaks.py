@@ -1,4 +1,4 @@
-"""How peaked an attention is: the share of the heaviest key, and the loudest channel of K."""
+"""Peaks of an attention: the share of the heaviest key, and the loudest channel of K."""
 
 from __future__ import annotations
 
