@@ -195,6 +195,16 @@ class Loud:
         return Inputs(query / loudness.repeat_interleave(group, 1), key * loudness, value)
 
 
+def _loud_channels(head_dim: int) -> list[int]:
+    """Return four channels of the first half of a head, in which RoPE turns fast."""
+    return [head_dim // 32 * i for i in range(4)]
+
+
+def _sizes(q_heads: int, kv_heads: int, head_dim: int) -> str:
+    heads = "" if q_heads == kv_heads else f", {q_heads} heads share {kv_heads}"
+    return heads + ("" if head_dim == 128 else f", d={head_dim}")
+
+
 Case = Sinks | Loud
 
 _LENGTHS = (8192, 32768, 119056)
@@ -225,6 +235,16 @@ CASES: tuple[Case, ...] = (
     Loud("×10", 8192, q_heads=8),
 )
 
+LEFT_OUT = frozenset(
+    case.name
+    for case in CASES
+    if isinstance(case, Sinks)
+    and case.kv_len in _LENGTHS
+    and (case.mass, case.kv_len) != (0.8, 32768)
+    and (case.count > 1 or case.place != "front" or (case.causal and case.mass != 0.8))
+)
+"""Names of the tensors that pages leave out: other numbers and places of sinks are shown at one mass and length."""
+
 # For a CPU.
 SMALL_CASES: tuple[Case, ...] = (
     *(Sinks(mass, 2048) for mass in _MASSES),
@@ -239,13 +259,3 @@ SMALL_CASES: tuple[Case, ...] = (
     *(Loud(kind, 2048) for kind in ("Gaussian", "×10", "×40", "log-normal", "RoPE'd bias")),
     *(Loud(kind, 2048, head_dim=64) for kind in ("×10", "×40")),
 )
-
-
-def _loud_channels(head_dim: int) -> list[int]:
-    """Return four channels of the first half of a head, in which RoPE turns fast."""
-    return [head_dim // 32 * i for i in range(4)]
-
-
-def _sizes(q_heads: int, kv_heads: int, head_dim: int) -> str:
-    heads = "" if q_heads == kv_heads else f", {q_heads} heads share {kv_heads}"
-    return heads + ("" if head_dim == 128 else f", d={head_dim}")

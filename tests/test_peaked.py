@@ -161,3 +161,14 @@ def test_the_script_writes_a_json_whose_table_it_prints_again(monkeypatch, tmp_p
     peaked_table.main()
     assert capsys.readouterr().out == table
     assert statistics.fmean(row["rel_l1"] for row in result["rows"]) < 0.5
+
+
+def test_pages_show_every_kind_of_tensor_and_every_mass_and_length_at_the_front():
+    shown = [case for case in peaked.CASES if case.name not in peaked.LEFT_OUT]
+    sinks = [case for case in shown if isinstance(case, Sinks)]
+    assert len(shown) <= 40 and {case for case in peaked.CASES if isinstance(case, Loud)} <= set(shown)
+    plain = {(case.mass, case.kv_len) for case in sinks if case == Sinks(case.mass, case.kv_len)}
+    assert plain == {(mass, kv_len) for mass in (0.5, 0.8, 0.95) for kv_len in (8192, 32768, 119056)}
+    assert {(case.count, case.place) for case in sinks} == {
+        (count, place) for count in (1, 4) for place in ("front", "middle", "behind")
+    }
