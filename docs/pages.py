@@ -28,11 +28,16 @@ RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MODELS = "nvidia-h200-models"
 """Name of the result with the times of whole models' steps."""
+PEAKED_ON_GPU = "nvidia-h200-peaked"
+"""Name of the result with the errors of kernels where attention is peaked."""
 TREES = ("sage_hf", "kernels/sage_kernels")
 
 sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
 import error_table  # noqa: E402
 import gradient_table  # noqa: E402
+import peaked  # noqa: E402
+import peaked_models  # noqa: E402
+import peaked_table  # noqa: E402
 import training_summary  # noqa: E402
 
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -101,6 +106,30 @@ def errors() -> str:
     return error_table.markdown(read_result("cpu-error_table")["rows"])
 
 
+def peaked_errors() -> str:
+    """Return a table of errors where attention is peaked: of kernels if they were measured, else of the reference."""
+    names = [name for name in (PEAKED_ON_GPU, "cpu-peaked") if (RESULTS / f"{name}.json").exists()]
+    result = read_result(names[0])
+    left_out = peaked.LEFT_OUT if "gpu" in result else ()
+    shown = [row for row in result["rows"] if row["tensor"] not in left_out]
+    where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
+    more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
+    return f"{where}{more}:\n\n{peaked_table.markdown(shown)}\n\n{sources(*names)}"
+
+
+def peaked_models_errors() -> str:
+    """Return tables of trained models: errors, perplexity, and where the weight lies."""
+    result = read_result("cpu-peaked_models")
+    return "\n\n".join(
+        (
+            peaked_table.markdown(result["rows"]),
+            peaked_models.perplexity_markdown(result["perplexity"]),
+            peaked_models.peaks_markdown(result["heads"]),
+            sources("cpu-peaked_models"),
+        )
+    )
+
+
 def gradient_errors() -> str:
     """Return a table of the errors of the gradients for each recipe."""
     return gradient_table.summary(read_result("cpu-gradient_table")["rows"])
@@ -153,6 +182,8 @@ def error_commands() -> str:
     return f"""```bash
 python {BENCHMARKS}/error_table.py --video examples/tiny_video      # the output's; add --text FOLDER_OR_ID
 python {BENCHMARKS}/gradient_table.py --video examples/tiny_video   # the gradients'; likewise
+python {BENCHMARKS}/peaked_table.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
+python {BENCHMARKS}/peaked_models.py --output {BENCHMARKS}/results    # trained models'; add --text FOLDER_OR_ID
 ```"""
 
 
@@ -215,6 +246,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "trained-models": trained_models,
     "recipes": recipes,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
+    "peaked-errors": peaked_errors,
+    "peaked-models": peaked_models_errors,
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "models": measured_models,
     "measure": measure_commands,

@@ -27,7 +27,15 @@ _PROCESSORS = (
     "SageBwdProcessor",
 )
 
-__all__ = ["SageConfig", "apply", "explain", "sage_attention", "set_default_fallback", *_PROCESSORS]
+__all__ = [
+    "SageConfig",
+    "apply",
+    "explain",
+    "record_layer_errors",
+    "sage_attention",
+    "set_default_fallback",
+    *_PROCESSORS,
+]
 
 install()
 register()
@@ -36,6 +44,8 @@ register()
 def __getattr__(name: str) -> Any:
     if name in _PROCESSORS:
         return getattr(import_module("sage_hf.diffusers"), name)
+    if name == "record_layer_errors":
+        return import_module("sage_hf.app.layer_errors").record_layer_errors
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

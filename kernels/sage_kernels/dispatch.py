@@ -67,6 +67,22 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
 
 
+def attend_by_plan(call: Call, plan: Plan) -> torch.Tensor:
+    """Return the output of a call's recipe by the kernels of a plan for the same tensors, without announcing it.
+
+    Variants of a recipe, which have no name to plan by, are compared by this.
+
+    Args:
+        call: a call that is neither empty nor packed; its recipe may be any low-bit one.
+        plan: whose kernels run; the reference runs if they do not serve the recipe.
+    """
+    kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
+    if not all(phase.serves(call.recipe) for phase in (kernel, quantizer) if phase is not None):
+        kernel, quantizer = get_forward("reference"), None
+    with torch.autocast(call.query.device.type, enabled=False):
+        return kernel.attend(call, quantizer)[0]
+
+
 def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved]:
     """Run the forward pass of a call with gradients by the kernel of its plan (`plan_training`).
 

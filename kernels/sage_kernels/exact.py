@@ -105,6 +105,30 @@ def log_sum_exp(
     return lse
 
 
+def mean_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return each key's weight, averaged over the rows that may attend to anything; arguments as in `attention`.
+
+    Returns:
+        float32 (batch, q_heads, kv_len); it sums to 1 over keys, or is 0 where no row may attend to anything.
+    """
+    batch, q_heads = query.shape[:2]
+    total = query.new_zeros(batch, q_heads, key.shape[2], dtype=torch.float32)
+    rows_attending = query.new_zeros(batch, q_heads, 1, dtype=torch.float32)
+    for _, scores in _score_chunks(query, key, mask, is_causal, causal_offset, scale, torch.float32):
+        attending = (scores != -torch.inf).any(-1, keepdim=True)
+        total += torch.where(attending, scores.softmax(-1), 0.0).sum(-2)
+        rows_attending += attending.sum(-2)
+    return total / rows_attending.clamp_min(1.0)
+
+
 def _score_chunks(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Literal
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,13 @@ def get_recipe(name: str) -> Recipe:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; recipes are: {', '.join(sorted(RECIPES))}")
     return RECIPES[name]
+
+
+def without_remedies(recipe: Recipe) -> Recipe:
+    """Return the recipe without what serves peaked attention only: 16-bit heavy keys, balance, and INT8's rotation.
+
+    It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
+    """
+    remedies = {"heavy_keys", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
+    return replace(recipe, **defaults)

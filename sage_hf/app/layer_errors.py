@@ -1,79 +1,167 @@
-"""The error of every attention layer on its inputs in a real run."""
+"""The error of every attention layer on its inputs in a real run, and how peaked its attention is."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from sage_hf import record
 from sage_hf.app.metrics import ErrorSums, TensorErrors
+from sage_hf.app.peaks import NO_PEAKS, Peaks, find_peaks
 from sage_hf.targets import find_targets
-from sage_kernels import exact
+from sage_kernels import dispatch, exact
+from sage_kernels.call import Call, Mask, softmax_scale
+from sage_kernels.recipe import get_recipe, without_remedies
 
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Errors of a layer's attention against exact attention on the same inputs, over all observed calls."""
+    """Errors of a layer's attention against exact attention on the same inputs, over all observed calls.
+
+    Attributes:
+        layer: name of the layer.
+        calls: number of observed calls.
+        errors: errors of what ran.
+        peaks: how peaked exact attention is on these inputs.
+        errors_without_remedies: errors of the same recipe without its remedies for peaked attention; None if what ran
+            has none, or if they were not asked for.
+    """
 
     layer: str
     calls: int
     errors: TensorErrors
+    peaks: Peaks = NO_PEAKS
+    errors_without_remedies: TensorErrors | None = None
+
+
+@dataclass
+class _Layer:
+    """Sums over the calls of a layer."""
+
+    calls: int = 0
+    errors: ErrorSums = field(default_factory=ErrorSums)
+    plain_errors: ErrorSums = field(default_factory=ErrorSums)
+    has_remedies: bool = False
+    peaks: Peaks = NO_PEAKS
 
 
 class LayerErrorRecorder:
     """Observer that collects the errors of the layers of one pipeline or model; see `record_layer_errors`."""
 
-    def __init__(self, pipe_or_model: object) -> None:
+    def __init__(self, pipe_or_model: object, *, without_remedies: bool = True) -> None:
         targets = find_targets(pipe_or_model)
         self._names = {layer: target.label(name) for target in targets for name, layer in target.layers.items()}
-        self._sums = {name: ErrorSums() for name in self._names.values()}
-        self._calls: Counter[str] = Counter()
+        self._layers = {name: _Layer() for name in self._names.values()}
+        self._without_remedies = without_remedies
 
     @torch.no_grad()
     def __call__(self, call: record.AttentionCall) -> None:
         """Add the errors of one call; calls of other layers are ignored."""
         if call.layer not in self._names or not call.output.numel():
             return
-        name = self._names[call.layer]
-        self._calls[name] += 1
+        layer = self._layers[self._names[call.layer]]
+        layer.calls += 1
+        layer.has_remedies |= _has_remedies(call)
+        plain_output = _attend_without_remedies(call) if self._without_remedies else call.output
         for i in range(call.query.shape[0]):
             sample = slice(i, i + 1)
+            query, key, value = (tensor[sample] for tensor in (call.query, call.key, call.value))
             mask = call.attn_mask
             if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
                 mask = mask[sample]
             judge, _ = exact.attention(
-                *(tensor[sample] for tensor in (call.query, call.key, call.value)),
-                mask=mask,
-                is_causal=call.is_causal,
-                scale=call.scale,
-                dtype=torch.float32,
+                query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale, dtype=torch.float32
             )
-            self._sums[name].add(judge, call.output[sample])
+            layer.errors.add(judge, call.output[sample])
+            layer.plain_errors.add(judge, plain_output[sample])
+            peaks = find_peaks(query, key, mask=mask, is_causal=call.is_causal, scale=call.scale)
+            layer.peaks = layer.peaks.joined(peaks)
 
     def layers(self) -> list[LayerErrors]:
         """Return the errors of the layers that were called, in the model's order."""
         return [
-            LayerErrors(name, self._calls[name], sums.errors())
-            for name, sums in self._sums.items()
-            if self._calls[name]
+            LayerErrors(
+                name,
+                layer.calls,
+                layer.errors.errors(),
+                layer.peaks,
+                layer.plain_errors.errors() if layer.has_remedies and self._without_remedies else None,
+            )
+            for name, layer in self._layers.items()
+            if layer.calls
         ]
 
 
 @contextmanager
-def record_layer_errors(pipe_or_model: object) -> Iterator[LayerErrorRecorder]:
+def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True) -> Iterator[LayerErrorRecorder]:
     """Compare each eager attention call made inside the block with exact attention in float32 on the same inputs.
 
-    This is slow: every attention is computed a second time, in full precision. Memory stays bounded, because samples
-    are compared one at a time and only sums are kept.
+    This is slow: every attention is computed again in full precision, its weights once more, and with
+    `without_remedies` the low-bit one a second time. Memory stays bounded, because samples are compared one at a time
+    and only sums are kept.
+
+    Args:
+        pipe_or_model: whose layers to observe.
+        without_remedies: also measure the same recipes without their remedies for peaked attention
+            (`sage_kernels.recipe.without_remedies`), where they have any.
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: a model has no attention layer that can be switched.
     """
-    recorder = LayerErrorRecorder(pipe_or_model)
+    recorder = LayerErrorRecorder(pipe_or_model, without_remedies=without_remedies)
     with record.observe(recorder):
         yield recorder
+
+
+def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table of layers; a column without remedies if some layer has such errors."""
+    compared = any(layer.errors_without_remedies is not None for layer in layers)
+    header = ["layer", "CosSim", "rel-L1", *(["rel-L1 without remedies"] if compared else [])]
+    header += ["RMSE", "scale α", "max abs", "worst head rel-L1", "heaviest key", "loudest channel"]
+    rows = []
+    for layer in layers:
+        errors, plain, peaks = layer.errors, layer.errors_without_remedies, layer.peaks
+        without = "–" if plain is None else f"{plain.rel_l1:.4f}"
+        rows.append(
+            [
+                layer.layer,
+                f"{errors.cosine:.5f}",
+                f"{errors.rel_l1:.4f}",
+                *([without] if compared else []),
+                f"{errors.rmse:.4g}",
+                f"{errors.scale:.4f}",
+                f"{errors.max_abs:.3g}",
+                f"{errors.worst_head_rel_l1:.4f}",
+                "–" if peaks.key is None else f"{peaks.share:.3f} at {peaks.key}",
+                f"× {peaks.loudness:.1f}",
+            ]
+        )
+    return header, rows
+
+
+def _has_remedies(call: record.AttentionCall) -> bool:
+    recipe = get_recipe(call.plan.recipe)
+    return without_remedies(recipe) != recipe
+
+
+def _attend_without_remedies(call: record.AttentionCall) -> torch.Tensor:
+    """Return the output of the call's recipe without its remedies, by the kernel that ran."""
+    if not _has_remedies(call):
+        return call.output
+    mask = call.attn_mask
+    return dispatch.attend_by_plan(
+        Call(
+            call.query,
+            call.key,
+            call.value,
+            without_remedies(get_recipe(call.plan.recipe)),
+            mask=Mask.of(None if mask is None else mask[(None,) * (4 - mask.dim())], call.key.shape[2]),
+            is_causal=call.is_causal,
+            scale=softmax_scale(call.scale, call.query.shape[-1]),
+        ),
+        call.plan,
+    )

@@ -14,6 +14,7 @@ import torch
 
 from sage_hf.app.files import replacing
 from sage_hf.app.layer_errors import LayerErrors
+from sage_hf.app.layer_errors import table as layer_table
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation
 
@@ -90,7 +91,16 @@ class Report:
             "videos": self.videos,
             "layers": self.explanation.rows,
             "layer_errors": [
-                {"layer": layer.layer, "calls": layer.calls, **layer.errors.to_dict()} for layer in self.layer_errors
+                {
+                    "layer": layer.layer,
+                    "calls": layer.calls,
+                    **layer.errors.to_dict(),
+                    "heaviest_key_share": layer.peaks.share,
+                    "heaviest_key": layer.peaks.key,
+                    "loudest_channel": layer.peaks.loudness,
+                    "without_remedies": layer.errors_without_remedies,
+                }
+                for layer in self.layer_errors
             ],
             "layer_error_steps": self.layer_error_steps,
         }
@@ -154,19 +164,12 @@ class Report:
         if self.layer_errors:
             lines += [f"## Errors of each layer, {self.layer_error_steps} denoising steps of the first prompt", ""]
             lines += ["Each layer's attention against exact attention in float32 on the same inputs.", ""]
-            header = ["layer", "CosSim", "rel-L1", "RMSE", "scale α", "max abs", "worst head rel-L1"]
-            rows = [
-                [
-                    layer.layer,
-                    f"{layer.errors.cosine:.5f}",
-                    f"{layer.errors.rel_l1:.4f}",
-                    f"{layer.errors.rmse:.4g}",
-                    f"{layer.errors.scale:.4f}",
-                    f"{layer.errors.max_abs:.3g}",
-                    f"{layer.errors.worst_head_rel_l1:.4f}",
-                ]
-                for layer in self.layer_errors
+            lines += [
+                "Heaviest key: the largest share of its rows' weight that one key holds in one head, and its position. "
+                "Loudest channel: of K in one head, without its mean, relative to the median channel.",
+                "",
             ]
+            header, rows = layer_table(self.layer_errors)
             lines += [_markdown_table(header, rows), ""]
         return "\n".join(lines)
 

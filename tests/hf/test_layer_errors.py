@@ -1,10 +1,17 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 import sage_hf
-from sage_hf.app.layer_errors import record_layer_errors
+from sage_hf.app.layer_errors import record_layer_errors, table
 from sage_hf.app.metrics import tensor_errors
+from sage_hf.app.peaks import find_peaks
 from sage_hf.record import observe
+from sage_kernels import exact
+from sage_kernels.recipe import RECIPES, without_remedies
+from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
 from tests.helpers import tiny_pipelines as tiny
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps  # float32 attention against float32 attention, sums of about 80 terms
@@ -74,3 +81,60 @@ def test_recording_cuts_no_gradient():
         model(**tiny.transformer_inputs()).sample.sum().backward()
     assert model.transformer_blocks[0].attn1.to_q.weight.grad.abs().sum() > 0
     assert all(layer.errors.rel_l1 < ROUNDING for layer in recorder.layers())  # exact attention carried the gradient
+
+
+def test_the_heaviest_key_and_the_loudest_channel_of_each_layer_are_told():
+    model = tiny.llama()
+    # Layer 1's K is loud in a channel.
+    model.model.layers[1].self_attn.k_proj.weight.data[20] *= 30
+    calls = []
+    with sage_hf.apply(model, "sage2"), record_layer_errors(model) as recorder, observe(calls.append):
+        run(model, padding=9)
+    first, second = (layer.peaks for layer in recorder.layers())
+    assert second.loudness > 10 > 5 > first.loudness > 1
+    for call, peaks in zip(calls, (first, second), strict=True):
+        # Samples differ by their padding; the largest share of both is told.
+        both = [
+            find_peaks(call.query[i : i + 1], call.key[i : i + 1], mask=call.attn_mask[i : i + 1]) for i in range(2)
+        ]
+        assert peaks == both[0].joined(both[1])
+        assert peaks.key is not None and 0 < peaks.share < 1
+
+
+@pytest.fixture
+def remedied(monkeypatch):
+    """Give `sage2` the one remedy that exists on every branch, a rotation."""
+    recipe = replace(without_remedies(RECIPES["sage2"]), rotate=True)
+    monkeypatch.setitem(RECIPES, "sage2", recipe)
+    select.cache_clear()
+    yield recipe
+    select.cache_clear()
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+def test_errors_without_remedies_are_those_of_the_recipe_without_them(remedied, padding):
+    model = tiny.llama()
+    calls = []
+    with sage_hf.apply(model, "sage2"), record_layer_errors(model) as recorder, observe(calls.append):
+        run(model, padding)
+    for call, layer in zip(calls, recorder.layers(), strict=True):
+        options = {"mask": call.attn_mask, "is_causal": call.is_causal, "scale": call.scale}
+        truth, _ = exact.attention(call.query, call.key, call.value, **options)
+        plain, _ = reference.attention(call.query, call.key, call.value, without_remedies(remedied), **options)
+        expected = tensor_errors(truth, plain).to_dict()
+        assert layer.errors_without_remedies.to_dict() == pytest.approx(expected, rel=1e-3)
+        assert layer.errors_without_remedies != layer.errors
+    header, rows = table(recorder.layers())
+    assert header.index("rel-L1 without remedies") == 3 and {len(row) for row in rows} == {len(header)}
+
+
+def test_errors_without_remedies_can_be_left_out_and_need_remedies(remedied):
+    model = tiny.llama()
+    with sage_hf.apply(model, "sage2"), record_layer_errors(model, without_remedies=False) as recorder:
+        run(model)
+    assert all(layer.errors_without_remedies is None for layer in recorder.layers())
+    with sage_hf.apply(model, "exact"), sage_hf.record_layer_errors(model) as recorder:
+        run(model)
+    assert all(layer.errors_without_remedies is None for layer in recorder.layers())
+    header, rows = table(recorder.layers())
+    assert "rel-L1 without remedies" not in header and {len(row) for row in rows} == {len(header)}

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import backends, ops, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels import backends, dispatch, ops, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.call import Call
 from sage_kernels.cuda import compiler
 from sage_kernels.gluon import registration as gluon
 from sage_kernels.recipe import RECIPES
@@ -415,3 +416,14 @@ def test_a_forward_kernel_without_one_that_computes_its_gradients_is_passed_over
     plan = select(replace(TRAINING, dtype=torch.float32))
     assert plan.kernel == "sdpa"
     assert "int8_backward: gradients need float16 or bfloat16" in plan.reason
+
+
+def test_a_variant_of_a_recipe_runs_by_the_kernels_of_a_plan_or_by_the_reference():
+    query, key, value = torch.randn(3, 1, 2, 80, 32, generator=torch.Generator().manual_seed(0))
+    emulated = select(Request.of(query, key, value, recipe="sage3_paper"))
+    foreign = replace(emulated, kernel="int8_forward", quantizer="int8_quantize")
+    variant = replace(RECIPES["sage3_paper"], name="no smoothing", smooth_q=False, smooth_k=False)
+    expected, _ = reference.attention(query, key, value, variant, is_causal=True, scale=0.2)
+    for plan in (emulated, foreign):
+        call = Call(query, key, value, variant, is_causal=True, scale=0.2)
+        assert torch.equal(dispatch.attend_by_plan(call, plan), expected)

@@ -1,0 +1,261 @@
+"""Drawn Q, K and V with peaked attention: sinks, which hold most of every row's weight, and loud channels of K.
+
+The tables' other random tensors show neither, and language models have both. Tests check that the sinks hold the weight
+that their names say.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_kernels import exact
+
+QUERIES = 256
+"""Queries of a drawn call, where they are not as many as its keys: enough to judge by, at any number of keys."""
+TEXT_TOKENS = 200
+"""Tokens behind the video tokens: sinks "behind" are the first of them."""
+QUERY_MEAN = 2.0
+"""Length of the mean query, which sinks point to, relative to the queries' deviations from it."""
+VALUE_MEAN = 0.3
+"""Standard deviation over channels of V's mean, relative to V's deviations from it."""
+SINK_VALUE = 0.05
+"""Standard deviation of a sink's V: language models' are small."""
+LOG_LOUDNESS = 0.6
+"""Standard deviation of the logarithm of a channel's loudness, where that is log-normal."""
+
+Place = Literal["front", "middle", "behind"]
+Loudness = Literal["Gaussian", "×10", "×40", "log-normal", "RoPE'd bias"]
+
+
+class Inputs(NamedTuple):
+    """Arguments of one attention call; tensors (batch, heads, tokens, head_dim)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool = False
+    causal_offset: int = 0
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Return the same call in another dtype."""
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Calls whose sinks hold a share of every row's weight.
+
+    Attributes:
+        mass: weight of all sinks together, averaged over the rows that may attend to all of them.
+        kv_len: number of keys.
+        count: number of sinks.
+        place: "front": the first tokens; "middle": at equal distances; "behind": the first of the last TEXT_TOKENS.
+        q_len: number of queries.
+        causal: no query attends to later keys; the last query is at the last key.
+        q_heads, kv_heads, head_dim: sizes.
+        loud: also makes four channels of K as many times as loud as the others, and Q's quieter.
+    """
+
+    mass: float
+    kv_len: int
+    count: int = 1
+    place: Place = "front"
+    q_len: int = QUERIES
+    causal: bool = False
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 128
+    loud: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Return the name in tables."""
+        where = {"front": "", "middle": ", in the middle", "behind": ", behind the video"}[self.place]
+        holds = "a sink holds" if self.count == 1 else f"{self.count} sinks hold"
+        text = f"{holds} {self.mass:g} of {self.kv_len:,}{where}"
+        if self.causal:
+            text += ", causal" if self.q_len == self.kv_len else ", causal, last queries"
+        if self.loud != 1.0:
+            text += f", K ×{self.loud:g} in 4 channels"
+        return text + _sizes(self.q_heads, self.kv_heads, self.head_dim)
+
+    @property
+    def causal_offset(self) -> int:
+        """Return the position of the first query if attention is causal."""
+        return self.kv_len - self.q_len if self.causal else 0
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the positions of the sinks."""
+        match self.place:
+            case "front":
+                return list(range(self.count))
+            case "middle":
+                return [self.kv_len * (i + 1) // (self.count + 1) for i in range(self.count)]
+            case "behind":
+                return [self.kv_len - TEXT_TOKENS + i for i in range(self.count)]
+
+    def draw(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+        """Draw the call, float32, the same one for the same device and seed.
+
+        Q has a mean, and all keys but the sinks are orthogonal to it. Sinks point along it; their length gives them
+        the mass, in each head of K by itself.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(heads: int, tokens: int) -> Tensor:
+            return torch.randn(1, heads, tokens, self.head_dim, generator=generator, device=device)
+
+        mean = torch.nn.functional.normalize(normal(self.kv_heads, 1), dim=-1)
+        group = self.q_heads // self.kv_heads
+        query = normal(self.q_heads, self.q_len)
+        query += QUERY_MEAN * self.head_dim**0.5 * mean.repeat_interleave(group, 1)
+        key = normal(self.kv_heads, self.kv_len)
+        key -= (key @ mean.mT) * mean
+        value = normal(self.kv_heads, self.kv_len) + VALUE_MEAN * normal(self.kv_heads, 1)
+        value[:, :, self.positions] = SINK_VALUE * normal(self.kv_heads, self.count)
+        key[:, :, self.positions] = self._strength(query, key, mean)[..., None, None] * mean
+        if self.loud != 1.0:
+            channels = _loud_channels(self.head_dim)
+            query[..., channels] /= self.loud
+            key[..., channels] *= self.loud
+        return Inputs(query, key, value, self.causal, self.causal_offset)
+
+    def _strength(self, query: Tensor, key: Tensor, mean: Tensor) -> Tensor:
+        """Return the length of the sinks' keys in each head of K, (1, kv_heads), by bisection."""
+        others = torch.ones(1, 1, 1, self.kv_len, dtype=torch.bool, device=key.device)
+        others[..., self.positions] = False
+        rest = exact.log_sum_exp(query, key, mask=others, is_causal=self.causal, causal_offset=self.causal_offset)
+        rows = torch.arange(self.q_len, device=key.device) + self.causal_offset
+        seen = rows >= max(self.positions) if self.causal else rows >= 0
+        along = (query.unflatten(1, (self.kv_heads, -1)) @ mean.mT.unsqueeze(2)).squeeze(-1).double()
+        along, rest = along[..., seen] * self.head_dim**-0.5, rest.unflatten(1, (self.kv_heads, -1))[..., seen].double()
+        low, high = (torch.full((1, self.kv_heads), bound, device=key.device).double() for bound in (0.0, 1000.0))
+        for _ in range(60):
+            middle = (low + high) / 2
+            share = torch.sigmoid(middle[..., None, None] * along + math.log(self.count) - rest).mean((-1, -2))
+            low, high = torch.where(share < self.mass, middle, low), torch.where(share < self.mass, high, middle)
+        return low.float()
+
+
+@dataclass(frozen=True)
+class Loud:
+    """Calls with Gaussian scores in which some channels of K are loud, and Q is as much quieter there.
+
+    Attributes:
+        kind: "×10", "×40": four channels are that many times as loud; "log-normal": each channel's loudness is drawn,
+            its logarithm with standard deviation LOG_LOUDNESS; "RoPE'd bias": K has a bias of length 20 in four pairs
+            of channels, before RoPE turns it from token to token, so that the mean over tokens does not contain it.
+        kv_len, q_len, q_heads, kv_heads, head_dim: sizes.
+    """
+
+    kind: Loudness
+    kv_len: int
+    q_len: int = QUERIES
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        """Return the name in tables."""
+        what = f"K {self.kind} in 4 channels" if self.kind.startswith("×") else self.kind
+        return f"{what}, {self.kv_len:,} keys" + _sizes(self.q_heads, self.kv_heads, self.head_dim)
+
+    def draw(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+        """Draw the call, float32, the same one for the same device and seed."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(heads: int, tokens: int) -> Tensor:
+            return torch.randn(1, heads, tokens, self.head_dim, generator=generator, device=device)
+
+        query = normal(self.q_heads, self.q_len)
+        key, value = normal(self.kv_heads, self.kv_len), normal(self.kv_heads, self.kv_len)
+        group = self.q_heads // self.kv_heads
+        loudness = torch.ones_like(normal(self.kv_heads, 1))
+        channels = _loud_channels(self.head_dim)
+        match self.kind:
+            case "×10" | "×40":
+                loudness[..., channels] = float(self.kind[1:])
+            case "log-normal":
+                loudness = normal(self.kv_heads, 1).mul(LOG_LOUDNESS).exp()
+            case "RoPE'd bias":
+                length, half = 20.0, self.head_dim // 2
+                angles = torch.arange(self.kv_len, device=device)[:, None] * 1e4 ** (
+                    -torch.tensor(channels, device=device) / half
+                )
+                key[..., channels] += length * angles.cos()
+                key[..., [half + channel for channel in channels]] += length * angles.sin()
+                query[..., [*channels, *(half + channel for channel in channels)]] /= length
+        return Inputs(query / loudness.repeat_interleave(group, 1), key * loudness, value)
+
+
+def _loud_channels(head_dim: int) -> list[int]:
+    """Return four channels of the first half of a head, in which RoPE turns fast."""
+    return [head_dim // 32 * i for i in range(4)]
+
+
+def _sizes(q_heads: int, kv_heads: int, head_dim: int) -> str:
+    heads = "" if q_heads == kv_heads else f", {q_heads} heads share {kv_heads}"
+    return heads + ("" if head_dim == 128 else f", d={head_dim}")
+
+
+Case = Sinks | Loud
+
+_LENGTHS = (8192, 32768, 119056)
+_MASSES = (0.5, 0.8, 0.95)
+
+# For a GPU: every mass, length, number and place; then causal attention, grouped queries, and other sizes of a head.
+CASES: tuple[Case, ...] = (
+    *(
+        Sinks(mass, kv_len, count, place)
+        for place in ("front", "middle", "behind")
+        for count in (1, 4)
+        for kv_len in _LENGTHS
+        for mass in _MASSES
+    ),
+    *(Sinks(mass, kv_len, causal=True) for kv_len in _LENGTHS for mass in _MASSES),
+    *(Sinks(0.8, 4096, count, q_len=4096, causal=True) for count in (1, 4)),
+    Sinks(0.8, 8192, place="middle", causal=True),
+    Sinks(0.8, 8192, q_heads=8),
+    Sinks(0.8, 4096, q_len=4096, causal=True, q_heads=8),
+    Sinks(0.8, 8192, head_dim=64),
+    Sinks(0.95, 32768, head_dim=64),
+    Sinks(0.8, 8192, loud=10.0),
+    *(
+        Loud(kind, 8192, head_dim=head_dim)
+        for head_dim in (128, 64)
+        for kind in ("Gaussian", "×10", "×40", "log-normal", "RoPE'd bias")
+    ),
+    Loud("×10", 8192, q_heads=8),
+)
+
+LEFT_OUT = frozenset(
+    case.name
+    for case in CASES
+    if isinstance(case, Sinks)
+    and case.kv_len in _LENGTHS
+    and (case.mass, case.kv_len) != (0.8, 32768)
+    and (case.count > 1 or case.place != "front" or (case.causal and case.mass != 0.8))
+)
+"""Names of the tensors that pages leave out: other numbers and places of sinks are shown at one mass and length."""
+
+# For a CPU.
+SMALL_CASES: tuple[Case, ...] = (
+    *(Sinks(mass, 2048) for mass in _MASSES),
+    *(Sinks(mass, 8192) for mass in _MASSES),
+    Sinks(0.8, 8192, count=4),
+    *(Sinks(0.8, 8192, count, place) for place in ("middle", "behind") for count in (1, 4)),
+    Sinks(0.8, 8192, causal=True),
+    Sinks(0.8, 1024, q_len=1024, causal=True),
+    Sinks(0.8, 8192, q_heads=4, kv_heads=1),
+    Sinks(0.8, 8192, head_dim=64),
+    Sinks(0.8, 8192, loud=10.0),
+    *(Loud(kind, 2048) for kind in ("Gaussian", "×10", "×40", "log-normal", "RoPE'd bias")),
+    *(Loud(kind, 2048, head_dim=64) for kind in ("×10", "×40")),
+)

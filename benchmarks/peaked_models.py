@@ -1,0 +1,234 @@
+"""Measure where trained models' attention is peaked, and what the recipes and their remedies do there, on a CPU.
+
+python benchmarks/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
+python benchmarks/peaked_models.py --render benchmarks/results/cpu-peaked_models.json
+
+The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with BOS, and with --text a text encoder
+such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
+over all layers as in `peaked_table`; and "perplexity", the Llama's on held-out text with every recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import error_table
+import torch
+from peaked_table import OURS, markdown, relative_l1
+from record import cpu_facts
+from tensors import Triple, text_activations, video_activations
+from torch import Tensor
+
+import sage_hf
+from sage_hf import record
+from sage_hf.app.peaks import channel_loudness
+from sage_hf.bench import tables
+from sage_kernels import exact
+from sage_kernels.recipe import RECIPES, Recipe, without_remedies
+from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+LLAMA, VIDEO = "tiny Llama", "tiny video"
+STEPS = (0, 10, 19)
+"""Denoising steps, of 20, whose calls of the video model are measured."""
+WINDOWS = 48
+"""Held-out windows of the Llama's perplexity."""
+BATCH = 8
+
+
+class Layer(NamedTuple):
+    """One attention call of a trained model: float32 (batch, heads, tokens, head_dim)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool = False
+    scale: float | None = None
+
+
+def layers_of(triples: Sequence[Triple]) -> list[Layer]:
+    """Return the calls of a model without causality, in float32."""
+    return [Layer(*(x.float() for x in triple)) for triple in triples]
+
+
+def read_llama(folder: Path) -> tuple[torch.nn.Module, Tensor]:
+    """Return the trained Llama in float32 and held-out tokens (WINDOWS, tokens), each window after BOS."""
+    sys.path.insert(0, str(EXAMPLES))
+    from source_text import held_out_windows, read_text, standard_library
+    from train_tiny_llama import with_bos
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text = read_text(standard_library(), "the Python standard library")
+    return model, with_bos(held_out_windows(text.held_out, model.config.max_position_embeddings - 1, WINDOWS))
+
+
+@torch.no_grad()
+def llama_layers(model: torch.nn.Module, tokens: Tensor) -> list[Layer]:
+    """Return the Llama's calls for some tokens.
+
+    Raises:
+        ValueError: a call has a mask.
+    """
+    calls: list[record.AttentionCall] = []
+    model.set_attn_implementation("sage_exact")
+    with record.observe(calls.append):
+        model(tokens, attention_mask=torch.ones_like(tokens))
+    if any(call.attn_mask is not None for call in calls):
+        raise ValueError("the Llama's calls have masks")
+    return [Layer(call.query, call.key, call.value, call.is_causal, call.scale) for call in calls]
+
+
+def head_peaks(layer: Layer) -> list[dict[str, Any]]:
+    """Return, for each query head, the largest "share" of a key, that "key", and its K's "loudest_channel".
+
+    Of a batch, the mean over the samples counts.
+    """
+    weights = exact.mean_weights(layer.query, layer.key, is_causal=layer.is_causal, scale=layer.scale).mean(0)
+    loudness = channel_loudness(layer.key).mean(0).repeat_interleave(len(weights) // layer.key.shape[1])
+    shares, keys = weights.max(-1)
+    return [
+        {"share": round(share, 3), "key": key, "loudest_channel": round(loud, 2)}
+        for share, key, loud in zip(shares.tolist(), keys.tolist(), loudness.tolist(), strict=True)
+    ]
+
+
+def variants(name: str) -> dict[bool, Recipe]:
+    """Return the recipe without remedies (False) and, if it has any, with them (True)."""
+    recipe, plain = RECIPES[name], without_remedies(RECIPES[name])
+    return {False: plain} if plain == recipe else {False: plain, True: recipe}
+
+
+@torch.no_grad()
+def errors(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Return rows of "provider", "remedies" and "rel_l1" over all layers, Σ|O - O'| / Σ|O|."""
+    options = [{"is_causal": layer.is_causal, "scale": layer.scale} for layer in layers]
+    truths = [exact.attention(*layer[:3], **option)[0] for layer, option in zip(layers, options, strict=True)]
+    truth = torch.cat([one.flatten() for one in truths])
+    rows = []
+    for name in OURS:
+        for remedies, recipe in variants(name).items():
+            outputs = [
+                reference.attention(*layer[:3], recipe, **option)[0].flatten()
+                for layer, option in zip(layers, options, strict=True)
+            ]
+            rows.append({"provider": name, "remedies": remedies, "rel_l1": relative_l1(truth, torch.cat(outputs))})
+    return rows
+
+
+@contextmanager
+def defined_as(recipe: Recipe) -> Iterator[None]:
+    """Let the recipe's name mean this recipe while the block runs."""
+    shipped = RECIPES[recipe.name]
+    RECIPES[recipe.name] = recipe
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        RECIPES[recipe.name] = shipped
+        select.cache_clear()
+
+
+@torch.no_grad()
+def loss_of(model: torch.nn.Module, tokens: Tensor) -> float:
+    """Return the mean loss in nats a byte."""
+    batches = tokens.split(BATCH)
+    losses = [model(x, attention_mask=torch.ones_like(x), labels=x).loss.item() * len(x) for x in batches]
+    return sum(losses) / len(tokens)
+
+
+def perplexities(model: torch.nn.Module, tokens: Tensor) -> list[dict[str, Any]]:
+    """Return rows of "provider", "remedies", "perplexity" a byte and its "change" relative to exact attention's.
+
+    Raises:
+        RuntimeError: a recipe's calls ran something else.
+    """
+    model.set_attn_implementation("sdpa")
+    best = math.exp(loss_of(model, tokens))
+    rows: list[dict[str, Any]] = [{"provider": "exact", "perplexity": best, "change": 0.0}]
+    for name in OURS:
+        for remedies, recipe in variants(name).items():
+            with defined_as(recipe):
+                record.clear()
+                model.set_attn_implementation(f"{name}_emulate")
+                found = math.exp(loss_of(model, tokens))
+                ran = {row.recipe for row in sage_hf.explain(model).rows if row.calls}
+            if ran != {name}:
+                raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran))} ran")
+            rows.append({"provider": name, "remedies": remedies, "perplexity": found, "change": found / best - 1})
+    return rows
+
+
+def peaks_markdown(heads: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the models' layers: for each head the largest share of one key, where most place it."""
+    lines = ["| model | layer | largest share of one key, each head | key | loudest channel |", "|---|---|---|---|---|"]
+    for row in heads:
+        shares = " ".join(f"{head['share']:.2f}" for head in row["heads"])
+        heaviest = max(row["heads"], key=lambda head: head["share"])
+        loudest = max(head["loudest_channel"] for head in row["heads"])
+        layer = row["layer"] if "step" not in row else f"{row['layer']}, step {row['step']}"
+        lines.append(f"| {row['model']} | {layer} | {shares} | {heaviest['key']} | × {loudest:.1f} |")
+    return "\n".join(lines)
+
+
+def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the Llama's perplexity with every recipe, without → with remedies, and its change."""
+    lines = ["| attention | perplexity a byte | change |", "|---|---|---|"]
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        mine = [row for row in rows if row["provider"] == name]
+        perplexity = " → ".join(f"{row['perplexity']:.4f}" for row in mine)
+        change = " → ".join(f"{row['change']:+.3%}" for row in mine) if name != "exact" else "–"
+        lines.append(f"| {name if name == 'exact' else f'`{name}`'} | {perplexity} | {change} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--video", default=str(EXAMPLES / "tiny_video"), help="CogVideoX pipeline folder")
+    parser.add_argument("--llama", type=Path, default=EXAMPLES / "tiny_llama", help="folder of train_tiny_llama.py")
+    parser.add_argument("--text", help="transformers text encoder, folder or id")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the JSON (default: none is written)")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: print the tables of this file")
+    args = parser.parse_args()
+    if args.render:
+        result = json.loads(args.render.read_text(encoding="utf-8"))
+    else:
+        llama, tokens = read_llama(args.llama)
+        models = {
+            VIDEO: layers_of(video_activations(args.video, error_table.PROMPT, steps=20, at_steps=STEPS)),
+            LLAMA: llama_layers(llama, tokens[:BATCH]),
+        }
+        if args.text:
+            models[Path(args.text).name] = layers_of(text_activations(args.text, error_table.TEXT))
+        depth = len(models[VIDEO]) // len(STEPS)
+        heads = [
+            {
+                "model": name,
+                "layer": index % depth if name == VIDEO else index,
+                **({"step": STEPS[index // depth]} if name == VIDEO else {}),
+                "heads": head_peaks(layer),
+            }
+            for name, layers in models.items()
+            for index, layer in enumerate(layers)
+        ]
+        rows = [{"tensor": name, **row} for name, layers in models.items() for row in errors(layers)]
+        result = {**cpu_facts(), "heads": heads, "perplexity": perplexities(llama, tokens), "rows": rows}
+    print("\n\n".join((peaks_markdown(result["heads"]), markdown(result["rows"]))))
+    print(f"\n{perplexity_markdown(result['perplexity'])}")
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / "cpu-peaked_models.json"
+        path.write_text(tables.to_json(result), encoding="utf-8")
+        print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

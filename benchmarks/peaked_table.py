@@ -1,0 +1,195 @@
+"""Measure errors where attention is peaked, with and without the recipes' remedies, and of others' kernels beside them.
+
+python benchmarks/peaked_table.py --output benchmarks/results                  # on this GPU: our kernels and peers
+python benchmarks/peaked_table.py --device cpu --output benchmarks/results     # the reference, on shorter tensors
+python benchmarks/peaked_table.py --render benchmarks/results/cpu-peaked.json  # print the table of a JSON
+
+Errors are relative L1 errors of the output against exact attention in float64, Σ|O - O'| / Σ|O|, on the tensors of
+`peaked`. The JSON is <device>-peaked.json; a row has "tensor", "provider" (a recipe or a peer), "rel_l1" and, for
+recipes, "remedies" and "kernel".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peaked import CASES, SMALL_CASES, Case, Inputs
+from record import cpu_facts, git_commit
+from torch import Tensor
+
+from sage_hf.bench import measure, tables
+from sage_hf.bench.peers import PROVIDERS, Provider
+from sage_kernels import dispatch, exact, ops
+from sage_kernels.recipe import RECIPES, Recipe, without_remedies
+from sage_kernels.registry import Plan
+
+OURS = ("sage1", "sage2", "sage3", "sage3_paper")
+PEERS = tuple(
+    provider
+    for provider in PROVIDERS
+    if (provider.name, provider.scope)
+    in {
+        ("sageattention1", "end_to_end"),
+        ("sageattention2", "end_to_end"),
+        ("fa3_fp8", "kernel"),
+        ("cudnn_fp8", "kernel"),
+    }
+)
+LABELS = {provider.name: provider.label for provider in PEERS}
+ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
+"""Peers whose causal attention aligns the last query with the last key; others' call has as many queries as keys."""
+
+
+@contextmanager
+def registered(recipe: Recipe) -> Iterator[None]:
+    """Let the operators know a recipe by its name while the block runs."""
+    RECIPES[recipe.name] = recipe
+    try:
+        yield
+    finally:
+        del RECIPES[recipe.name]
+
+
+def relative_l1(truth: Tensor, output: Tensor) -> float:
+    """Return Σ|O - O'| / Σ|O|."""
+    return ((output.double() - truth).abs().sum() / truth.abs().sum()).item()
+
+
+def attend(inputs: Inputs, recipe: str) -> tuple[Tensor, str]:
+    """Return the output in a recipe's own numerics, and the name of the kernel that ran.
+
+    Raises:
+        RuntimeError: exact attention ran instead.
+    """
+    plans: list[Plan] = []
+    dispatch.plan_listeners.append(plans.append)
+    try:
+        output, _ = ops.attention(
+            *inputs[:3],
+            is_causal=inputs.is_causal,
+            causal_offset=inputs.causal_offset,
+            recipe=recipe,
+            fallback="emulate",
+        )
+    finally:
+        dispatch.plan_listeners.pop()
+    if plans[0].is_fallback:
+        raise RuntimeError(f"{plans[0].recipe} attention ran instead of {recipe}: {plans[0].reason}")
+    return output, plans[0].kernel
+
+
+def measure_recipe(inputs: Inputs, truth: Tensor, name: str) -> list[dict[str, Any]]:
+    """Return the recipe's row, or two if it has remedies: without them and with them."""
+    recipe = RECIPES[name]
+    plain = replace(without_remedies(recipe), name=f"{name} without remedies")
+    with registered(plain):
+        outputs = {False: attend(inputs, plain.name)}
+    if without_remedies(recipe) != recipe:
+        outputs[True] = attend(inputs, name)
+    return [
+        {"provider": name, "remedies": remedies, "kernel": kernel, "rel_l1": relative_l1(truth, output)}
+        for remedies, (output, kernel) in outputs.items()
+    ]
+
+
+def measure_peer(inputs: Inputs, truth: Tensor, peer: Provider) -> dict[str, Any]:
+    """Return a peer's row; "unavailable" says why it has no error."""
+    row: dict[str, Any] = {"provider": peer.name}
+    if inputs.is_causal and inputs.causal_offset and peer.name not in ALIGNED_BY_LAST_KEY:
+        return row | {"unavailable": "causal attention of the last queries only"}
+    try:
+        prepared = peer.prepare(*inputs[:3], inputs.is_causal)
+        output = prepared.call().double() * prepared.output_scale
+    except Exception as error:  # A peer may fail in any way: its row says how.
+        return row | {"unavailable": measure.reason(error)}
+    return row | {"rel_l1": relative_l1(truth, output)}
+
+
+@torch.no_grad()
+def run(device: torch.device, cases: Sequence[Case], peers: Sequence[Provider]) -> list[dict[str, Any]]:
+    """Return the rows of all cases, in float32 on a CPU and in bfloat16 on a GPU."""
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = defaultdict(float)
+    for case in cases:
+        inputs = case.draw(device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+        truth, _ = exact.attention(*inputs[:3], is_causal=inputs.is_causal, causal_offset=inputs.causal_offset)
+        for provider in (*OURS, *peers):
+            started = time.perf_counter()
+            if isinstance(provider, str):
+                found, name = measure_recipe(inputs, truth, provider), provider
+            else:
+                found, name = [measure_peer(inputs, truth, provider)], provider.name
+            rows += [{"tensor": case.name, **row} for row in found]
+            seconds[name] += time.perf_counter() - started
+        print(f"{case.name}: {_summary(rows, case.name)}", file=sys.stderr, flush=True)
+    for peer in peers:
+        reasons = {row["unavailable"] for row in rows if row["provider"] == peer.name and "unavailable" in row}
+        for why in sorted(reasons):
+            print(f"note: {peer.name} is missing where: {why}", file=sys.stderr)
+    print("seconds: " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()), file=sys.stderr)
+    return rows
+
+
+def _summary(rows: Sequence[dict[str, Any]], tensor: str) -> str:
+    return ", ".join(
+        f"{row['provider']}{'*' if row.get('remedies') else ''} {row['rel_l1']:.4f}"
+        for row in rows
+        if row["tensor"] == tensor and "rel_l1" in row
+    )
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the errors as a Markdown table; where a recipe has remedies, its error without them → with them."""
+    errors: dict[tuple[str, str], dict[bool | None, float]] = defaultdict(dict)
+    for row in rows:
+        if "rel_l1" in row:
+            errors[row["tensor"], row["provider"]][row.get("remedies")] = row["rel_l1"]
+    found = {provider for _, provider in errors}
+    columns = [name for name in (*LABELS, *OURS) if name in found]
+    lines = ["| tensor | " + " | ".join(LABELS.get(name, f"`{name}`") for name in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for tensor in dict.fromkeys(row["tensor"] for row in rows):
+        cells = (" → ".join(f"{error:.4f}" for error in errors[tensor, name].values()) or "–" for name in columns)
+        lines.append(f"| {tensor} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure only tensors whose name contains it")
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the JSON (default: none is written)")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: print the table of this file")
+    args = parser.parse_args()
+    if args.render:
+        print(markdown(json.loads(args.render.read_text(encoding="utf-8"))["rows"]))
+        return
+    device = torch.device(args.device)
+    on_gpu = device.type == "cuda"
+    commit = git_commit() if args.commit is None else args.commit
+    facts: dict[str, Any] = measure.facts(device, commit) if on_gpu else cpu_facts() | {"commit": commit}
+    cases = [case for case in (CASES if on_gpu else SMALL_CASES) if args.only in case.name]
+    rows = run(device, cases, PEERS if on_gpu else ())
+    print(markdown(rows))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        slug = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower()) if on_gpu else "cpu"
+        path = args.output / f"{slug}-peaked.json"
+        path.write_text(tables.to_json({**facts, "rows": rows}), encoding="utf-8")
+        print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Peaks of an attention: the share of the heaviest key, and the loudest channel of K."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+
+from sage_kernels import exact, transforms
+from sage_kernels.reference.forward import valid_keys
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peaks of one or more calls of exact attention.
+
+    Attributes:
+        share: the largest share of its rows' weight that one key holds in one head, averaged over the rows that may
+            attend to anything. Causal rows before the key count, with the 0 that they give it.
+        key: that key's position; None if no row may attend to anything.
+        loudness: the largest rms of a channel of K over the median channel's, in one head, without the channels'
+            means over existing keys; inf if the median is 0 and the largest is not.
+    """
+
+    share: float
+    key: int | None
+    loudness: float
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """Return the peaks by name."""
+        return asdict(self)
+
+    def joined(self, other: Peaks) -> Peaks:
+        """Return the peaks of both calls; NaN if one of them is."""
+        heavier = other if other.share > self.share or math.isnan(other.share) else self
+        louder = other if other.loudness > self.loudness or math.isnan(other.loudness) else self
+        return Peaks(heavier.share, heavier.key, louder.loudness)
+
+
+NO_PEAKS = Peaks(0.0, None, 0.0)
+"""What no call has."""
+
+
+def find_peaks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    scale: float | None = None,
+) -> Peaks:
+    """Return the peaks of one call; arguments as in `sage_kernels.exact.attention`, in memory linear in length."""
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    weights = exact.mean_weights(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
+    if not weights.numel():
+        return NO_PEAKS
+    share, position = weights.flatten(0, 1).max(-1)
+    head = share.argmax()
+    attends = share[head] != 0
+    loudest = channel_loudness(key, valid_keys(mask)).amax().item()
+    return Peaks(share[head].item(), int(position[head]) if attends else None, loudest)
+
+
+def channel_loudness(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the loudest channel's rms over the median channel's in each head: float32 (batch, kv_heads).
+
+    Args:
+        key: (batch, kv_heads, tokens, head_dim), at least one token.
+        valid: bool (batch or 1, 1, tokens or 1, 1), the keys that exist; None: all.
+    """
+    deviation = key.float() - transforms.mean_of_tokens(key.float(), valid)
+    if valid is not None:
+        deviation = torch.where(valid, deviation, 0.0)
+    rms = deviation.square().sum(-2).sqrt()
+    loudest, median = rms.amax(-1), rms.median(-1).values
+    return torch.where(loudest == 0, 0.0, loudest / median)
