@@ -185,5 +185,4 @@ def test_beside_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe,
     with_heavy, without = (
         distance(run(inputs, one)[0], truth).item() for one in (recipe, replace(recipe, heavy_keys=0))
     )
-    print(recipe.name, with_heavy / truth.abs().sum(), without / with_heavy)
     assert without >= times * with_heavy
