@@ -10,6 +10,7 @@ from sage_kernels.layout import Lengths
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
 from sage_kernels.triton import nvfp4_forward
+from tests.helpers.sinks import sink
 from tests.helpers.triton_calls import attend, new_call, quantize
 
 KEYS = 64
@@ -28,20 +29,6 @@ def draw(q_len=70, kv_len=150, *, batch=1, q_heads=2, kv_heads=1, head_dim=64, v
         (torch.randn(batch, *shape, generator=generator) + torch.randn(shape[-1], generator=generator)).to(dtype)
         for shape in shapes
     ]
-
-
-def sink(q_len=32, kv_len=512, head_dim=64, share=0.8):
-    """Q, K and V of which key 0, whose V is small, has about that share of every row."""
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(1, 1, n, head_dim, generator=generator) for n in (q_len, kv_len, kv_len))
-    direction = torch.nn.functional.normalize(torch.randn(head_dim, generator=generator), dim=0)
-    query += (6 - query @ direction)[..., None] * direction
-    key -= (key @ direction)[..., None] * direction
-    others = exact.attention(query, key[:, :, 1:], value[:, :, 1:])[1].mean().item()
-    score = others + torch.tensor(share / (1 - share)).log().item()
-    key[:, :, 0] = direction * (score * head_dim**0.5 / 6)
-    value[:, :, 0] *= 0.02
-    return query, key, value + torch.randn(head_dim, generator=generator) * (torch.arange(kv_len) > 0)[:, None]
 
 
 def run(inputs, recipe, **options):
@@ -180,7 +167,7 @@ def test_the_operands_are_the_references_bit_for_bit(recipe):
     ("recipe", "times"), [pytest.param("sage1", 2, marks=pytest.mark.audit), ("sage2", 5), ("sage3", 5)]
 )
 def test_beside_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe, times):
-    inputs, recipe = sink(), RECIPES[recipe]
+    inputs, recipe = sink(32, 512, 64), RECIPES[recipe]
     truth, _ = exact.attention(*inputs)
     with_heavy, without = (
         distance(run(inputs, one)[0], truth).item() for one in (recipe, replace(recipe, heavy_keys=0))
