@@ -27,11 +27,11 @@ def run(inputs, recipe, **options):
     return attend(new_call(*inputs, recipe, return_lse=True, **options), CAPABILITY, native)
 
 
-def check(inputs, name, **options):
-    """Assert the error of the kernel to be the reference's, and the LSEs to be equal; return the relative error."""
+def check(inputs, name, result=None, **options):
+    """Assert the error of the kernel, or of that (output, lse), to be the reference's; return the relative error."""
     query, key, value = inputs
     recipe = replace(RECIPES[name], heavy_keys=KEYS)
-    output, lse = run(inputs, recipe, **options)
+    output, lse = run(inputs, recipe, **options) if result is None else result
     expected, expected_lse = reference.attention(*inputs, recipe, **options)
     truth, _ = exact.attention(*inputs, **options)
 
@@ -123,20 +123,16 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(recipe, is_causal, 
     lengths = Lengths(*starts, 700, 900, torch.tensor(used, dtype=torch.int32, device=device))
     inputs = draw(device, dtype, sum(q_lengths), sum(kv_lengths), batch=1)
     inputs[1][:, :, 74:110] = torch.nan  # not used
-    packed = replace(RECIPES[recipe], heavy_keys=KEYS)
-    output, lse = run(inputs, packed, lengths=lengths, is_causal=is_causal)
+    output, lse = run(inputs, replace(RECIPES[recipe], heavy_keys=KEYS), lengths=lengths, is_causal=is_causal)
     for index, count in enumerate(used):
         rows = slice(int(starts[0][index]), int(starts[0][index + 1]))
         columns = slice(int(starts[1][index]), int(starts[1][index]) + count)
         alone = (inputs[0][:, :, rows], inputs[1][:, :, columns], inputs[2][:, :, columns])
         if count > KEYS:
-            check(alone, recipe, is_causal=is_causal)
-            expected, expected_lse = run(alone, packed, is_causal=is_causal)
-            assert torch.equal(output[:, :, rows], expected)
-            assert torch.equal(lse[:, :, rows], expected_lse)
+            check(alone, recipe, (output[:, :, rows], lse[:, :, rows]), is_causal=is_causal)
             continue
         # All its keys are heavy: what differs from exact attention are roundings to the inputs' dtype.
         truth, true_lse = exact.attention(*alone, is_causal=is_causal)
         eps = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
         assert (output[:, :, rows] - truth).abs().max() <= eps * inputs[2].double().nan_to_num().abs().max()
-        assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=1e-5 * 10)
+        assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=1e-4)
