@@ -49,11 +49,14 @@ def attend_heavy_keys(
     Returns:
         (row_max, total, output): of all keys.
     """
-    # In float32 few keys at once: each product is three, whose operands take registers and shared memory.
-    CHUNK: tl.constexpr = KEYS if value.dtype.element_ty.primitive_bitwidth == 16 else 16
+    # In float32 few keys at once: each product is three, whose operands take registers and shared memory. At head_dim
+    # 256 the output takes as many, and the loop over the other keys would spill.
+    WHOLE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 16 and max(CHANNELS, V_CHANNELS) <= 128
+    CHUNK: tl.constexpr = KEYS if WHOLE else 16
+    WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
     for first in tl.range(0, KEYS, CHUNK, num_stages=1):
         column = first + tl.arange(0, CHUNK)
-        x = _scores(query, key, token, row < q_len, column, stride_token, stride_channel, head_dim, CHANNELS)
+        x = _scores(query, key, token, row < q_len, column, stride_token, stride_channel, head_dim, CHANNELS, WIDTH)
         x *= softmax_scale * LOG2E
         if CAUSAL or RAGGED or MASK != "none":
             x = mask_scores(
@@ -80,9 +83,19 @@ def attend_heavy_keys(
 
 
 @triton.jit
-def _scores(query, key, token, inside, column, stride_token, stride_channel, head_dim, CHANNELS: tl.constexpr):
-    """Return Q·Kᵀ of some heavy keys: float32 (rows, columns); rows that are not `inside` are not read."""
-    WIDTH: tl.constexpr = CHANNELS if query.dtype.element_ty.primitive_bitwidth == 16 else 32
+def _scores(
+    query,
+    key,
+    token,
+    inside,
+    column,
+    stride_token,
+    stride_channel,
+    head_dim,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return Q·Kᵀ of some heavy keys, WIDTH channels at a time: float32 (rows, columns); `inside` rows are read."""
     x = tl.zeros((token.shape[0], column.shape[0]), tl.float32)
     base = query + token.to(tl.int64)[:, None] * stride_token
     for first in tl.range(0, CHANNELS, WIDTH, num_stages=1):
