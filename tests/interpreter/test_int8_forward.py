@@ -109,7 +109,8 @@ def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
     truth, _ = exact.attention(*inputs, **options)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
     output, lse = attend(new_call(*inputs, recipe, **options, return_lse=True), ADA)
-    assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
+    # Rows whose keys are all heavy have no error but that of float32 sums.
+    assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum() + 2**-20 * truth.abs().sum()
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert torch.allclose(lse, expected_lse, atol=1e-4)
     assert not output[(lse == -torch.inf)].any()

@@ -189,7 +189,7 @@ def test_what_is_not_finite_spoils_the_rows_that_use_it(operand, bad):
 def test_the_scores_of_the_means_are_accurate_to_float32():
     query, key, value = random_inputs(300, 200, q_heads=2, head_dim=128)
     key[:, :, :, 5] += 50
-    call = new_call(query, key, value, RECIPES["sage3"])
+    call = new_call(query, key, value, replace(RECIPES["sage3"], heavy_keys=0))
     operands = quantize(call)
     delta = torch.full((1, 2, 3, 256), torch.nan)
     delta_scores(operands, call, None, 0, 0, delta)

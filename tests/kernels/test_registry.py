@@ -303,6 +303,15 @@ def test_a_field_that_a_kernel_would_ignore_makes_it_pass_the_recipe_over(name, 
         assert KERNELS[name].serves(changed) == (field in HONOURED[name] or changed == recipe), recipe.name
 
 
+@pytest.mark.parametrize("name", ["int8_quantize", "int8_forward", "nvfp4_quantize", "nvfp4_forward"])
+def test_heavy_keys_are_64_or_none_and_have_no_gradients(name):
+    kernel = KERNELS[name]
+    for recipe in RECIPES.values():
+        served = kernel.serves(replace(recipe, heavy_keys=0))
+        assert kernel.serves(replace(recipe, heavy_keys=64)) == (served and recipe.backward is None)
+        assert not kernel.serves(replace(recipe, heavy_keys=32))
+
+
 def test_hoppers_quantiser_serves_the_means_that_it_takes():
     kernel = KERNELS["int8_quantize_hopper"]
     for name in ("sage1", "sage2", "sage_bwd"):

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .scores import LOG2E, mask_scores
+
 
 @triton.jit
 def heavy_channel(place):
@@ -11,75 +13,102 @@ def heavy_channel(place):
 
 
 @triton.jit
-def heavy_scores(
+def attend_heavy_keys(
     query,
     key,
+    value,
+    mask,
+    row,
     token,
-    inside,
+    q_len,
+    kv_len,
+    head_dim,
+    causal_offset,
+    softmax_scale,
     stride_token,
     stride_channel,
-    head_dim,
-    scale,
-    CHANNELS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Return the scores of heavy keys, times `scale`: float32 (rows, KEYS).
-
-    Args:
-        query: pointer to the caller's Q of a (batch, head).
-        key: pointer to `HeavyKeys.key` of a (batch, kv head), which has CHANNELS channels.
-        token: the rows' indices in Q, (rows,); those that are not `inside` are not read.
-    """
-    # A part of Q and K in shared memory has 256 bytes a token, so that both fit at every head_dim.
-    WIDTH: tl.constexpr = min(CHANNELS, 1024 // query.dtype.element_ty.primitive_bitwidth)
-    x = tl.zeros((token.shape[0], KEYS), tl.float32)
-    base = query + token.to(tl.int64)[:, None] * stride_token
-    for part in tl.static_range(CHANNELS // WIDTH):
-        place = part * WIDTH + tl.arange(0, WIDTH)
-        channel = heavy_channel(place)
-        at = base + channel.to(tl.int64)[None, :] * stride_channel
-        q = tl.load(at, mask=inside[:, None] & (channel < head_dim)[None, :], other=0.0)
-        k = tl.load(key + tl.arange(0, KEYS)[:, None] * CHANNELS + place[None, :])
-        x = tl.dot(q, k.T, x, input_precision="tf32x3")
-    return x * scale
-
-
-@triton.jit
-def merge_heavy_keys(
-    x,
-    value,
+    mask_stride_row,
+    mask_stride_column,
     row_max,
     total,
     divisor,
     output,
     p_scale_log2,
+    CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Attend to heavy keys beside others, as two parts of a row are merged by their maxima and sums.
 
     Args:
-        x: their scores in base 2, -inf where masked; float32 (rows, KEYS).
-        value: pointer to `HeavyKeys.value` of a (batch, kv head).
+        query, mask: pointers to the caller's Q of a (batch, head), and its mask as in `mask_scores`.
+        key, value: pointers to the `HeavyKeys` of a (batch, kv head).
+        row, token: indices of the rows in their sequence, and in Q, (rows,).
+        q_len, kv_len, causal_offset: of the sequence, which begins with the heavy keys.
+        stride_token, stride_channel: of Q.
         row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
             and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
 
     Returns:
         (row_max, total, output): of all keys.
     """
-    new_max = tl.maximum(row_max, tl.max(x, 1))
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    decay = tl.exp2(row_max - reference)
-    p = tl.exp2(x - (reference - p_scale_log2)[:, None])
-    heavy_sum = tl.sum(p, 1)
-    others = divisor * decay
-    divisor = others + heavy_sum
-    positive = tl.where(divisor == 0.0, 1.0, divisor)
-    # Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same: it is
-    # exact for the largest weight, which may hold nearly all of a row.
-    power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    inverse = 1.0 / power
-    v = tl.load(value + tl.arange(0, KEYS)[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :])
-    p = (p * inverse[:, None]).to(v.dtype)
-    output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision="tf32x3")
-    return new_max, total * decay + heavy_sum, output * (power / positive)[:, None]
+    # In float32 few keys at once: each product is three, whose operands take registers and shared memory. At head_dim
+    # 256 the output takes as many, and the loop over the other keys would spill.
+    WHOLE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 16 and max(CHANNELS, V_CHANNELS) <= 128
+    CHUNK: tl.constexpr = KEYS if WHOLE else 16
+    WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
+    for first in tl.range(0, KEYS, CHUNK, num_stages=1):
+        column = first + tl.arange(0, CHUNK)
+        x = _scores(query, key, token, row < q_len, column, stride_token, stride_channel, head_dim, CHANNELS, WIDTH)
+        x *= softmax_scale * LOG2E
+        if CAUSAL or RAGGED or MASK != "none":
+            x = mask_scores(
+                x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
+            )
+        new_max = tl.maximum(row_max, tl.max(x, 1))
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(row_max - reference)
+        p = tl.exp2(x - (reference - p_scale_log2)[:, None])
+        heavy_sum = tl.sum(p, 1)
+        others = divisor * decay
+        divisor = others + heavy_sum
+        positive = tl.where(divisor == 0.0, 1.0, divisor)
+        # Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same: it
+        # is exact for the largest weight, which may hold nearly all of a row.
+        power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        inverse = 1.0 / power
+        v = tl.load(value + column[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :])
+        p = (p * inverse[:, None]).to(v.dtype)
+        output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision="tf32x3")
+        output = output * (power / positive)[:, None]
+        row_max, total = new_max, total * decay + heavy_sum
+    return row_max, total, output
+
+
+@triton.jit
+def _scores(
+    query,
+    key,
+    token,
+    inside,
+    column,
+    stride_token,
+    stride_channel,
+    head_dim,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return Q·Kᵀ of some heavy keys, WIDTH channels at a time: float32 (rows, columns); `inside` rows are read."""
+    x = tl.zeros((token.shape[0], column.shape[0]), tl.float32)
+    base = query + token.to(tl.int64)[:, None] * stride_token
+    for first in tl.range(0, CHANNELS, WIDTH, num_stages=1):
+        place = first + tl.arange(0, WIDTH)
+        channel = heavy_channel(place)
+        at = base + channel.to(tl.int64)[None, :] * stride_channel
+        q = tl.load(at, mask=inside[:, None] & (channel < head_dim)[None, :], other=0.0)
+        k = tl.load(key + column[:, None] * CHANNELS + place[None, :])
+        x = tl.dot(q, k.T, x, input_precision="tf32x3")
+    return x

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from ..formats.int8 import INT8_MAX
 from ..formats.weights import P_SCALE
-from ..language.heavy import heavy_scores, merge_heavy_keys
+from ..language.heavy import attend_heavy_keys
 from ..language.int8 import round_to_byte
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
@@ -450,18 +450,11 @@ def int8_forward(
         if HEAVY > 0:
             kv_pair = batch * kv_heads + kv_head
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
-            x = heavy_scores(
-                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), token, inside, heavy_stride_token,
-                heavy_stride_channel, head_dim, softmax_scale * LOG2E, CHANNELS, HEAVY,
-            )  # fmt: skip
-            if CAUSAL or RAGGED or MASK != "none":
-                x = mask_scores(
-                    x, mask, row, tl.arange(0, HEAVY), q_len, kv_len, causal_offset,
-                    mask_stride_row, mask_stride_column, CAUSAL, MASK,
-                )  # fmt: skip
-            row_max, total, acc = merge_heavy_keys(
-                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), row_max, total, total, acc, p_scale_log2(PV),
-                V_CHANNELS, HEAVY,
+            row_max, total, acc = attend_heavy_keys(
+                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
+                mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, heavy_stride_token,
+                heavy_stride_channel, mask_stride_row, mask_stride_column, row_max, total, total, acc, p_scale_log2(PV),
+                CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel

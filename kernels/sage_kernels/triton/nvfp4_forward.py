@@ -23,11 +23,12 @@ from ..language.formats import (
     native_sum_of_eight,
     round_to_e2m1,
 )
-from ..language.heavy import heavy_scores, merge_heavy_keys
+from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
+from ..language.tiles import opaque
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..operands import NVFP4Operands
 from ..registry import Quantizer
@@ -482,22 +483,18 @@ def nvfp4_forward(
         factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
+        if HEAVY > 0:
+            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if HEAVY > 0:
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
-            x = heavy_scores(
-                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), token, inside, heavy_stride_token,
-                heavy_stride_channel, head_dim, softmax_scale * LOG2E, CHANNELS, HEAVY,
-            )  # fmt: skip
-            if CAUSAL or RAGGED or MASK != "none":
-                x = mask_scores(
-                    x, mask, row, tl.arange(0, HEAVY), q_len, kv_len, causal_offset,
-                    mask_stride_row, mask_stride_column, CAUSAL, MASK,
-                )  # fmt: skip
-            row_max, heavy_total, accumulator = merge_heavy_keys(
-                x, heavy_value + kv_pair * (HEAVY * V_CHANNELS), row_max, row_sum if TOTAL else divisor, divisor,
-                accumulator, P_SCALE_LOG2, V_CHANNELS, HEAVY,
+            row_max, heavy_total, accumulator = attend_heavy_keys(
+                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
+                mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, heavy_stride_token,
+                heavy_stride_channel, mask_stride_row, mask_stride_column,
+                row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
+                CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
             if TOTAL:
                 row_sum = heavy_total

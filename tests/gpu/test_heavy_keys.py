@@ -1,0 +1,138 @@
+"""Heavy keys in Triton's kernels: errors are the reference's, and beside a sink much smaller than without them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import exact
+from sage_kernels.layout import Lengths
+from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
+from sage_kernels.toolchain import triton_version
+from sage_kernels.triton.registration import nvfp4_unsupported
+from tests.helpers.judge import lse_tolerance
+from tests.helpers.sinks import sink
+from tests.helpers.triton_calls import attend, new_call
+
+KEYS = 64
+FORWARD_ONLY = ("sage1", "sage2", "sage3", "sage3_paper")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def run(inputs, recipe, **options):
+    if recipe.pv == "fp8" and CAPABILITY < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9 or newer")
+    native = recipe.qk == "nvfp4" and not nvfp4_unsupported(CAPABILITY, triton_version())
+    return attend(new_call(*inputs, recipe, return_lse=True, **options), CAPABILITY, native)
+
+
+def check(inputs, name, result=None, **options):
+    """Assert the error of the kernel, or of that (output, lse), to be the reference's; return the relative error."""
+    query, key, value = inputs
+    recipe = replace(RECIPES[name], heavy_keys=KEYS)
+    output, lse = run(inputs, recipe, **options) if result is None else result
+    expected, expected_lse = reference.attention(*inputs, recipe, **options)
+    truth, _ = exact.attention(*inputs, **options)
+
+    def per_head(x):
+        return x.double().abs().sum((-2, -1))
+
+    size = per_head(truth)
+    # Of the output's dtype, and of float32 sums.
+    rounding = torch.finfo(query.dtype).eps * size + 2**-18 * truth[0, 0].numel() * value.double().abs().amax()
+    assert (per_head(output - expected) <= per_head(expected - truth) + rounding).all()
+    assert per_head(output - truth).sum() <= 1.05 * per_head(expected - truth).sum() + 2**-20 * size.sum()
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    finite = expected_lse > -torch.inf
+    assert ((lse - expected_lse)[finite].abs() <= lse_tolerance(query, key, options.get("mask"))).all()
+    assert not output[~finite].any()
+    return (per_head(output - truth).sum() / size.sum()).item()
+
+
+def draw(device, dtype, q_len, kv_len, head_dim=64, v_head_dim=64, batch=2, q_heads=4, kv_heads=2):
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim))
+    return [
+        (
+            torch.randn(batch, *shape, device=device, generator=generator)
+            + torch.randn(shape[-1], device=device, generator=generator)
+        ).to(dtype)
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("recipe", FORWARD_ONLY)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(recipe, head_dim, dtype, device):
+    inputs = [x.to(device, dtype) for x in sink(256, 8192, head_dim, heads=2)]
+    error = check(inputs, recipe)
+    truth, _ = exact.attention(*inputs)
+    without, _ = reference.attention(*inputs, replace(RECIPES[recipe], heavy_keys=0))
+    times = 2 if recipe == "sage1" else 5  # P in float16 loses less of the others
+    output_rounding = torch.finfo(dtype).eps
+    assert times * error <= (without - truth).abs().sum() / truth.abs().sum() + times * output_rounding
+    check([x.to(device, dtype) for x in sink(1000, 1000, head_dim, heads=2)], recipe, is_causal=True)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("recipe", FORWARD_ONLY)
+@pytest.mark.parametrize("kind", ["none", "causal", "keys", "bool", "additive", "padding"])
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "dtype"),
+    [(64, 64, torch.bfloat16), (80, 40, torch.float32), (256, 144, torch.float16), (16, 256, torch.float32)],
+)
+def test_masks_and_sizes(recipe, kind, head_dim, v_head_dim, dtype, device):
+    for q_len, kv_len in ((150, 65), (70, 64), (300, 700)):
+        query, key, value = draw(device, dtype, q_len, kv_len, head_dim, v_head_dim)
+        generator = torch.Generator(device).manual_seed(1)
+        mask = None
+        if kind == "keys":
+            mask = torch.rand(2, 1, 1, kv_len, device=device, generator=generator) < 0.7
+        elif kind == "bool":
+            mask = torch.rand(2, 4, q_len, kv_len, device=device, generator=generator) < 0.5
+            mask[:, :, 3], mask[:, :, 4, :KEYS], mask[:, :, 5, KEYS:] = False, False, False
+        elif kind == "additive":
+            mask = torch.randn(1, 1, q_len, kv_len, device=device, generator=generator).to(dtype)
+            mask = mask.masked_fill(torch.rand(mask.shape, device=device, generator=generator) < 0.5, -torch.inf)
+        elif kind == "padding":
+            mask = torch.zeros(2, 1, 1, kv_len, device=device, dtype=dtype)
+            mask[0, ..., :3], mask[1, ..., -1:] = -2e4, -2e4
+            key[0, :, :3], value[0, :, :3] = torch.nan, torch.inf
+        if kind != "padding":
+            check((query, key, value), recipe, mask=mask, is_causal=kind == "causal")
+            continue
+        output, lse = run((query, key, value), replace(RECIPES[recipe], heavy_keys=KEYS), mask=mask)
+        key[0, :, :3], value[0, :, :3] = 0, 0
+        check((query, key, value), recipe, mask=mask)
+        clean = run((query, key, value), replace(RECIPES[recipe], heavy_keys=KEYS), mask=mask)
+        assert torch.equal(output, clean[0])
+        assert torch.equal(lse, clean[1])
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("recipe", FORWARD_ONLY)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_sequences_may_be_shorter_than_the_heavy_keys(recipe, is_causal, dtype, device):
+    q_lengths, kv_lengths, used = (3, 200, 700, 5, 64, 6), (10, 100, 900, 30, 65, 9), (10, 64, 850, 0, 65, 9)
+    starts = [
+        torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device) for lengths in (q_lengths, kv_lengths)
+    ]
+    lengths = Lengths(*starts, 700, 900, torch.tensor(used, dtype=torch.int32, device=device))
+    inputs = draw(device, dtype, sum(q_lengths), sum(kv_lengths), batch=1)
+    inputs[1][:, :, 74:110] = torch.nan  # not used
+    output, lse = run(inputs, replace(RECIPES[recipe], heavy_keys=KEYS), lengths=lengths, is_causal=is_causal)
+    for index, count in enumerate(used):
+        rows = slice(int(starts[0][index]), int(starts[0][index + 1]))
+        columns = slice(int(starts[1][index]), int(starts[1][index]) + count)
+        alone = (inputs[0][:, :, rows], inputs[1][:, :, columns], inputs[2][:, :, columns])
+        if count > KEYS:
+            check(alone, recipe, (output[:, :, rows], lse[:, :, rows]), is_causal=is_causal)
+            continue
+        # All its keys are heavy: what differs from exact attention are roundings to the inputs' dtype.
+        truth, true_lse = exact.attention(*alone, is_causal=is_causal)
+        eps = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+        assert (output[:, :, rows] - truth).abs().max() <= eps * inputs[2].double().nan_to_num().abs().max()
+        assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=1e-4)
