@@ -24,10 +24,15 @@ class HopperQuantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys."""
+        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys.
+
+        Q and K may be rotated, and if so, balanced.
+        """
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
         heavy = recipe.heavy_keys in (0, quantize.HALF_BLOCK)
-        return _serves(recipe, "heavy_keys") and values and recipe.smooth_k and heavy
+        rotation = recipe.rotate or not recipe.balance
+        served = _serves(recipe, "rotate", "balance", "heavy_keys")
+        return served and values and recipe.smooth_k and heavy and rotation
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -57,8 +62,8 @@ class HopperForward:
     packs = False
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16 or e4m3."""
-        return _serves(recipe)
+        """Serve Q and K in INT8, and P and V in FP16 or e4m3; scores do not tell whether Q and K are rotated."""
+        return _serves(recipe, "rotate", "balance")
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
