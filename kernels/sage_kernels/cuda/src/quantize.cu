@@ -3,6 +3,8 @@
 // V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way
 // before it uses the first.
 //
+// What is rotated differs from theirs, and from the reference's, where a sum in another order rounds to another code.
+//
 // The host, `quantize.py`, gives the kernels' parameters, with their structs, and all compile-time constants that are
 // not defined here.
 //
