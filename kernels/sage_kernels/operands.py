@@ -87,6 +87,8 @@ class Int8Operands:
         value_mean: float32 (batch, kv_heads, channels), added to the output.
         mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, added to the LSE; or None.
         heavy: the keys that are attended to in 16 bits; None: none are.
+        balance: float32 (batch, kv_heads, channels), the factors of `transforms.balance`, 1 beyond head_dim; None
+            without balance.
     """
 
     query: torch.Tensor
@@ -98,6 +100,7 @@ class Int8Operands:
     value_mean: torch.Tensor
     mean_score: torch.Tensor | None
     heavy: HeavyKeys | None = None
+    balance: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

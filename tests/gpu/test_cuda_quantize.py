@@ -1,17 +1,22 @@
-"""The operands of quantize.cu are those of the Triton quantisers, bit for bit, whatever runs beside it."""
+"""The operands of quantize.cu are those of the Triton quantisers, bit for bit, whatever runs beside it.
+
+Those that are rotated are the reference's, but for what sums in another order do.
+"""
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch import request_of
-from sage_kernels.layout import heavy_order, power_of_two
+from sage_kernels.formats import int8
+from sage_kernels.layout import heavy_order, natural_order, power_of_two, thread_order
 from sage_kernels.recipe import get_recipe
-from sage_kernels.transforms import mean_of_tokens
+from sage_kernels.transforms import balance, mean_of_tokens, rotate
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 
@@ -177,6 +182,140 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
             assert channels == power_of_two(head_dim)
             torch.testing.assert_close(x[..., : y.shape[3]], y, rtol=0, atol=0, equal_nan=True)
         assert quantize.quantize_operands(replace(call, key=key[:, :, :64], value=value[:, :, :64])).heavy is None
+
+
+def codes_of_the_reference(x, balance, group):
+    """Rotate and quantise tokens that lack their mean: Q a scale a token, K (group 16) one for 16 in thread order.
+
+    Returns the codes in their own order, and the scales.
+    """
+    x = F.pad(x, (0, balance.shape[-1] - x.shape[-1], 0, -x.shape[2] % 128))
+    x = rotate(x * balance)
+    if group == 1:
+        codes, scale = int8.quantize(x, 1)
+        return codes, scale.squeeze(-1)
+    codes, scale = int8.quantize(thread_order(x), group, torch.bfloat16)
+    return natural_order(codes), scale[:, :, ::group, 0].unflatten(2, (-1, 4))
+
+
+def assert_like_the_reference(codes, scale, expected_codes, expected_scale):
+    """Check codes where scales are equal: sums in another order move few of them over a half.
+
+    Scales of Q may differ in the last bits, those of K be the next bfloat16, seldom.
+    """
+    assert codes.shape == expected_codes.shape and scale.shape == expected_scale.shape
+    nan = expected_scale.isnan()
+    assert torch.equal(scale.isnan(), nan)
+    finite, expected_finite = (x.float().masked_fill(nan, 0.0) for x in (scale, expected_scale))
+    of_key = scale.dtype == torch.bfloat16
+    torch.testing.assert_close(finite, expected_finite, rtol=2.0**-7 if of_key else 1e-5, atol=1e-37)
+    if of_key:
+        same = finite == expected_finite
+        assert (~same).sum() <= 0.01 * same.numel() + 1
+        same = natural_order(same.unsqueeze(-1).expand(*same.shape, 16).flatten(2).unsqueeze(-1))
+        codes, expected_codes = (torch.where(same, x, 0) for x in (codes, expected_codes))
+    difference = (codes.int() - expected_codes.int()).abs()
+    assert difference.max() <= 1
+    assert difference.sum() <= 3e-4 * difference.numel() + 3
+
+
+def assert_rotated(actual, inputs, recipe):
+    """Check Q, K and the balance against the reference, given the call's Q, K (without heavy keys) and V."""
+    query, key, _ = (x.float() for x in inputs)
+    channels, group = actual.query.shape[3], query.shape[1] // key.shape[1]
+    ones = torch.ones(*key.shape[:2], 1, channels, device=query.device)
+    if recipe.balance:
+        expected = F.pad(balance(query, key), (0, channels - key.shape[3]), value=1.0)
+        distance = (actual.balance.unsqueeze(2).log2() - expected.log2()).abs()
+        # Squares are summed in another order: few channels lie on the border of two exponents.
+        assert distance.max() <= 1 and distance.sum() <= 0.01 * distance.numel()
+        ones = actual.balance.unsqueeze(2)
+    else:
+        assert actual.balance is None
+    mean = mean_of_tokens(key)
+    expected = codes_of_the_reference(query, ones.repeat_interleave(group, 1), 1)
+    assert_like_the_reference(actual.query, actual.query_scale, *expected)
+    smooth = F.pad(key - mean, (0, 0, 0, -key.shape[2] % 128))
+    expected = codes_of_the_reference(smooth, 1 / ones, 16)
+    assert_like_the_reference(actual.key, actual.key_scale, *expected)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("pv", RECIPE_OF_PV)
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("case", range(48))
+def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device):
+    choose = random.Random(case)
+    head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (72, 128), (128, 128), (128, 72)))
+    batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 3, 1), (3, 2, 4)))
+    q_len = choose.choice((1, 64, 127, 129, 1000, 5000))
+    kv_len = choose.choice((1, 63, 64, 65, 127, 128, 129, 200, 1000, 4096, 17_000))
+    heads = kv_heads * group
+    inputs = draw(batch, kv_heads, kv_len, head_dim, heads=heads, q_len=q_len, v_head_dim=v_head_dim, seed=case)
+    dtype = choose.choice((torch.float16, torch.bfloat16))
+    magnitude = choose.choice((1.0, 1.0, 1e-4, 1e2) if dtype == torch.float16 else (1.0, 1.0, 1e-30, 1e8, 1e30))
+    for number, x in enumerate(inputs):
+        x = x.float() * magnitude
+        x[..., 3], x[..., 9] = 0.0, -0.0
+        x[..., 5] *= (0.01, 40, 1)[number]
+        x[..., 7] *= (10, 0.001, 1)[number]
+        for _ in range(choose.choice((0, 0, 1, 3))):
+            token = choose.choice((0, x.shape[2] // 2, x.shape[2] - 1))
+            x[-1, choose.randrange(x.shape[1]), token, choose.randrange(30)] = choose.choice(
+                (torch.nan, torch.inf, -torch.inf)
+            )
+        if choose.random() < 0.1:
+            x[0, 0, :, 11] = torch.nan
+        inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
+    recipe = with_fields(pv, rotate=True, balance=balanced, heavy_keys=choose.choice((0, 64)))
+    assert HopperQuantizer().serves(recipe)
+    heavy = 64 if 0 < recipe.heavy_keys < kv_len else 0
+    tail = (inputs[0], *(x[:, :, heavy:] for x in inputs[1:]))
+    for return_lse in (False, True):
+        actual = quantize.quantize_operands(triton_calls.new_call(*inputs, recipe, return_lse=return_lse))
+        plain = quantized(tail, pv, return_lse)
+        assert_rotated(actual, tail, recipe)
+        assert [x for x in differing(actual, plain) if x.startswith("value")] == []
+        assert (actual.heavy is not None) == bool(heavy)
+        if return_lse:
+            query, mean = tail[0].float(), mean_of_tokens(tail[1].float()).repeat_interleave(group, 1)
+            bound = (query.abs() * mean.abs()).sum(-1).nan_to_num(0.0, 0.0, 0.0) * 2.0**-23 * head_dim
+            nan = ~plain.mean_score.isfinite()
+            assert torch.equal(nan, ~actual.mean_score.isfinite())
+            difference = (actual.mean_score - plain.mean_score).masked_fill(nan, 0.0).abs()
+            assert (difference[:, :, :q_len] <= bound + 1e-37).all() and not actual.mean_score[:, :, q_len:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rotation_of_the_largest_numbers(head_dim, dtype, device):
+    """A factor of 2^8 beside float16's largest number, and rows that are all of one size."""
+    query, key, value = draw(1, 2, 1000, head_dim, dtype=dtype)
+    largest = 65504.0
+    query[:, :, ::2], key[:, :, ::2], key[:, :, 1::2] = 2.0**-14, largest, -largest
+    query[..., 1] = largest
+    key[..., 1] *= 2.0**-14
+    recipe = with_fields("fp8", rotate=True, balance=True)
+    actual = quantize.quantize_operands(triton_calls.new_call(query, key, value, recipe))
+    assert actual.balance.amax() == 256 and actual.balance.amin() < 1
+    assert_rotated(actual, (query, key, value), recipe)
+    assert actual.query_scale[:, :, :1000].isfinite().all() and actual.key_scale.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", FULL_SIZES)
+def test_full_size_rotated(shape, device):
+    """Also twice the same bits."""
+    inputs = draw(*shape)
+    recipe = with_fields("fp8", rotate=True, balance=True, heavy_keys=64)
+    first, second = (quantize.quantize_operands(triton_calls.new_call(*inputs, recipe)) for _ in range(2))
+    assert differing(first, second) == [] and torch.equal(first.balance, second.balance)
+    for head in range(0, shape[1], 8):  # the reference takes much memory
+        one = [x[:1, head : head + 1] for x in (inputs[0], inputs[1][:, :, 64:], inputs[2][:, :, 64:])]
+        of_head = {
+            name: getattr(first, name)[:1, head : head + 1]
+            for name in ("query", "query_scale", "key", "key_scale", "balance")
+        }
+        assert_rotated(replace(first, **of_head), one, recipe)
 
 
 @pytest.mark.parametrize("pv", RECIPE_OF_PV)

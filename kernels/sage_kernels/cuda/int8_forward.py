@@ -13,7 +13,7 @@ from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
-from ..recipe import get_recipe
+from ..recipe import Recipe, get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import quantize, tokens
@@ -195,17 +195,21 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         request: the request.
         quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
     """
-    pv, padded, return_lse = get_recipe(request.recipe).pv, request.mask == "keys", request.return_lse or request.grad
-    recipe = get_recipe(request.recipe)
+    recipe, padded, return_lse = get_recipe(request.recipe), request.mask == "keys", request.return_lse or request.grad
     heavy = 0 < recipe.heavy_keys < request.kv_len
-    config = Config.of(power_of_two(request.head_dim), pv, request.kv_len, request.is_causal, padded, heavy)
-    quantizes_query &= _quantizes_query(pv, padded, request.is_causal, return_lse, request.kv_len)
+    config = Config.of(power_of_two(request.head_dim), recipe.pv, request.kv_len, request.is_causal, padded, heavy)
+    quantizes_query &= _quantizes_query(recipe, padded, request.is_causal, return_lse, request.kv_len)
     return kernel(config, request.is_causal, return_lse, request.dtype, quantizes_query).source.why_not()
 
 
-def _quantizes_query(pv: str, padded: bool, is_causal: bool, return_lse: bool, kv_len: int) -> bool:
-    """Return whether Q's quantisation hides in the kernel, where `quantize` makes the other operands."""
-    return pv == "fp8" and not (padded or is_causal or return_lse) and MEDIUM_KV_LEN <= kv_len < LONG_KV_LEN
+def _quantizes_query(recipe: Recipe, padded: bool, is_causal: bool, return_lse: bool, kv_len: int) -> bool:
+    """Return whether Q's quantisation hides in the kernel, where `quantize` makes the other operands.
+
+    Its producers lack the registers to rotate: a tile of 16 tokens takes 64 of each thread.
+    """
+    if recipe.pv != "fp8" or recipe.rotate:
+        return False
+    return not (padded or is_causal or return_lse) and MEDIUM_KV_LEN <= kv_len < LONG_KV_LEN
 
 
 def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -228,7 +232,7 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    hides = _quantizes_query(call.recipe.pv, padding is not None, call.is_causal, lse is not None, call.kv_len)
+    hides = _quantizes_query(call.recipe, padding is not None, call.is_causal, lse is not None, call.kv_len)
     if hides and quantizer.name == "int8_quantize_hopper":
         operands = quantize.quantize_operands(call, leaves_query=True)
     else:

@@ -13,9 +13,9 @@ from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import VALUE_DTYPES, HeavyKeys, Int8Operands
-from ..recipe import get_recipe
+from ..recipe import Recipe, get_recipe
 from ..registry import Request
-from ..transforms import MIN_MEAN
+from ..transforms import BALANCE_QUERIES, MAX_BALANCE, MIN_MEAN, MIN_VARIANCE, rotation_signs
 from . import tokens
 from .launch import Kernel, Source, launch
 from .parameters import Bytes, Floats, HalfWords, Int, UInt32
@@ -25,7 +25,6 @@ HALF_BLOCK = BLOCK // 2  # tokens of Q, K, or V in float16, that a block of the 
 VALUE_CHANNELS = 64  # of BLOCK tokens of V in e4m3, that a block of the grid quantises
 THREADS = 128
 SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
-STATISTIC_ROWS = 2 + 3 * SHARERS  # of a pair's statistics, besides two for each block of tokens
 # Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
 LEADING_QUERY_BLOCKS = 512
 
@@ -83,12 +82,31 @@ class Operands:
 
 
 @dataclass(slots=True)
+class Balance:
+    """The factors of the balance, which `statistics` writes, and the sample of Q that they depend on.
+
+    Attributes:
+        factors: (batch, kv_heads, CHANNELS); None without balance.
+        samples: rows of a head, at equal distances from the first one on.
+        distance: of two of them.
+    """
+
+    factors: Floats
+    q_heads: UInt32
+    samples: UInt32
+    distance: UInt32
+    q_len: Int
+
+
+@dataclass(slots=True)
 class StatisticsParameters:
     """Parameters of the kernel `statistics`."""
 
     key: Tokens
     value: Tokens
     s: Statistics
+    query: Tokens
+    balance: Balance
 
 
 @dataclass(slots=True)
@@ -102,22 +120,51 @@ class QuantizeParameters:
     o: Operands
 
 
+@dataclass(frozen=True)
+class Features:
+    """Transforms beside those of each recipe: fields as in `Recipe`."""
+
+    rotate: bool = False
+    balance: bool = False
+    heavy_keys: int = 0
+
+    @classmethod
+    def of(cls, recipe: Recipe, kv_len: int) -> Features:
+        """Return those of a recipe with so many keys."""
+        return cls(recipe.rotate, recipe.balance, recipe.heavy_keys if kv_len > recipe.heavy_keys else 0)
+
+    @property
+    def statistic_rows(self) -> int:
+        """Return the rows of a pair's statistics, besides two for each block of tokens."""
+        return 2 + 3 * SHARERS + 2 * self.rotate + 2 * SHARERS * self.balance
+
+
+PLAIN = Features()
+
+
 @cache
-def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool, heavy_keys: int = 0) -> tuple[Kernel, Kernel]:
-    """Return `statistics` and `quantize`, for operands with 64 or 128 channels, and for 0 or 64 heavy keys."""
+def kernels(
+    channels: int, dtype: torch.dtype, pv: str, return_lse: bool, features: Features = PLAIN
+) -> tuple[Kernel, Kernel]:
+    """Return `statistics` and `quantize`, for operands with 64 or 128 channels."""
     statistics_threads = channels
     macros = {
         **tokens.macros(channels, dtype),
         "PV_FLOAT16": pv == "fp16",
         "MEAN_SCORE": return_lse,
-        "HEAVY_KEYS": heavy_keys,
+        "ROTATE": features.rotate,
+        "BALANCE": features.balance,
+        "HEAVY_KEYS": features.heavy_keys,
+        "MAX_BALANCE": MAX_BALANCE,
+        "MIN_VARIANCE": MIN_VARIANCE,
+        **signs(channels),
         "BLOCK": BLOCK,
         "HALF_BLOCK": HALF_BLOCK,
         "KEY_BLOCK": KEY_BLOCK,
         "KEYS_PER_SCALE": THREAD_TOKENS,
         "VALUE_CHANNELS": VALUE_CHANNELS,
         "SHARERS": SHARERS,
-        "STATISTIC_ROWS": STATISTIC_ROWS,
+        "STATISTIC_ROWS": features.statistic_rows,
         "STATISTICS_THREADS": statistics_threads,
         "QUANTIZE_THREADS": THREADS,
         "LARGEST_E4M3": E4M3_MAX,
@@ -131,11 +178,18 @@ def kernels(channels: int, dtype: torch.dtype, pv: str, return_lse: bool, heavy_
     return Kernel(source, "statistics", statistics_threads), Kernel(source, "quantize", THREADS)
 
 
+def signs(channels: int) -> dict[str, int]:
+    """Return the rotation's signs by the names of their constants: 32 bits each, ones where a channel is negated."""
+    negated = (rotation_signs(channels) < 0).tolist()
+    words = [sum(bit << place for place, bit in enumerate(negated[start : start + 32])) for start in range(0, 128, 32)]
+    return {f"SIGNS_{number}": word for number, word in enumerate(words)}
+
+
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
-    return kernels(channels, request.dtype, recipe.pv, request.return_lse, heavy_keys)[0].source.why_not()
+    features = Features.of(recipe, request.kv_len)
+    return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
 def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands:
@@ -153,7 +207,7 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
     Raises:
         CompileError: see `launch.launch`.
     """
-    tail, heavy_keys = call.tail, call.heavy_keys
+    tail, features = call.tail, Features.of(call.recipe, call.kv_len)
     query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
@@ -164,11 +218,11 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
 
-    lines = new(batch, kv_heads, STATISTIC_ROWS + 2 * blocks, channels)
+    lines = new(batch, kv_heads, features.statistic_rows + 2 * blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
-    heavy_shape = (batch, kv_heads, heavy_keys, channels)
+    heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
     heavy = None
-    if heavy_keys:
+    if features.heavy_keys:
         heavy = HeavyKeys(new(*heavy_shape, dtype=query.dtype), new(*heavy_shape, dtype=query.dtype))
     operands = Int8Operands(
         query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
@@ -180,6 +234,7 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         new(batch, kv_heads, channels),
         new(*q_shape) if return_lse else None,
         heavy,
+        new(batch, kv_heads, channels) if features.balance else None,
     )
     halves = BLOCK // HALF_BLOCK
     query_blocks = 0 if leaves_query else q_blocks * halves * batch * q_heads
@@ -207,22 +262,30 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         pairs=pairs,
         q_heads=q_heads,
         q_blocks=q_blocks,
-        leading_query_blocks=0 if return_lse else min(LEADING_QUERY_BLOCKS, query_blocks),
+        leading_query_blocks=0 if return_lse or features.rotate else min(LEADING_QUERY_BLOCKS, query_blocks),
         q_len=q_len,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
     )
-    statistics, quantize = kernels(channels, query.dtype, pv, return_lse, heavy_keys)
+    statistics, quantize = kernels(channels, query.dtype, pv, return_lse, features)
+    query_tokens, distance = Tokens.of(query), ceil_div(q_len, BALANCE_QUERIES)
+    balance = Balance(
+        factors=operands.balance,
+        q_heads=q_heads,
+        samples=ceil_div(q_len, distance),
+        distance=distance,
+        q_len=q_len,
+    )
     launch(
         statistics,
         2 * pairs * SHARERS,
-        StatisticsParameters(key=key_tokens, value=value_tokens, s=found),
+        StatisticsParameters(key=key_tokens, value=value_tokens, s=found, query=query_tokens, balance=balance),
         query.device,
     )
     launch(
         quantize,
         query_blocks + pairs * blocks_of_pair,
-        QuantizeParameters(query=Tokens.of(query), key=key_tokens, value=value_tokens, s=found, o=written),
+        QuantizeParameters(query=query_tokens, key=key_tokens, value=value_tokens, s=found, o=written),
         query.device,
         dependent=True,
     )

@@ -24,9 +24,12 @@ class HopperQuantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys."""
+        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys.
+
+        Q and K may be rotated, and if so, balanced.
+        """
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
-        return _serves(recipe) and values and recipe.smooth_k
+        return _serves(recipe) and values and recipe.smooth_k and (recipe.rotate or not recipe.balance)
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -56,7 +59,7 @@ class HopperForward:
     packs = False
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 with K's and V's means, P and V in FP16 or e4m3, and 0 or 64 heavy keys."""
+        """Serve Q and K in INT8, transformed in any way but Q's mean, P and V in FP16 or e4m3, and 0 or 64 heavy keys."""
         return _serves(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -99,7 +102,8 @@ def register_kernels() -> None:
 def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
-    return formats and heavy and recipe.is_plain_but_for("smooth_k", "smooth_v", "heavy_keys", "backward")
+    transforms = ("smooth_k", "smooth_v", "rotate", "balance")
+    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "backward")
 
 
 def _unsupported(request: Request) -> str:

@@ -64,15 +64,27 @@ struct Reader {
 
 DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }
 
+// Return the larger magnitude; NaN when one is NaN.
+DEVICE float larger_magnitude(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(fabsf(y)));
+  return z;
+}
+
 // Return the scale of tokens with that largest magnitude; NaN unless it is finite.
 DEVICE float int8_scale(float largest) {
   return largest < INFINITE ? __fmul_rn(largest, ONE_127TH) : __int_as_float(0x7FC00000);
 }
 
+// Return the lowest bytes of four words; the first is in the lowest byte.
+DEVICE uint32 pack_bytes(uint32 a, uint32 b, uint32 c, uint32 d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
 // Round four numbers to INT8; the first is in the lowest byte.
 DEVICE uint32 to_int8(float a, float b, float c, float d) {
   auto rounded = [](float x) { return __float_as_uint(__fadd_rn(x, ROUNDER)); };
-  return __byte_perm(__byte_perm(rounded(a), rounded(b), 0x0040), __byte_perm(rounded(c), rounded(d), 0x0040), 0x5410);
+  return pack_bytes(rounded(a), rounded(b), rounded(c), rounded(d));
 }
 
 // Return the codes of 8 channels times `inverse`; zeros unless `keep`.

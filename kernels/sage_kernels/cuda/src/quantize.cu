@@ -3,6 +3,8 @@
 // V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way
 // before it uses the first.
 //
+// What is rotated differs from theirs, and from the reference's, where a sum in another order rounds to another code.
+//
 // The host, `quantize.py`, gives the kernels' parameters, with their structs, and all compile-time constants that are
 // not defined here.
 //
@@ -10,6 +12,7 @@
 #include "barrier.cuh"
 #include "numbers.cuh"
 #include "parameters.cuh"
+#include "rotation.cuh"
 #include "tokens.cuh"
 
 static_assert(BLOCK == 128, "BLOCK must be 128 tokens, whose sum is a tree, and to whose multiple operands are padded");
@@ -29,6 +32,17 @@ static_assert(KEY_BLOCK == HALF_BLOCK && KEYS_PER_SCALE == 16,
               "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: each of a block's warps finds one scale of K");
 ASSERT_FLAG(PV_FLOAT16, "V is in float16, with its mean and one scale for all channels, or in e4m3");
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
+ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
+ASSERT_FLAG(BALANCE, "Q and K are balanced before they are rotated, or not");
+static_assert(ROTATE || !BALANCE, "BALANCE needs ROTATE: factors are applied by the rotation");
+static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 15, "MAX_BALANCE must be 1 to 14: factors are normal in float16");
+static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
+#define ASSERT_SIGNS(NAME) \
+  static_assert(NAME >= 0 && NAME <= 0xFFFFFFFF, #NAME " must be 32 bits, ones where the rotation negates a channel")
+ASSERT_SIGNS(SIGNS_0);
+ASSERT_SIGNS(SIGNS_1);
+ASSERT_SIGNS(SIGNS_2);
+ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
               "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
 
@@ -39,11 +53,14 @@ constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
 
 enum Line {
   KEY_MEAN,
-  VALUE_INVERSE,         // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
-  EXTREMA,               // of V, by sharer: largest, smallest, and 1 where all are finite
-  SUMS = STATISTIC_ROWS  // of K's blocks of 128 tokens, then of V's
+  VALUE_INVERSE,  // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
+  EXTREMA,        // of V, by sharer: largest, smallest, and 1 where all are finite
+  ROTATED_MEAN = EXTREMA + 3 * SHARERS,   // minus K's mean, balanced, and rotated in each section
+  FACTORS = ROTATED_MEAN + ROTATE,        // in 16 bits, with the rotation's signs: see `factor_number`
+  SQUARES = FACTORS + ROTATE,             // of K and then of the sample of Q, by sharer: sums
+  SUMS = SQUARES + 2 * SHARERS * BALANCE  // of K's blocks of 128 tokens, then of V's
 };
-static_assert(EXTREMA + 3 * SHARERS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
+static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
   return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.blocks) + number) * CHANNELS;
@@ -75,13 +92,6 @@ DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_
 
 DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-// Return the larger magnitude; NaN when one is NaN.
-DEVICE float larger_magnitude(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(fabsf(y)));
-  return z;
-}
-
 DEVICE float round_up_to_bfloat16(float x) {
   return x == x ? __uint_as_float((__float_as_uint(x) + 0xFFFF) & 0xFFFF0000) : x;
 }
@@ -104,6 +114,8 @@ DEVICE int add_errors(float x, float y, int sum) {
   return __dp2a_lo(errors, 0x0101, sum);
 }
 
+DEVICE float exp2_of_integer(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
 // ---- Tokens ----
 
 template <int N>
@@ -114,6 +126,18 @@ DEVICE void load_floats(const float* from, float (&x)[N]) {
     x[i] = y.x, x[i + 1] = y.y, x[i + 2] = y.z, x[i + 3] = y.w;
   }
 }
+
+// Keeps a thread's number in shared memory while its registers have more urgent ones: the compiler computes what
+// depends on it afterwards.
+struct Kept {
+  volatile int64* const at;
+  DEVICE explicit Kept(int64 x) : at(slot()) { *at = x; }
+  DEVICE operator int64() const { return *at; }
+  static DEVICE volatile int64* slot() {
+    __shared__ int64 slots[QUANTIZE_THREADS];
+    return slots + threadIdx.x;
+  }
+};
 
 // ---- Statistics ----
 
@@ -141,8 +165,36 @@ DEVICE float sum_of_warp(float x) {
 struct Partial {
   float sum[WARPS][CHANNELS];
   uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
-  uint32 rejected[WARPS][CHANNELS / 2];  // ones where an element is not finite
+  uint32 rejected[WARPS][CHANNELS / 2];          // ones where an element is not finite
+  float squares[BALANCE ? WARPS : 1][CHANNELS];  // sums of them
 };
+
+// Sum squares of rows, by channel and warp: `load` gives a row by number, of those of the thread from 0 on. A square
+// that is not finite counts as 0.
+template <typename Load>
+DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][CHANNELS]) {
+  constexpr int LOADED = 4;  // at once
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float squares[8] = {};
+#pragma unroll 1
+  for (int first = 0; first < rows; first += LOADED) {
+    uint32 x[LOADED][4];
+#pragma unroll
+    for (int i = 0; i < LOADED; i++) load(first + i, x[i]);
+#pragma unroll
+    for (int i = 0; i < LOADED; i++)
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        const float y = channel_of(x[i], c), square = __fmul_rn(y, y);
+        squares[c] = __fadd_rn(squares[c], is_finite(square) ? square : 0.0f);
+      }
+  }
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    const float sum = sum_of_warp(squares[c]);
+    if (lane < LANES) sums[warp][lane * 8 + c] = sum;
+  }
+}
 
 // Reduce 128 tokens. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
 template <bool CAREFUL>
@@ -170,6 +222,14 @@ DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
       smallest = i == 0 ? low : smaller(smallest, low);
     }
     float2 sum = make_float2(sum_of_warp(tree_sum(of_first)), sum_of_warp(tree_sum(of_second)));
+    float2 squares = make_float2(0.0f, 0.0f);
+    if (BALANCE && !CAREFUL) {
+#pragma unroll
+      for (int i = 0; i < 16; i++)
+        squares = make_float2(__fmaf_rn(of_first[i], of_first[i], squares.x),
+                              __fmaf_rn(of_second[i], of_second[i], squares.y));
+      squares = make_float2(sum_of_warp(squares.x), sum_of_warp(squares.y));
+    }
 #pragma unroll
     for (int distance = 16; distance >= LANES; distance /= 2) {
       largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
@@ -179,6 +239,7 @@ DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
     if (lane < LANES) {
       const int at = lane * 4 + w;
       reinterpret_cast<float2*>(partial.sum[warp])[at] = sum;
+      if (BALANCE && !CAREFUL) reinterpret_cast<float2*>(partial.squares[warp])[at] = squares;
       partial.largest[warp][at] = largest;
       partial.smallest[warp][at] = smallest;
       partial.rejected[warp][at] = rejected;
@@ -187,25 +248,27 @@ DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
 }
 
 // Sum channel `threadIdx.x` of the tokens or sums that the block reduced.
-DEVICE float total_of_warps(const float (&sum)[WARPS][CHANNELS]) {
-  float x[WARPS];
+template <int N>
+DEVICE float total_of_warps(const float (&sum)[N][CHANNELS]) {
+  float x[N];
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) x[i] = sum[i][threadIdx.x];
+  for (int i = 0; i < N; i++) x[i] = sum[i][threadIdx.x];
   return tree_sum(x);
 }
 
 struct Extrema {
   float largest, smallest;
-  bool finite;  // all are
+  bool finite;    // all are
+  float squares;  // their sum
 };
 
 // Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return the extrema of channel
-// `threadIdx.x`.
+// `threadIdx.x`, and the sum of its squares.
 DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
   __shared__ Partial partial;
   const int channel = threadIdx.x;
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
-  float largest = -INFINITE, smallest = INFINITE;
+  float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
   bool finite = true;
 #pragma unroll 1
   for (int block = blockIdx.x % SHARERS; block < blocks; block += SHARERS) {
@@ -213,11 +276,19 @@ DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
     if (!careful) {
       reduce_tokens<false>(reader, partial);
       __syncthreads();
-      careful = __syncthreads_or(!is_finite(total_of_warps(partial.sum)));
+      bool exceeds = !is_finite(total_of_warps(partial.sum));
+      if (BALANCE) exceeds |= !is_finite(total_of_warps(partial.squares));
+      careful = __syncthreads_or(exceeds);
     }
-    if (careful) reduce_tokens<true>(reader, partial);
+    if (careful) {
+      reduce_tokens<true>(reader, partial);
+      if (BALANCE)  // read again: a thread lacks registers for this beside the other
+        sum_squares(
+            16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
+    }
     __syncthreads();
     *sum = total_of_warps(partial.sum);
+    if (BALANCE) squares = __fadd_rn(squares, total_of_warps(partial.squares));
     sum += SHARERS * CHANNELS;
     reader.skip(SHARERS * BLOCK);
 #pragma unroll
@@ -229,7 +300,7 @@ DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
     }
     __syncthreads();
   }
-  return {largest, smallest, finite};
+  return {largest, smallest, finite, squares};
 }
 
 // Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
@@ -258,9 +329,84 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
   return __fdiv_rn(total, static_cast<float>(tokens));
 }
 
-// Find the means of K and V, and V's scales: a cluster for K of each pair, and one for V.
-extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(STATISTICS_THREADS, 512 / CHANNELS)
-    statistics(STATISTICS_PARAMETERS) {
+// Sum the squares of the block's share of a pair's sample of Q: those of channel `threadIdx.x`.
+DEVICE float squares_of_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair) {
+  __shared__ float sums[BALANCE ? WARPS : 1][CHANNELS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
+  const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
+  sum_squares((rows + SHARERS * 8 - 1) / (SHARERS * 8),
+              [&](int i, uint32(&x)[4]) {
+                const uint32 row = first + i * SHARERS * 8, head = row / b.samples,
+                             token = row % b.samples * b.distance;
+                const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
+                reader.load<false>(0, row < rows && reader.left > 0, x);
+              },
+              sums);
+  __syncthreads();
+  return total_of_warps(sums);
+}
+
+// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean. Squares are summed
+// in another order than there: where the logarithm lies between two integers it may be the other one.
+DEVICE int balance_exponent(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean) {
+  float of_key = 0.0f, of_query = 0.0f;
+#pragma unroll
+  for (int i = 0; i < SHARERS; i++) {
+    of_key = __fadd_rn(of_key, line(s, pair, SQUARES + i)[channel]);
+    of_query = __fadd_rn(of_query, line(s, pair, SQUARES + SHARERS + i)[channel]);
+  }
+  of_key = __fdiv_rn(of_key, static_cast<float>(s.kv_len));
+  of_query = __fdiv_rn(of_query, static_cast<float>(b.q_heads / s.kv_heads * b.samples));
+  const float square = __fmul_rn(mean, mean);
+  const float variance = fmaxf(__fsub_rn(of_key, square), __fmul_rn(square, MIN_VARIANCE));
+  if (!(of_query > 0.0f && variance > 0.0f)) return 0;
+  const float exponent = rintf(log2f(__fdiv_rn(variance, of_query)) * 0.25f);
+  return static_cast<int>(fminf(fmaxf(exponent, -MAX_BALANCE), MAX_BALANCE));
+}
+
+// Return the place of a channel's factor of Q, or of K, in a pair's line: both have 8 channels in turn, so that what a
+// lane wants lies as far apart as its channels of ROTATED_MEAN do.
+DEVICE int factor_number(int channel, bool of_key) { return channel / 8 * 16 + of_key * 8 + channel % 8; }
+
+// Return in 16 bits 2^exponent with the sign of a channel in the rotation.
+DEVICE uint16 factor(int exponent, uint32 channel) {
+  const uint32 all[4] = {SIGNS_0, SIGNS_1, SIGNS_2, SIGNS_3};
+  uint32 signs = all[0];
+#pragma unroll
+  for (int i = 1; i < CHANNELS / 32; i++)
+    if (channel / 32 == i) signs = all[i];
+  return (FLOAT16 ? exponent + 15 << 10 : exponent + 127 << 7) | (signs >> channel % 32 & 1) << 15;
+}
+
+// Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
+// channel that they have in those of the first LANES threads.
+DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean) {
+  uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));
+  if (threadIdx.x < LANES) {
+    const int exponent = BALANCE ? balance_exponent(s, b, pair, channel, mean) : 0;
+    if (BALANCE) b.factors[pair * CHANNELS + channel] = exp2_of_integer(exponent);
+    factors[factor_number(channel, false)] = factor(exponent, channel);
+    factors[factor_number(channel, true)] = factor(-exponent, channel);
+  }
+  __syncwarp();
+  sync_cluster();
+  if (blockIdx.x % SHARERS != 0) return;
+  float x = -__fmul_rn(line(s, pair, KEY_MEAN)[threadIdx.x], float_of(factors[factor_number(threadIdx.x, true)]));
+#pragma unroll
+  for (int distance = 1; distance < SECTION; distance *= 2) {
+    const float other = __shfl_xor_sync(~0u, x, distance);
+    x = threadIdx.x & distance ? __fsub_rn(other, x) : __fadd_rn(x, other);
+  }
+  line(s, pair, ROTATED_MEAN)[threadIdx.x] = x;
+}
+
+// Threads of a multiprocessor, at least: a thread has 64 registers of tokens, and the balance takes more beside them.
+constexpr int RESIDENT_CHANNELS = !ROTATE ? 512 : CHANNELS == 128 ? 384 : 320;
+
+// Find the means of K and V, V's scales, and K's and Q's balance: a cluster for K of each pair, and one for V.
+extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
+    __launch_bounds__(STATISTICS_THREADS, RESIDENT_CHANNELS / CHANNELS) statistics(STATISTICS_PARAMETERS) {
   let_next_kernel_start();
   const uint32 sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
   const bool of_value = blockIdx.x / SHARERS % 2;
@@ -273,9 +419,18 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(STA
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   }
+  if (BALANCE && !of_value) {
+    line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
+    line(s, pair, SQUARES + SHARERS + sharer)[threadIdx.x] = squares_of_sample(query, s, balance, pair);
+  }
   sync_cluster();
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
   float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, s.kv_len);
+  if (ROTATE && !of_value) {
+    if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
+    prepare_rotation(s, balance, pair, channel, mean);
+    return;
+  }
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
     line(s, pair, KEY_MEAN)[channel] = mean;
@@ -308,11 +463,15 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(STA
 
 constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
 
+// Blocks of a multiprocessor: a thread keeps 4 · SECTIONS registers of a tile before the rotation, 16 · SECTIONS after.
+constexpr int RESIDENT = !ROTATE ? 8 : CHANNELS == 128 ? 5 : 7;
+
 // The functions that follow are WHOLE if all tokens and channels that they write exist.
 
 // Quantise HALF_BLOCK tokens of Q of one (batch, q head): 16 consecutive ones a warp.
 template <bool WHOLE>
-DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+DEVICE void quantize_plain_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair,
+                                 uint32 block) {
   const uint32 batch = pair / o.q_heads, head = pair % o.q_heads;
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
   const int first = block * HALF_BLOCK + threadIdx.x / 32 * 16 + lane / LANES;
@@ -350,7 +509,7 @@ DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Opera
 // Quantise HALF_BLOCK tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same
 // threads of the forward kernel get.
 template <bool WHOLE>
-DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8, of_load = lane / LANES;
   const int first = block * HALF_BLOCK + of_load / 2 * 8 + warp * 2 + of_load % 2;
   constexpr int APART = ROWS / 2 * 8;  // tokens of a thread
@@ -394,7 +553,109 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
   }
 }
 
-DEVICE float exp2_of_integer(int exponent) { return __int_as_float((exponent + 127) << 23); }
+// Quantise what `quantize_plain_query` does, rotated.
+template <bool WHOLE>
+DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair,
+                                   uint32 block) {
+  const uint32 batch = pair / o.q_heads, head = pair % o.q_heads;
+  const uint32 pair_of_key = batch * s.kv_heads + head / (o.q_heads / s.kv_heads);
+  const int lane = threadIdx.x % 32, t = lane % 4, channel = t * 8;
+  const int first = block * HALF_BLOCK + threadIdx.x / 32 * 16 + lane / 4;
+  constexpr int APART = 8;  // tokens of a thread
+  TileWords x;
+  load_tile<WHOLE>(Reader(query, batch, head, first, o.q_len, channel, s.head_dim), APART, s.head_dim, x);
+  const Kept kept(static_cast<int64>(pair) * o.q_blocks * BLOCK + first);
+  wait_for_previous_kernel();
+
+  if (MEAN_SCORE) {
+    const float* means = line(s, pair_of_key, KEY_MEAN) + channel;
+    float scores[TILE_ROWS] = {};
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++) {
+      float mean[8];
+      load_floats(means + section * SECTION, mean);
+#pragma unroll
+      for (int i = 0; i < TILE_ROWS; i++)
+#pragma unroll
+        for (int c = 0; c < 8; c++) scores[i] = __fmaf_rn(channel_of(x[i][section], c), mean[c], scores[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < TILE_ROWS; i++) {
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) scores[i] += __shfl_xor_sync(~0u, scores[i], distance);
+      if (t == 0) o.mean_score[kept + i * APART] = scores[i];
+    }
+  }
+
+  TileFloats y;
+  const float* factors = line(s, pair_of_key, FACTORS) + channel;
+  rotate(x, factors, y, [](int, float (&of_first)[8], float (&of_second)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; c++) of_first[c] = of_second[c] = 0.0f;
+  });
+  float largest[TILE_ROWS];
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; i++) {
+    largest[i] = largest_of(y[i]);
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2)
+      largest[i] = larger_magnitude(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
+  }
+  // A lane makes one token's scale, and lends it to the token's others.
+  const float scale = int8_scale(__fmul_rn(t % 2 ? largest[1] : largest[0], NORM)), inverse = reciprocal(scale);
+  const int64 row = kept;
+  if (t < TILE_ROWS) o.query_scale[row + t * APART] = scale;
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; i++)
+    store_codes(y[i], __shfl_sync(~0u, inverse, lane / 4 * 4 + i), o.query + (row + i * APART) * CHANNELS + channel);
+}
+
+// Quantise what `quantize_plain_key` does, rotated.
+template <bool WHOLE>
+DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, channel = lane % 4 * 8;
+  const int first = block * HALF_BLOCK + g / 2 * 8 + warp * 2 + g % 2;
+  constexpr int APART = 32;  // tokens of a thread
+  const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.head_dim);
+  const Kept kept(static_cast<int64>(pair) * s.blocks * BLOCK + first);
+  TileWords x;
+  load_tile<WHOLE>(reader, APART, s.head_dim, x);
+  wait_for_previous_kernel();
+  TileFloats y;
+  const float* means = line(s, pair, ROTATED_MEAN) + channel;
+  const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
+  rotate(x, factors, y, [&](int section, float (&of_first)[8], float (&of_second)[8]) {
+    float mean[8];
+    load_floats(means + section * SECTION, mean);
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      of_first[c] = WHOLE || reader.has(0) ? mean[c] : 0.0f;
+      of_second[c] = WHOLE || reader.has(APART) ? mean[c] : 0.0f;
+    }
+  });
+  float largest = larger_magnitude(largest_of(y[0]), largest_of(y[1]));
+  largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
+  const float scale = round_up_to_bfloat16(int8_scale(__fmul_rn(largest, NORM))), inverse = reciprocal(scale);
+  const int64 row = kept;
+  if (lane == 0) o.key_scale[row / HALF_BLOCK * 4 + warp] = scale == scale ? __float_as_uint(scale) >> 16 : 0x7FFF;
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; i++) store_codes(y[i], inverse, o.key + (row + i * APART) * CHANNELS + channel);
+}
+
+template <bool WHOLE>
+DEVICE void quantize_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+  if constexpr (ROTATE)
+    quantize_rotated_query<WHOLE>(query, s, o, pair, block);
+  else
+    quantize_plain_query<WHOLE>(query, s, o, pair, block);
+}
+template <bool WHOLE>
+DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
+  if constexpr (ROTATE)
+    quantize_rotated_key<WHOLE>(key, s, o, pair, block);
+  else
+    quantize_plain_key<WHOLE>(key, s, o, pair, block);
+}
 
 // Scale HALF_BLOCK tokens of V of one pair in float16, 16 consecutive ones a warp: divide them by the least power of
 // two, within 2^±126, that brings the largest finite magnitude within 2^HEADROOM_EXPONENT.
@@ -540,7 +801,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 // Quantise Q, K and V, and copy heavy keys. The grid's blocks take some of Q, for which the statistics need not be
 // complete; K and V, from the last pair to the first, while the L2 cache holds what `statistics` read last; the others
 // of Q.
-extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, 8) quantize(QUANTIZE_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
   const uint32 of_key = 2 * s.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
