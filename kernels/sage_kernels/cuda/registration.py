@@ -24,9 +24,9 @@ class HopperQuantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without."""
+        """Serve Q and K in INT8 without other transforms than K's mean, V in float16 with its mean or in e4m3 without."""
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
-        return _serves(recipe) and values and recipe.smooth_k
+        return _serves(recipe) and values and recipe.smooth_k and not (recipe.rotate or recipe.balance)
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -56,7 +56,7 @@ class HopperForward:
     packs = False
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16 or e4m3."""
+        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and V in FP16 or e4m3."""
         return _serves(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -96,7 +96,7 @@ def register_kernels() -> None:
 
 def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
-    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "rotate", "balance", "backward")
 
 
 def _unsupported(request: Request) -> str:

@@ -48,7 +48,7 @@ class Int8Quantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means."""
+        """Serve Q and K in INT8 with all transforms but the mean of Q."""
         return _serves_int8(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -97,7 +97,7 @@ class Int8Forward:
     packs = True
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and V in FP16, e4m3 or INT8."""
+        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and V in FP16, e4m3 or INT8."""
         return _serves_int8(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -123,7 +123,7 @@ class Int8Backward:
     native = True
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and dS both in 16 bit or in INT8."""
+        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and dS both in 16 bit or in INT8."""
         backward = recipe.backward
         if backward is None or not _serves_int8(recipe):
             return False
@@ -186,11 +186,11 @@ def register_kernels() -> None:
 
 def _serves_int8(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8", "int8")
-    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+    return formats and recipe.is_plain_but_for("smooth_k", "smooth_v", "rotate", "balance", "backward")
 
 
 def _serves_nvfp4(recipe: Recipe) -> bool:
-    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scale", "scale_steps", "denominator")
+    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "scale_steps", "denominator")
     return recipe.qk == recipe.pv == "nvfp4" and recipe.is_plain_but_for(*transforms)
 
 
