@@ -60,8 +60,8 @@ class HeavyKeys:
     """The first keys of each sequence, which are attended to in 16 bits; in the caller's dtype.
 
     Attributes:
-        key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose; channels are head_dim rounded
-            up to a power of two; what lies beyond head_dim is 0. A key that does not exist is 0.
+        key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose; channels are head_dim
+            rounded up to a power of two; what lies beyond head_dim is 0. A key that does not exist is 0.
         value: (batch, kv_heads, keys, v_channels), likewise, V with its mean.
     """
 

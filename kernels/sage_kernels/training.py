@@ -259,7 +259,9 @@ def _fake_training_attention(
     channels = padded_channels(int(head_dim))
     sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     q_rows, kv_rows = padded_rows(q_len, sequences), padded_rows(key.shape[2], sequences)
-    balance = (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).balance else (0,)
+    balance = (
+        (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).balance else (0,)
+    )
     return (
         query.new_empty(batch, q_len, q_heads, value.shape[3]).transpose(1, 2),
         *Saved(

@@ -19,22 +19,46 @@ from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES, Backward
 from sage_kernels.reference import backward as subject
 from sage_kernels.reference import forward as reference
-from tests.helpers.gradients import BWD, CONSISTENT, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names
+from tests.helpers.gradients import (
+    BWD,
+    CONSISTENT,
+    FLOAT32,
+    ROTATED,
+    TRANSFORMED,
+    UNIT,
+    autograd,
+    draw,
+    gradients,
+    names,
+)
 
 # The formulas: nothing is rounded.
 
 
-def unrounded(query, key, lse, scale, lengths, rotate):
+def unrounded(query, key, lse, scale, lengths, recipe):
     """`Saved` of operands that nothing has quantised: float64 Q, K without its mean, and scales of 1."""
-    if rotate:
-        query, key = (transforms.rotate(F.pad(x, (0, -x.shape[-1] % 16))) for x in (query, key))
+    group, channels = query.shape[1] // key.shape[1], padded_channels(query.shape[-1])
+    query, key = (F.pad(x, (0, channels - x.shape[-1])) for x in (query, key))
+    balance = lse.new_empty(0)
+    if recipe.balance:
+        sequences = query.shape[0] if lengths is None else len(lengths.cu_seqlens_q) - 1
+        generator = torch.Generator().manual_seed(2)
+        balance = torch.randint(-2, 3, (sequences, key.shape[1], channels), generator=generator).double().exp2()
+
+        def factors(cu_seqlens):
+            if lengths is None:
+                return balance.unsqueeze(2)
+            return balance.repeat_interleave(cu_seqlens.diff(), 0).transpose(0, 1).unsqueeze(0)
+
+        query = query * factors(lengths and lengths.cu_seqlens_q).repeat_interleave(group, 1)
+        key = key / factors(lengths and lengths.cu_seqlens_k)
+    if recipe.rotate:
+        query, key = transforms.rotate(query), transforms.rotate(key)
     if lengths is None:
         mean = key.mean(2, keepdim=True)
-        group = query.shape[1] // key.shape[1]
         lse = lse - scale * (query @ mean.repeat_interleave(group, 1).mT).squeeze(-1)
-        channels = padded_channels(query.shape[-1]) - query.shape[-1]
-        query = F.pad(query, (0, channels, 0, padded_rows(query.shape[2]) - query.shape[2]))
-        key = F.pad(key - mean, (0, channels, 0, padded_rows(key.shape[2]) - key.shape[2]))
+        query = F.pad(query, (0, 0, 0, padded_rows(query.shape[2]) - query.shape[2]))
+        key = F.pad(key - mean, (0, 0, 0, padded_rows(key.shape[2]) - key.shape[2]))
     else:
         packed = []
         for x, starts in ((query, lengths.cu_seqlens_q.tolist()), (key, lengths.cu_seqlens_k.tolist())):
@@ -46,7 +70,7 @@ def unrounded(query, key, lse, scale, lengths, rotate):
             packed.append(rows)
         query, key = packed
     key_scale = key.new_ones(*key.shape[:2], key.shape[2] // 64, 4)
-    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, lse)
+    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, balance, lse)
 
 
 class Unrounded(torch.autograd.Function):
@@ -65,7 +89,7 @@ class Unrounded(torch.autograd.Function):
                 queries, keys = slice(start, q_starts[i + 1]), slice(k_starts[i], k_starts[i + 1])
                 parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
                 output[:, :, queries], lse[:, :, queries] = exact.attention(*parts, scale=scale, **options)
-        ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe.rotate))
+        ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe))
         ctx.rest = (recipe, scale, lengths, valid, options, tiles)
         return output
 
@@ -93,7 +117,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recipe", [BWD, CONSISTENT, ROTATED], ids=["output", "consistent", "rotated"])
+@pytest.mark.parametrize(
+    "recipe", [BWD, CONSISTENT, ROTATED, TRANSFORMED], ids=["output", "consistent", "rotated", "balanced"]
+)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
     options = dict(CASES[case])

@@ -24,7 +24,7 @@ class HopperQuantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without other transforms than K's mean, V in float16 with its mean or in e4m3 without."""
+        """Serve Q and K in INT8 without other transforms than K's mean, V in float16 with its mean, in e4m3 without."""
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
         return _serves(recipe) and values and recipe.smooth_k and not (recipe.rotate or recipe.balance)
 

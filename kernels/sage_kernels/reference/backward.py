@@ -3,9 +3,9 @@
 With S from the INT8 codes of Q and K that the forward saved, and δ = rowsum(dO∘O), P = exp(S - lse) and
 dS = P∘(dO·Vᵀ - δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594,
 algorithm 3). K and Q are the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS
-sum to 0. The rotation and the balance of Q and K are undone: in 16 bit in the operands K and Q of these products, in
-8 bit, whose operands are the codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU path and the emulation; memory is
-linear in length.
+sum to 0. Their rotation and balance are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
+operands are the codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU
+path and the emulation; memory is linear in length.
 
 Sums are float32. With float64 tensors they are float64, and the "16bit" format does not round.
 """
