@@ -337,16 +337,16 @@ def test_a_backward_kernel_serves_the_formats_that_it_computes(changes, served):
 
 
 @pytest.fixture
-def rotated(monkeypatch):
+def smoothed(monkeypatch):
     """A recipe of that name that no fast kernel computes."""
-    monkeypatch.setitem(RECIPES, "sage1", replace(RECIPES["sage1"], rotate=True))
+    monkeypatch.setitem(RECIPES, "sage1", replace(RECIPES["sage1"], smooth_q=True))
     select.cache_clear()
     yield RECIPES["sage1"]
     select.cache_clear()
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_recipe_that_no_fast_kernel_computes_runs_on_the_reference(rotated):
+def test_a_recipe_that_no_fast_kernel_computes_runs_on_the_reference(smoothed):
     request = replace(GPU, recipe="sage1", aligned=True)
     plan = select(request, "emulate")
     assert (plan.kernel, plan.recipe, plan.numerics, plan.quantizer) == ("reference", "sage1", "emulated", "")
@@ -355,12 +355,12 @@ def test_a_recipe_that_no_fast_kernel_computes_runs_on_the_reference(rotated):
         select(request, "error")
 
 
-def test_the_reference_honours_what_made_the_others_pass_the_recipe_over(rotated):
+def test_the_reference_honours_what_made_the_others_pass_the_recipe_over(smoothed):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 80, 64, generator=generator) for _ in range(3)]
     output, _ = ops.attention(*inputs, recipe="sage1", fallback="emulate")
-    assert torch.equal(output, reference.attention(*inputs, rotated)[0])
-    assert not torch.equal(output, reference.attention(*inputs, replace(rotated, rotate=False))[0])
+    assert torch.equal(output, reference.attention(*inputs, smoothed)[0])
+    assert not torch.equal(output, reference.attention(*inputs, replace(smoothed, smooth_q=False))[0])
 
 
 # The kernels of a plan.

@@ -70,6 +70,7 @@ def token_statistics(call: Call, valid: torch.Tensor | None = None) -> Statistic
             CHANNELS=shape[-1],
             EXTREMA=extrema,
             SQUARES=squares,
+            num_warps=8 if squares else 4,  # a thread keeps its elements for the squares
             **shared,
         )
         return parts
