@@ -6,6 +6,7 @@ Loops can then load whole tiles and ignore strides, lengths and rows without a k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -181,7 +182,7 @@ def multiplies_int8(recipe: Recipe) -> bool:
     return recipe.backward is not None and recipe.backward.ds == "int8"
 
 
-def _restoring(saved: Saved, recipe: Recipe) -> dict[str, torch.Tensor | None]:
+def _restoring(saved: Saved, recipe: Recipe) -> dict[str, Any]:
     """Return the arguments that undo rotation and balance of the values of codes; INT8 operands stay transformed."""
     restores, codes = not multiplies_int8(recipe), saved.query
     return {

@@ -304,12 +304,13 @@ def _backward(
     key = saved.key.to(sums)
     key_scale = natural_order(saved.key_scale.to(sums).flatten(-2).repeat_interleave(THREAD_TOKENS, -1).unsqueeze(-1))
 
-    key_balance = saved.balance.to(sums).unsqueeze(-2) if recipe.balance else None
-    query_balance = None
-    if key_balance is not None:
-        query_balance = 1 / key_balance.repeat_interleave(q_heads // kv_heads, 1)
-    query_operand, query_factor = _product_operand(query, query_scale, formats.ds, recipe.rotate, query_balance, dtype)
-    key_operand, key_factor = _product_operand(key, key_scale, formats.ds, recipe.rotate, key_balance, dtype)
+    # Factors that undo the balance of K, and of dQ = dS·K; and of Q, and of dK = dSᵀ·Q.
+    key_factors = (
+        saved.balance.to(sums).unsqueeze(-2) if recipe.balance else saved.balance.new_ones(1, 1, 1, 1, dtype=sums)
+    )
+    query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.balance else 1, 1)
+    query_operand, query_factor = _product_operand(query, query_scale, formats.ds, recipe.rotate, query_factors, dtype)
+    key_operand, key_factor = _product_operand(key, key_scale, formats.ds, recipe.rotate, key_factors, dtype)
     gradient_operand = _round_blocks(output_gradient, formats.p, GRADIENT_BLOCK, dtype)
     dp_gradient = _round_blocks(output_gradient, formats.dp, 1 if formats.scales == "row" else block_m, dtype)
     dp_value = _round_blocks(value, formats.dp, 1 if formats.scales == "row" else block_n, dtype)
@@ -359,9 +360,8 @@ def _backward(
     for gradient in (key_gradient, value_gradient):
         gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
     if formats.ds != "16bit":
-        # dQ = dS·K is a gradient of K's kind, and dK = dSᵀ·Q of Q's.
-        query_gradient = _restore(query_gradient, recipe.rotate, None if key_balance is None else 1 / query_balance)
-        key_gradient = _restore(key_gradient, recipe.rotate, None if key_balance is None else 1 / key_balance)
+        query_gradient = _restore(query_gradient, recipe.rotate, 1 / query_factors)
+        key_gradient = _restore(key_gradient, recipe.rotate, 1 / key_factors)
     return (
         _tokens_first(query_gradient[:, :, :q_len, :head_dim] * scale, dtype),
         _tokens_first(key_gradient[:, :, :kv_len, :head_dim] * scale, dtype),
@@ -369,14 +369,13 @@ def _backward(
     )
 
 
-def _restore(x: torch.Tensor, rotates: bool, factor: torch.Tensor | None) -> torch.Tensor:
-    """Undo the rotation of channels, then multiply them by a factor (None: 1) that undoes their balance."""
-    x = transforms.unrotate(x) if rotates else x
-    return x if factor is None else x * factor
+def _restore(x: torch.Tensor, rotates: bool, factor: torch.Tensor) -> torch.Tensor:
+    """Undo the rotation of channels, then multiply them by the factor that undoes their balance."""
+    return (transforms.unrotate(x) if rotates else x) * factor
 
 
 def _product_operand(
-    codes: torch.Tensor, scale: torch.Tensor, kind: str, rotates: bool, factor: torch.Tensor | None, dtype: torch.dtype
+    codes: torch.Tensor, scale: torch.Tensor, kind: str, rotates: bool, factor: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (Q or K as multiplied by dS, the factor of dS before it is rounded).
 

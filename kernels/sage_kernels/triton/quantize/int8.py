@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ...call import Call
 from ...language.int8 import int8_scale, magnitude, round_to_int8
-from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.launch import INTERPRETED, UNSPECIALIZED, launch, strides
 from ...language.rotation import channel_factor, rotate, rotation_matrix, sign_bits
 from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
@@ -176,7 +176,10 @@ def scaled_matrix(matrix, factor, CHANNELS: tl.constexpr):
     """Return the rotation's matrix of ±1 with a factor, a power of two, for each of its rows; exact in 16 bits."""
     channel = tl.arange(0, CHANNELS)
     x = tl.load(matrix + channel[:, None] * CHANNELS + channel[None, :])
-    return x * factor.to(x.dtype)[:, None]
+    if INTERPRETED:  # which takes bfloat16 factors for integers
+        return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+    else:
+        return x * factor.to(x.dtype)[:, None]
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
