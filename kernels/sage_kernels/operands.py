@@ -44,12 +44,15 @@ class Statistics:
         value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
             element.
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
+        balance: as key_mean, by which K is divided and Q multiplied (`transforms.balance`), 1 beyond head_dim; None
+            without balance.
     """
 
     key_mean: torch.Tensor
     value_mean: torch.Tensor
     value_amax: torch.Tensor
     value_tensor_amax: torch.Tensor
+    balance: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,8 @@ class Saved(NamedTuple):
         query_scale: float32 (batch, q_heads, rows).
         key: int8 (batch, kv_heads, rows, channels), K without its mean.
         key_scale: bfloat16 (batch, kv_heads, rows / 64, 4), one for 16 tokens (`layout.thread_order`).
+        balance: float32 (sequences, kv_heads, channels), by which K was divided and Q multiplied before they were
+            rotated, 1 beyond head_dim; (0,) where the recipe has none.
         lse: float32 (batch, q_heads, q_len): natural log-sum-exp of each row's scores against K without its mean,
             -inf where a row may attend to nothing; (1, q_heads, total queries) when packed.
     """
@@ -165,4 +170,5 @@ class Saved(NamedTuple):
     query_scale: torch.Tensor
     key: torch.Tensor
     key_scale: torch.Tensor
+    balance: torch.Tensor
     lse: torch.Tensor

@@ -18,12 +18,12 @@ from .registry import Fallback, KernelUnavailableError, Request, select
 # The fields of `Lengths`; for sequences that are not packed, its tensors are None and its numbers 0.
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
 _OPTIONS = "bool is_causal, int causal_offset, float? scale, str recipe, str fallback"
-_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor lse"
+_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor balance, Tensor lse"
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
 for _schema in (
     f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? valid, {_LENGTHS}, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"training_attention_backward(Tensor output_gradient, Tensor value, Tensor output, {_SAVED}, Tensor? valid, "
     f"{_LENGTHS}, int head_dim, str kernel, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     "training_lse(Tensor query, Tensor key, Tensor lse, Tensor? valid, float? scale, str recipe) -> Tensor",
@@ -246,12 +246,22 @@ def _fake_training_attention(
     valid: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-    *options: object,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
     batch, q_heads, q_len, head_dim = query.shape
     channels = padded_channels(int(head_dim))
     sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     q_rows, kv_rows = padded_rows(q_len, sequences), padded_rows(key.shape[2], sequences)
+    balance = (
+        (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).balance else (0,)
+    )
     return (
         query.new_empty(batch, q_len, q_heads, value.shape[3]).transpose(1, 2),
         *Saved(
@@ -259,6 +269,7 @@ def _fake_training_attention(
             query.new_empty(batch, q_heads, q_rows, dtype=torch.float32),
             query.new_empty(batch, key.shape[1], kv_rows, channels, dtype=torch.int8),
             query.new_empty(batch, key.shape[1], kv_rows // KEY_BLOCK, 4, dtype=torch.bfloat16),
+            query.new_empty(balance, dtype=torch.float32),
             query.new_empty(batch, q_heads, q_len, dtype=torch.float32),
         ),
     )
@@ -272,6 +283,7 @@ def _training_attention_backward(
     query_scale: torch.Tensor,
     saved_key: torch.Tensor,
     key_scale: torch.Tensor,
+    balance: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
@@ -292,7 +304,7 @@ def _training_attention_backward(
         output_gradient,
         value,
         output,
-        Saved(saved_query, query_scale, saved_key, key_scale, lse),
+        Saved(saved_query, query_scale, saved_key, key_scale, balance, lse),
         head_dim,
         get_recipe(recipe),
         Mask.of_keys(valid),
@@ -317,6 +329,7 @@ def _fake_training_attention_backward(
     query_scale: torch.Tensor,
     saved_key: torch.Tensor,
     key_scale: torch.Tensor,
+    balance: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,

@@ -125,7 +125,9 @@ def balance(query: torch.Tensor, key: torch.Tensor, valid: torch.Tensor | None =
     key_square = mean_of_tokens(key.square(), valid)
     variance = torch.maximum(key_square - mean.square(), mean.square() * MIN_VARIANCE)
     ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
-    return torch.exp2((torch.log2(ratio) / 4).round().clamp(-MAX_BALANCE, MAX_BALANCE))
+    # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
+    _, exponent = torch.frexp(ratio.clamp(2.0 ** (-4 * MAX_BALANCE), 2.0 ** (4 * MAX_BALANCE)))
+    return torch.exp2(((exponent + 1) >> 2).float())
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass is what the reference's keeps, bit for bit."""
+"""What the forward pass keeps for the backward pass is what the reference's keeps, but for almost-ties in codes."""
 
 import random
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sage_kernels.layout import KEY_BLOCK, padded_channels, padded_rows, sequence_slices
+from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, of_kernel, of_reference, rows_of_sequences
 from tests.helpers.layouts import LAYOUTS, lay_out
@@ -53,7 +54,7 @@ def both_or_nothing(spans: tuple[slice, slice]) -> tuple[slice, ...]:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("recipe", TRAINING)
 @pytest.mark.parametrize("case", range(CASES))
-def test_saved_tensors_are_the_references_bit_for_bit(recipe, case, device):
+def test_saved_tensors_are_the_references(recipe, case, device):
     call = draw_call(recipe, case, device)
     (_, found), (_, expected) = of_kernel(call), of_reference(call)
     count = None if call.lengths is None else len(call.lengths.cu_seqlens_q) - 1
@@ -74,7 +75,9 @@ def test_saved_tensors_are_the_references_bit_for_bit(recipe, case, device):
         x, y = getattr(found, name), getattr(expected, name)
         assert (x.shape, x.dtype) == (y.shape, y.dtype), name
         which = which.to(device)
-        assert torch.equal(x[:, :, which].nan_to_num(777), y[:, :, which].nan_to_num(777)), name
+        agree = scales_agree if name.endswith("scale") else codes_agree  # matrix instructions rotate
+        assert agree(x[:, :, which].nan_to_num(777), y[:, :, which].nan_to_num(777)), name
+    assert torch.equal(found.balance, expected.balance)
     assert (found.lse.shape, found.lse.dtype) == (call.query.shape[:3], torch.float32)
     assert torch.equal(found.lse.isnan(), expected.lse.isnan())
     assert torch.equal(found.lse == -torch.inf, expected.lse == -torch.inf)

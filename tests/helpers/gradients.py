@@ -11,8 +11,10 @@ from sage_kernels.reference import backward as subject
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 SHIPPED = [recipe for recipe in RECIPES.values() if recipe.backward is not None]
-CONSISTENT = replace(BWD, backward=replace(BWD.backward, delta="consistent"))
-ROTATED = replace(BWD, rotate=True)
+PLAIN = replace(BWD, rotate=False, balance=False)
+ROTATED = replace(PLAIN, rotate=True)
+CONSISTENT = replace(PLAIN, backward=replace(PLAIN.backward, delta="consistent"))
+TRANSFORMED, TRANSFORMED_INT8 = (replace(recipe, rotate=True, balance=True) for recipe in (BWD, BWD_INT8))
 names = pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
 
 # The largest relative error of rounding to a dtype, and the spacing of float32 numbers around 1.

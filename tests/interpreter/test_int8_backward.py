@@ -12,6 +12,7 @@ from sage_kernels import exact
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
+from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend_and_save, backward, new_backward_call, new_call
 
 ADA, HOPPER = (8, 9), (9, 0)
@@ -113,11 +114,12 @@ def test_the_forward_keeps_what_the_references_keeps(case):
     recipe, options = RECIPES["sage_bwd_int8"], options_of(**options)
     expected, expected_saved = reference_backward.forward(*tensors, recipe, **options)
     output, saved = kernel_forward(*tensors, recipe, options)
-    for name in ("query", "query_scale", "key", "key_scale"):
-        assert torch.equal(getattr(saved, name), getattr(expected_saved, name)), name
+    agreements = {"query": codes_agree, "query_scale": scales_agree, "key": codes_agree, "key_scale": scales_agree}
+    for name, agree in {**agreements, "balance": torch.equal}.items():
+        assert agree(getattr(saved, name), getattr(expected_saved, name)), name
     without_key = expected_saved.lse == -torch.inf
     assert torch.equal(saved.lse == -torch.inf, without_key)
-    assert torch.allclose(saved.lse, expected_saved.lse, atol=1e-5)
+    assert torch.allclose(saved.lse, expected_saved.lse, atol=1e-4)
     assert not output[without_key].any()
     mask = None if options["valid"] is None else options["valid"][:, None, None]
     some = {name: options[name] for name in ("is_causal", "causal_offset", "scale")}

@@ -1,5 +1,7 @@
 """The INT8 kernels in Triton's interpreter: operands to the bit, outputs against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from sage_kernels import exact, ops
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend, new_call, quantize
 
 ADA = (8, 9)
@@ -26,12 +29,14 @@ def draw(*, batch=1, q_heads=4, kv_heads=2, q_len=70, kv_len=150, head_dim=64, v
     "sizes", [{}, {"head_dim": 80, "v_head_dim": 40, "q_len": 130, "kv_len": 64}, {"dtype": torch.float16, "kv_len": 1}]
 )
 @pytest.mark.parametrize("padding", [False, True])
-def test_operands_are_the_references_bit_for_bit(recipe, sizes, padding):
+def test_operands_are_the_references(recipe, sizes, padding):
+    """Bit for bit, but for 16-bit Q and K, which matrix instructions rotate."""
     query, key, value = draw(**sizes)
     key[0, 0, 0, 3], value[0, 1, 0, 5] = float("nan"), float("inf")
     value[..., 7] -= value[..., 7].mean()
     valid = torch.rand(1, key.shape[2], generator=torch.Generator().manual_seed(1)) < 0.7 if padding else None
-    recipe = RECIPES[recipe]
+    query[..., 9] *= 30
+    recipe = replace(RECIPES[recipe], rotate=True, balance=True)
     expected = reference.quantize_operands(
         query, key, value, recipe, None if valid is None else valid[:, None, :, None]
     )
@@ -42,16 +47,40 @@ def test_operands_are_the_references_bit_for_bit(recipe, sizes, padding):
     if recipe.pv != "fp16":
         v_values = v_values.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).mT
     k_scale = operands.key_scale.float()[..., None, :, None].expand(-1, -1, -1, 8, 4, 2).flatten(2)
+    assert torch.equal(operands.balance[:, :, None, : query.shape[-1]], expected.balance)
+    assert torch.all(operands.balance[..., query.shape[-1] :] == 1)
+    rotated = (
+        (operands.query, expected.query, codes_agree),
+        (operands.query_scale[..., None], expected.query_scale, scales_agree),
+        (operands.key, expected.key, codes_agree),
+        (k_scale[..., None], expected.key_scale, scales_agree),
+    )
+    for actual, wanted, agree in rotated:
+        inside = actual[:, :, : wanted.shape[2]].float()
+        agree = agree if query.dtype == torch.float16 else torch.equal
+        assert agree(inside.nan_to_num(777.0), wanted.nan_to_num(777.0))
     for actual, wanted in (
-        (operands.query, expected.query),
-        (operands.query_scale[..., None], expected.query_scale),
-        (operands.key, expected.key),
-        (k_scale[..., None], expected.key_scale),
         (v_values, expected.value),
         (operands.value_scale[:, :, None], expected.value_scale.expand(-1, -1, -1, value.shape[-1])),
     ):
         inside = actual[:, :, : wanted.shape[2], : wanted.shape[3]].float()
         assert torch.equal(inside.nan_to_num(777.0), wanted[..., : inside.shape[3]].nan_to_num(777.0))
+
+
+def test_packed_sequences_are_balanced_each_by_its_own_queries_and_keys():
+    query, key, value = draw(q_len=640, kv_len=300, q_heads=2, kv_heads=1, dtype=torch.float16)
+    key[:, :, 130:, 5] *= 40
+    query[:, :, 300:, 7] *= 20
+    starts = torch.tensor([0, 300, 300, 640], dtype=torch.int32), torch.tensor([0, 130, 150, 300], dtype=torch.int32)
+    recipe = replace(RECIPES["sage1"], rotate=True, balance=True)
+    packed = quantize(new_call(query, key, value, recipe, lengths=Lengths(*starts, 340, 150)))
+    for index, first, k_first in ((0, 0, 0), (2, 512, 384)):
+        queries, keys = (slice(*cu_seqlens[index : index + 2].tolist()) for cu_seqlens in starts)
+        alone = quantize(new_call(query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe))
+        assert torch.equal(packed.balance[index], alone.balance[0])
+        assert torch.equal(packed.query[:, :, first : first + alone.query.shape[2]], alone.query)
+        assert torch.equal(packed.key[:, :, k_first : k_first + alone.key.shape[2]], alone.key)
+    assert torch.equal(packed.balance[1], torch.ones(1, 64))  # without queries
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])

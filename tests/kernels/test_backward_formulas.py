@@ -19,22 +19,47 @@ from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES, Backward
 from sage_kernels.reference import backward as subject
 from sage_kernels.reference import forward as reference
-from tests.helpers.gradients import BWD, CONSISTENT, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names
+from tests.helpers.gradients import (
+    BWD,
+    CONSISTENT,
+    FLOAT32,
+    PLAIN,
+    ROTATED,
+    TRANSFORMED,
+    TRANSFORMED_INT8,
+    UNIT,
+    autograd,
+    draw,
+    gradients,
+)
 
 # The formulas: nothing is rounded.
 
 
-def unrounded(query, key, lse, scale, lengths, rotate):
+def unrounded(query, key, lse, scale, lengths, recipe):
     """`Saved` of operands that nothing has quantised: float64 Q, K without its mean, and scales of 1."""
-    if rotate:
-        query, key = (transforms.rotate(F.pad(x, (0, -x.shape[-1] % 16))) for x in (query, key))
+    group, channels = query.shape[1] // key.shape[1], padded_channels(query.shape[-1])
+    query, key = (F.pad(x, (0, channels - x.shape[-1])) for x in (query, key))
+    balance = lse.new_empty(0)
+    if recipe.balance:
+        sequences = query.shape[0] if lengths is None else len(lengths.cu_seqlens_q) - 1
+        generator = torch.Generator().manual_seed(2)
+        balance = torch.randint(-2, 3, (sequences, key.shape[1], channels), generator=generator).double().exp2()
+
+        def factors(cu_seqlens):
+            if lengths is None:
+                return balance.unsqueeze(2)
+            return balance.repeat_interleave(cu_seqlens.diff(), 0).transpose(0, 1).unsqueeze(0)
+
+        query = query * factors(lengths and lengths.cu_seqlens_q).repeat_interleave(group, 1)
+        key = key / factors(lengths and lengths.cu_seqlens_k)
+    if recipe.rotate:
+        query, key = transforms.rotate(query), transforms.rotate(key)
     if lengths is None:
         mean = key.mean(2, keepdim=True)
-        group = query.shape[1] // key.shape[1]
         lse = lse - scale * (query @ mean.repeat_interleave(group, 1).mT).squeeze(-1)
-        channels = padded_channels(query.shape[-1]) - query.shape[-1]
-        query = F.pad(query, (0, channels, 0, padded_rows(query.shape[2]) - query.shape[2]))
-        key = F.pad(key - mean, (0, channels, 0, padded_rows(key.shape[2]) - key.shape[2]))
+        query = F.pad(query, (0, 0, 0, padded_rows(query.shape[2]) - query.shape[2]))
+        key = F.pad(key - mean, (0, 0, 0, padded_rows(key.shape[2]) - key.shape[2]))
     else:
         packed = []
         for x, starts in ((query, lengths.cu_seqlens_q.tolist()), (key, lengths.cu_seqlens_k.tolist())):
@@ -46,7 +71,7 @@ def unrounded(query, key, lse, scale, lengths, rotate):
             packed.append(rows)
         query, key = packed
     key_scale = key.new_ones(*key.shape[:2], key.shape[2] // 64, 4)
-    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, lse)
+    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, balance, lse)
 
 
 class Unrounded(torch.autograd.Function):
@@ -65,7 +90,7 @@ class Unrounded(torch.autograd.Function):
                 queries, keys = slice(start, q_starts[i + 1]), slice(k_starts[i], k_starts[i + 1])
                 parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
                 output[:, :, queries], lse[:, :, queries] = exact.attention(*parts, scale=scale, **options)
-        ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe.rotate))
+        ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe))
         ctx.rest = (recipe, scale, lengths, valid, options, tiles)
         return output
 
@@ -93,7 +118,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recipe", [BWD, CONSISTENT, ROTATED], ids=["output", "consistent", "rotated"])
+@pytest.mark.parametrize(
+    "recipe", [PLAIN, CONSISTENT, ROTATED, TRANSFORMED], ids=["output", "consistent", "rotated", "balanced"]
+)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
     options = dict(CASES[case])
@@ -112,7 +139,7 @@ def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("recipe", [BWD, CONSISTENT], ids=["output", "consistent"])
+@pytest.mark.parametrize("recipe", [PLAIN, CONSISTENT], ids=["output", "consistent"])
 def test_the_formulas_hold_across_tiles_and_chunks(is_causal, recipe, monkeypatch):
     query, key, value, gradient = draw(2, 4, 2, 300, 270, 6, 5, dtype=torch.float64)
     expected = autograd(query, key, value, gradient, is_causal=is_causal, scale=0.3)
@@ -128,7 +155,9 @@ def test_the_formulas_hold_across_tiles_and_chunks(is_causal, recipe, monkeypatc
 # What the forward keeps.
 
 
-@names
+@pytest.mark.parametrize(
+    "recipe", [PLAIN, ROTATED, TRANSFORMED, TRANSFORMED_INT8], ids=["plain", "rotated", "balanced", "int8"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     query, key, value, _ = draw(2, 4, 2, 130, 200, 40, 24, dtype=dtype)
@@ -139,7 +168,8 @@ def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     assert torch.equal(output, expected)
     assert output.stride() == expected.stride()
     counts = valid[:, None, :, None]
-    key, mean = transforms.smooth(torch.where(counts, key.float(), 0.0), counts)
+    inputs = query.float(), torch.where(counts, key.float(), 0.0)
+    key, mean = transforms.smooth(inputs[1], counts)
     mean_scores = 0.2 * (query.float() @ mean.repeat_interleave(2, 1).mT).squeeze(-1)
     # Two float32 numbers of the magnitude of |q|·|mean|.
     bound = 2.0**-22 * (query.float().norm(dim=-1) * mean.norm(dim=-1).amax() + lse.abs())
@@ -147,11 +177,18 @@ def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     assert torch.equal(saved.lse > -torch.inf, finite)
     assert ((saved.lse + mean_scores - lse).abs() <= bound)[finite].all()
 
-    codes, scale = int8.quantize(query.float(), 1)
+    query, key = F.pad(query.float(), (0, 24)), F.pad(torch.where(counts, key, 0.0), (0, 24))
+    if recipe.balance:
+        factor = transforms.balance(*inputs, counts)
+        assert torch.equal(saved.balance, F.pad(factor.squeeze(-2), (0, 24), value=1.0))
+        query, key = query * saved.balance.unsqueeze(-2).repeat_interleave(2, 1), key / saved.balance.unsqueeze(-2)
+    if recipe.rotate:
+        query, key = transforms.rotate(query), transforms.rotate(key)
+    codes, scale = int8.quantize(query, 1)
     assert (saved.query.dtype, saved.query_scale.dtype) == (torch.int8, torch.float32)
-    assert torch.equal(saved.query, F.pad(codes, (0, 24, 0, 126)))
+    assert torch.equal(saved.query, F.pad(codes, (0, 0, 0, 126)))
     assert torch.equal(saved.query_scale, F.pad(scale.squeeze(-1), (0, 126)))
-    key = F.pad(torch.where(counts, key, 0.0), (0, 24, 0, 56))
+    key = F.pad(key, (0, 0, 0, 56))
     assert (saved.key.shape, saved.key_scale.shape) == ((2, 2, 256, 64), (2, 2, 4, 4))
     for block in range(4):
         for thread in range(4):
@@ -286,7 +323,7 @@ VARIANTS = {
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("tiles", [(64, 64), (16, 128), (128, 32)])
 def test_gradients_differ_from_float64_by_no_more_than_their_rounding(variant, dtype, is_causal, tiles):
-    recipe = replace(BWD, backward=VARIANTS[variant])
+    recipe = replace(PLAIN, backward=VARIANTS[variant])
     query, key, value, gradient = draw(1, 1, 1, 150, 170, 32, 24, dtype=dtype)
     scale = -0.2 if is_causal else 0.2  # nothing depends on its sign
     output, saved = subject.forward(query, key, value, recipe, is_causal=is_causal, scale=scale)
@@ -313,12 +350,12 @@ def test_everything_is_rounded_as_its_format_says():
         return torch.cat([nearest(part, kind) for part in x.split(count)])
 
     for variant, formats in VARIANTS.items():
-        recipe = replace(BWD, backward=formats)
+        recipe = replace(PLAIN, backward=formats)
         output, saved = subject.forward(query, key, value, recipe, is_causal=False)
         tiles = {"block_m": 64, "block_n": 32}
         options = {"head_dim": 32, "is_causal": False}
         actual = subject.backward(gradient, value, output, saved, recipe, **options, **tiles)
-        exact_formats = (gradient.double(), value.double(), output.double(), saved, replace(BWD))
+        exact_formats = (gradient.double(), value.double(), output.double(), saved, PLAIN)
         unquantised = subject.backward(*exact_formats, **options)
 
         q, k, do, v = saved.query[0, 0].float(), saved.key[0, 0].float(), gradient[0, 0].float(), value[0, 0].float()

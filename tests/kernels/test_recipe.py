@@ -23,6 +23,7 @@ def test_the_recipes_are_those_of_the_table():
             **nvfp4_both,
             smooth_v=True,
             rotate=True,
+            balance=True,
             tensor_scale=True,
             scale_steps=(-2, 6),
             denominator="quantized_p",
@@ -36,14 +37,18 @@ def test_the_recipes_are_those_of_the_table():
             pv="fp8",
             smooth_k=True,
             smooth_v=True,
+            rotate=True,
+            balance=True,
             denominator="p",
         ),
-        "sage1": Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, denominator="p"),
+        "sage1": Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, denominator="p"),
         "sage_bwd": Recipe(
             "sage_bwd",
             qk="int8",
             pv="fp16",
             smooth_k=True,
+            rotate=True,
+            balance=True,
             denominator="p",
             backward=Backward(p="16bit", ds="16bit", dp="16bit", delta="output"),
         ),
@@ -53,6 +58,8 @@ def test_the_recipes_are_those_of_the_table():
             pv="int8",
             smooth_k=True,
             smooth_v=True,
+            rotate=True,
+            balance=True,
             denominator="p",
             backward=Backward(p="int8", ds="int8", dp="16bit", scales="row", delta="output"),
         ),
@@ -74,13 +81,14 @@ def in_blocks(x, *options):
 def test_sage3_operands_are_smoothed_rotated_and_searched():
     query, key, value = draw()
     operands = reference.quantize_operands(query, key, value, RECIPES["sage3"])
+    factor = transforms.balance(query, key) if RECIPES["sage3"].balance else torch.ones(1)
     key, _ = transforms.smooth(key)
     query, query_mean = transforms.smooth_blocks(query, 128)
     value = transforms.smooth_value(value)[0].mT
     assert torch.equal(operands.smooth_key, key)
     assert torch.equal(operands.query_mean, query_mean)
-    assert torch.equal(operands.query, in_blocks(transforms.rotate(query), (-2, 6)))
-    assert torch.equal(operands.key, in_blocks(transforms.rotate(key), (-2, 6)))
+    assert torch.equal(operands.query, in_blocks(transforms.rotate(query * factor), (-2, 6)))
+    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), (-2, 6)))
     assert torch.equal(operands.value * operands.value_scale, nvfp4.quantize(value, (-2, 6)).dequantize().mT)
 
 
@@ -99,10 +107,13 @@ def test_sage3_paper_operands_are_smoothed_in_the_published_format():
 def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
     query, key, value = draw()
     operands = reference.quantize_operands(query, key, value, RECIPES[name])
+    factor = transforms.balance(query, key) if RECIPES[name].balance else torch.ones(1)
+    query, key = query * factor, transforms.smooth(key)[0] / factor
+    if RECIPES[name].rotate:
+        query, key = transforms.rotate(query), transforms.rotate(key)
     codes, scale = int8.quantize(query, 1)
     assert torch.equal(operands.query, codes.float())
     assert torch.equal(operands.query_scale, scale)
-    key, _ = transforms.smooth(key)
     for first in range(0, key.shape[-2], 64):
         for thread in range(4):
             tokens = [first + 8 * j + 2 * thread + e for j in range(8) for e in (0, 1)]

@@ -11,7 +11,21 @@ import torch
 from sage_kernels import exact
 from sage_kernels.layout import Lengths
 from sage_kernels.reference import backward as subject
-from tests.helpers.gradients import BWD, BWD_INT8, FLOAT32, ROTATED, UNIT, autograd, draw, gradients, names, relative_l1
+from tests.helpers.gradients import (
+    BWD,
+    BWD_INT8,
+    FLOAT32,
+    PLAIN,
+    ROTATED,
+    TRANSFORMED,
+    TRANSFORMED_INT8,
+    UNIT,
+    autograd,
+    draw,
+    gradients,
+    names,
+    relative_l1,
+)
 
 
 @names
@@ -51,9 +65,23 @@ def test_rotation_halves_the_error_that_a_loud_channel_makes(head_dim):
     query, key, value, gradient = draw(1, 2, 2, 512, 512, head_dim, 64, dtype=torch.bfloat16)
     query[..., 3], key[..., 3] = query[..., 3] * 8, key[..., 3] * 8
     truths = autograd(query, key, value, gradient, scale=0.05)
-    plain = gradients(query, key, value, gradient, BWD, scale=0.05)
+    plain = gradients(query, key, value, gradient, PLAIN, scale=0.05)
     rotated = gradients(query, key, value, gradient, ROTATED, scale=0.05)
     for actual, other, truth in zip(rotated, plain, truths, strict=True):
+        assert relative_l1(actual, truth) < relative_l1(other, truth) / 2
+
+
+@pytest.mark.parametrize("recipe", [TRANSFORMED, TRANSFORMED_INT8], ids=["16 bit", "INT8"])
+def test_balance_mends_channels_that_are_loud_in_k_alone(recipe):
+    """Of 2 of 64 channels, 40 times as loud in K and as quiet in Q; with grouped heads, and padded channels."""
+    query, key, value, gradient = draw(2, 4, 2, 300, 300, 60, 32, dtype=torch.bfloat16)
+    query[..., [3, 20]], key[..., [3, 20]] = query[..., [3, 20]] / 40, key[..., [3, 20]] * 40
+    valid = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.8
+    truths = autograd(query, key, value, gradient, valid=valid)
+    rotated = gradients(query, key, value, gradient, replace(recipe, balance=False), valid=valid)
+    balanced = gradients(query, key, value, gradient, recipe, valid=valid)
+    for actual, other, truth in zip(balanced, rotated, truths, strict=True):
+        assert relative_l1(actual, truth) < 0.04
         assert relative_l1(actual, truth) < relative_l1(other, truth) / 2
 
 

@@ -268,18 +268,19 @@ OTHERS = {
     "smooth_k": True,
     "smooth_v": True,
     "rotate": True,
+    "balance": True,
     "tensor_scale": False,
     "scale_steps": (-1, 1),
     "denominator": "quantized_p",
 }
-MEANS = {"smooth_k", "smooth_v"}
+INT8 = {"smooth_k", "smooth_v", "rotate", "balance"}
 HONOURED = {
-    "int8_quantize": MEANS,
-    "int8_forward": MEANS,
-    "int8_forward_hopper": MEANS | {"rotate"},
-    "int8_backward": MEANS,
-    "int8_backward_hopper": MEANS,
-    "reference_backward": MEANS,
+    "int8_quantize": INT8,
+    "int8_forward": INT8,
+    "int8_forward_hopper": INT8,
+    "int8_backward": INT8,
+    "int8_backward_hopper": INT8,
+    "reference_backward": INT8,
     "nvfp4_quantize": set(OTHERS),
     "nvfp4_forward": set(OTHERS),
     "nvfp4_forward_emulated": set(OTHERS),

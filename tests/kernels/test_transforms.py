@@ -44,6 +44,53 @@ def test_unrotating_undoes_the_rotation(size):
     assert not torch.allclose(transforms.rotate(transforms.rotate(x)), x, atol=1e-2)
 
 
+def test_balancing_query_and_key_leaves_scores_unchanged_to_the_bit():
+    """Factors are powers of two: in float64 every product and every sum stays what it was."""
+    query, key = random(2, 4, 50, 32), random(2, 2, 70, 32, seed=1) * random(32, seed=2).exp()
+    factor = transforms.balance(query, key)
+    assert factor.shape == (2, 2, 1, 32)
+    assert factor.unique().numel() > 2
+    assert torch.equal(factor.log2(), factor.log2().round())
+    balanced = (query * factor.repeat_interleave(2, 1)).double(), (key / factor).double()
+    before = query.double().unflatten(1, (2, 2)) @ key.double().unsqueeze(2).mT
+    after = balanced[0].unflatten(1, (2, 2)) @ balanced[1].unsqueeze(2).mT
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("factor", [2.0**-30, 1 / 40, 1.0, 1.9, 10.0, 40.0, 2.0**30])
+def test_balanced_channels_of_query_and_key_are_as_loud(factor):
+    query, key = random(1, 1, 500, 4), random(1, 1, 500, 4, seed=1) + 100
+    key[..., 2] = (key[..., 2] - 93) * factor
+    balance = transforms.balance(query, key).flatten()
+    rest = (torch.tensor(factor).log2() / 2 - balance[2].log2()).abs()
+    assert rest <= 0.6 or balance[2] == 2.0 ** (8 if factor > 1 else -8)
+    assert torch.equal(balance[[0, 1, 3]], torch.ones(3))
+
+
+def test_channels_of_zeros_and_constant_keys_are_balanced_by_finite_factors():
+    query, key = random(1, 2, 20, 8), random(1, 1, 30, 8, seed=1)
+    query[..., 0], key[..., 1] = 0, 0
+    key[..., 2] = 3.0
+    key[0, 0, 4, 3], query[0, 1, 5, 4], key[0, 0, 7, 5] = torch.nan, torch.inf, 1e30
+    balance = transforms.balance(query, key).flatten()
+    assert torch.equal(balance[:2], torch.ones(2))
+    assert (balance.log2().abs() <= transforms.MAX_BALANCE).all()
+    assert torch.equal(transforms.balance(query, torch.zeros_like(key)), torch.ones(1, 1, 1, 8))
+
+
+def test_the_balance_is_of_keys_that_count_of_a_group_and_of_its_sampled_queries():
+    query, key = random(1, 4, 300, 8), random(1, 2, 40, 8, seed=1)
+    valid = torch.arange(40)[:, None] < 25
+    expected = transforms.balance(query, key, valid)
+    assert torch.equal(transforms.balance(query, torch.where(valid, key, 1e6), valid), expected)
+    for head in range(2):
+        alone = transforms.balance(query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], valid)
+        assert torch.equal(alone, expected[:, head : head + 1])
+    left_out = torch.arange(300) % 3 > 0  # 300 rows are sampled at distances of 3
+    query[:, :, left_out] = 1e6
+    assert torch.equal(transforms.balance(query, key, valid), expected)
+
+
 def test_the_mean_ignores_tokens_that_are_not_valid():
     x = random(2, 3, 10, 4)
     valid = torch.tensor([True] * 6 + [False] * 4).view(1, 1, 10, 1)

@@ -59,7 +59,7 @@ class HopperForward:
     packs = False
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8, transformed in any way but Q's mean, P and V in FP16 or e4m3, and 0 or 64 heavy keys."""
+        """Serve Q and K in INT8 with all transforms but Q's mean, P and V in FP16 or e4m3, and heavy keys."""
         return _serves(recipe)
 
     def unsupported(self, request: Request) -> str:

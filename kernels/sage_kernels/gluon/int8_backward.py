@@ -50,9 +50,9 @@ def _run(run: BackwardLaunch) -> None:
         if has_key and q_sequences.tokens % KEY_TILE["BLOCK_M"] == 0:
             own_gradient = TokenRows.of(call.output_gradient)
     queries = query_operands(
-        call.output_gradient, call.output, saved, call.batch, q_sequences, False, own_gradient is None
+        call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe, own_gradient is None
     )
-    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, False, own_value is None)
+    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, own_value is None)
 
     def operand_rows(
         own: TokenRows | None, copy: torch.Tensor | None, name: str

@@ -26,9 +26,9 @@ class HopperBackward:
     native = True
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and dS in 16 bit."""
-        backward = recipe.backward
-        if recipe.qk != "int8" or backward is None or not recipe.is_plain_but_for("smooth_k", "smooth_v", "backward"):
+        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and dS in 16 bit."""
+        backward, transforms = recipe.backward, ("smooth_k", "smooth_v", "rotate", "balance")
+        if recipe.qk != "int8" or backward is None or not recipe.is_plain_but_for(*transforms, "backward"):
             return False
         products = (backward.p, backward.ds, backward.dp)
         return products == ("16bit",) * 3 and backward.scales == "row" and backward.delta == "output"

@@ -10,6 +10,7 @@ import torch
 from ..call import BackwardCall
 from ..layout import batch_strides, ceil_div
 from ..operands import KeyPadding
+from .backward_operands import multiplies_int8
 from .padding import read_padding
 
 
@@ -36,8 +37,7 @@ class BackwardLaunch:
     @property
     def int8(self) -> bool:
         """Return whether P and dS are multiplied in INT8."""
-        backward = self.call.recipe.backward
-        return backward is not None and backward.ds == "int8"
+        return multiplies_int8(self.call.recipe)
 
     def key_grid(self, keys: int) -> tuple[int, int, int]:
         """Return the grid of programs that hold `keys` keys each."""

@@ -6,6 +6,7 @@ Loops can then load whole tiles and ignore strides, lengths and rows without a k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -13,8 +14,10 @@ import triton.language as tl
 
 from ..layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
 from ..operands import KeyPadding, Saved
+from ..recipe import Recipe
 from .int8 import int8_scale, magnitude, round_to_int8
 from .launch import UNSPECIALIZED, launch, strides
+from .rotation import channel_factor, rotation_matrix
 from .scores import LOG2E
 from .sequences import operand_row, sequence_range
 from .tiles import operand_token
@@ -33,8 +36,8 @@ class QueryOperands:
     Attributes:
         gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels), 0 in rows without a key; None where kernels
             read the caller's.
-        query: the values of the saved codes in 16 bit (operand batch, q_heads, rows, channels); or, where dS is INT8,
-            the codes transposed.
+        query: the values of the saved codes in 16 bit (operand batch, q_heads, rows, channels), rotation and balance
+            undone; or, where dS is INT8, the codes transposed.
         gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
             where P is not INT8.
         lse: float32 (operand batch, q_heads, rows), of scores in base 2; +inf in rows without a key, so that their P
@@ -56,7 +59,7 @@ def query_operands(
     saved: Saved,
     batch: int,
     sequences: Sequences,
-    int8: bool,
+    recipe: Recipe,
     copy_gradient: bool,
 ) -> QueryOperands:
     """Make the operands of the kernel that walks over queries.
@@ -66,10 +69,11 @@ def query_operands(
             v_head_dim) when packed.
         saved: the result of the forward pass.
         batch, sequences: the number of sequences and the token axis.
-        int8: multiply P and dS in INT8.
+        recipe: says whether P and dS are multiplied in INT8, and how Q and K were transformed.
         copy_gradient: make `QueryOperands.gradient`.
     """
     operand_batch, q_heads, rows, channels = saved.query.shape
+    int8 = multiplies_int8(recipe)
     v_head_dim = output.shape[3]
     v_channels = padded_channels(v_head_dim)
     operands = QueryOperands(
@@ -95,6 +99,8 @@ def query_operands(
         query=operands.query,
         gradient_codes=operands.gradient_codes,
         gradient_scale=operands.gradient_scale,
+        **_restoring(saved, recipe),
+        group=q_heads // saved.key.shape[1],
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         blocks=blocks,
@@ -120,14 +126,14 @@ def key_operands(
     batch: int,
     sequences: Sequences,
     padding: KeyPadding | None,
-    int8: bool,
+    recipe: Recipe,
     copy_value: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Make the operands of the kernel that walks over keys.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed likewise.
-        saved, batch, sequences, int8: as above.
+        saved, batch, sequences, recipe: as above.
         padding: the keys that exist; None: all.
         copy_value: make the first result.
 
@@ -136,6 +142,7 @@ def key_operands(
         where kernels read the caller's; and K in the form of `QueryOperands.query`.
     """
     operand_batch, kv_heads, rows, channels = saved.key.shape
+    int8 = multiplies_int8(recipe)
     v_head_dim = value.shape[3]
     v_channels = padded_channels(v_head_dim)
     operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels)) if copy_value else None
@@ -149,6 +156,7 @@ def key_operands(
         codes_scale=saved.key_scale,
         operand_value=operand_value,
         key=key,
+        **_restoring(saved, recipe),
         valid=None if padding is None else padding.valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -169,6 +177,20 @@ def key_operands(
     return operand_value, key
 
 
+def multiplies_int8(recipe: Recipe) -> bool:
+    """Return whether P and dS are multiplied in INT8."""
+    return recipe.backward is not None and recipe.backward.ds == "int8"
+
+
+def _restoring(saved: Saved, recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments that undo rotation and balance of the values of codes; INT8 operands stay transformed."""
+    restores, codes = not multiplies_int8(recipe), saved.query
+    return {
+        "matrix": rotation_matrix(codes.shape[3], codes.dtype, codes.device) if restores and recipe.rotate else None,
+        "balance": saved.balance if restores and recipe.balance else None,
+    }
+
+
 def _empty_copy(codes: torch.Tensor, dtype: torch.dtype, int8: bool) -> torch.Tensor:
     """Allocate the second operand: transposed INT8 codes, or values in `dtype`."""
     if int8:
@@ -176,7 +198,7 @@ def _empty_copy(codes: torch.Tensor, dtype: torch.dtype, int8: bool) -> torch.Te
     return torch.empty_like(codes, dtype=dtype)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def prepare_queries(
     output_gradient,
     output,
@@ -189,6 +211,9 @@ def prepare_queries(
     query,
     gradient_codes,
     gradient_scale,
+    matrix,
+    balance,
+    group,
     ranges,
     tokens,
     blocks,
@@ -257,7 +282,8 @@ def prepare_queries(
             )
             store_transposed(query, q, head_index * CHANNELS, operand_start + position, rows)
         else:
-            values = q.to(tl.float32) * tl.load(codes_scale + row)[:, None]
+            kv_pair = batch * (q_heads // group) + head // group
+            values = restored(q, matrix, balance, kv_pair, channel, True) * tl.load(codes_scale + row)[:, None]
             tl.store(query + row[:, None] * CHANNELS + channel[None, :], values.to(query.dtype.element_ty))
 
 
@@ -268,6 +294,8 @@ def prepare_keys(
     codes_scale,
     operand_value,
     key,
+    matrix,
+    balance,
     valid,
     ranges,
     tokens,
@@ -311,8 +339,22 @@ def prepare_keys(
             store_transposed(key, k, head_index * CHANNELS, operand_start + position, rows)
         else:
             scale = tl.load(codes_scale + row // 64 * 4 + row % 8 // 2).to(tl.float32)
-            values = k.to(tl.float32) * scale[:, None]
+            values = restored(k, matrix, balance, pair.to(tl.int64), channel, False) * scale[:, None]
             tl.store(key + row[:, None] * CHANNELS + channel[None, :], values.to(key.dtype.element_ty))
+
+
+@triton.jit
+def restored(codes, matrix, balance, kv_pair, channel, DIVIDE: tl.constexpr):
+    """Return codes (tokens, channels) in float32 as they were before rotation and balance, but for the scales."""
+    CHANNELS: tl.constexpr = codes.shape[1]
+    if matrix is None:
+        x = codes.to(tl.float32)
+    else:  # the sums are exact
+        columns = tl.load(matrix + channel[:, None] * CHANNELS + channel[None, :]).T
+        x = tl.dot(codes, columns).to(tl.float32) * CHANNELS**-0.5
+    if balance is not None:
+        x *= channel_factor(balance + kv_pair * CHANNELS, channel, CHANNELS, DIVIDE)[None, :]
+    return x
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 With S from the INT8 codes of Q and K that the forward saved, and δ = rowsum(dO∘O), P = exp(S - lse) and
 dS = P∘(dO·Vᵀ - δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594,
 algorithm 3). K and Q are the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS
-sum to 0. Like `reference.forward`, this is the specification of the kernels, the CPU path and the emulation; memory is
-linear in length.
+sum to 0. Their rotation and balance are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
+operands are the codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU
+path and the emulation; memory is linear in length.
 
 Sums are float32. With float64 tensors they are float64, and the "16bit" format does not round.
 """
@@ -25,7 +26,6 @@ from ..operands import Saved
 from ..recipe import Recipe
 from .forward import (
     BLOCK_M,
-    CHANNEL_GROUP,
     THREAD_TOKENS,
     Operands,
     attend,
@@ -73,12 +73,13 @@ def forward(
         return _forward(query, key, value, recipe, valid, **options)
     output, lse = nothing_attended(query, value.shape[-1], query.dtype)
     sequences = len(lengths.cu_seqlens_q) - 1
-    saved = _empty(query, key, lse, padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences))
-    for queries, keys, query_rows, key_rows in _sequences(lengths):
+    rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
+    saved = _empty(query, key, lse, *rows, sequences if recipe.balance else None)
+    for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
         output[:, :, queries], part = _forward(
             query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, **options
         )
-        for whole, own in zip(_sequence_part(saved, queries, query_rows, key_rows), part, strict=True):
+        for whole, own in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
             whole.copy_(own)
     return output, saved
 
@@ -135,12 +136,12 @@ def backward(
         value.new_zeros(batch, kv_len, kv_heads, head_dim).transpose(1, 2),
         value.new_zeros(batch, kv_len, kv_heads, value.shape[-1]).transpose(1, 2),
     )
-    for queries, keys, query_rows, key_rows in _sequences(lengths):
+    for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
         parts = _backward(
             output_gradient[:, :, queries],
             value[:, :, keys],
             output[:, :, queries],
-            _sequence_part(saved, queries, query_rows, key_rows),
+            _sequence_part(saved, index, queries, query_rows, key_rows),
             recipe,
             None,
             head_dim,
@@ -167,7 +168,11 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     query_scale = F.pad(operands.query_scale.squeeze(-1), (0, padded_rows(q_len) - q_len))
     by_thread = thread_order(operands.key_scale).unflatten(-2, (-1, KEY_BLOCK // THREAD_TOKENS, THREAD_TOKENS))
     key_scale = by_thread[..., 0, 0].to(torch.bfloat16)
-    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, lse)
+    balance = lse.new_empty(0)
+    if operands.balance is not None:
+        channels = operands.balance.shape[-1]
+        balance = F.pad(operands.balance.squeeze(-2), (0, padded_channels(channels) - channels), value=1.0)
+    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, balance, lse)
 
 
 def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
@@ -177,14 +182,17 @@ def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) 
         raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
 
 
-def _empty(query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int) -> Saved:
-    """Return `Saved` of zeros."""
+def _empty(
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int, balanced: int | None
+) -> Saved:
+    """Return `Saved` of zeros, and of a balance of ones for `balanced` sequences."""
     channels = padded_channels(query.shape[-1])
     return Saved(
         query.new_zeros(*query.shape[:2], query_rows, channels, dtype=torch.int8),
         query.new_zeros(*query.shape[:2], query_rows, dtype=torch.float32),
         key.new_zeros(*key.shape[:2], key_rows, channels, dtype=torch.int8),
         key.new_zeros(*key.shape[:2], key_rows // KEY_BLOCK, KEY_BLOCK // THREAD_TOKENS, dtype=torch.bfloat16),
+        lse.new_ones(0 if balanced is None else (balanced, key.shape[1], channels)),
         lse,
     )
 
@@ -209,14 +217,15 @@ def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
         yield slice(start, stop), slice(k_start, k_start + k_length), query_rows, key_rows
 
 
-def _sequence_part(saved: Saved, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
-    """Return one sequence's part of what packed sequences save."""
+def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
+    """Return the part of sequence `index` of what packed sequences save."""
     scales = slice(key_rows.start // KEY_BLOCK, key_rows.stop // KEY_BLOCK)
     return Saved(
         saved.query[:, :, query_rows],
         saved.query_scale[:, :, query_rows],
         saved.key[:, :, key_rows],
         saved.key_scale[:, :, scales],
+        saved.balance[index : index + 1],
         saved.lse[:, :, queries],
     )
 
@@ -235,7 +244,8 @@ def _forward(
     """Compute `forward` of an ordinary batch."""
     if 0 in (*query.shape[:3], key.shape[2]):
         output, lse = nothing_attended(query, value.shape[-1], query.dtype)
-        return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]))
+        balanced = query.shape[0] if recipe.balance else None
+        return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]), balanced)
     mask = None if valid is None else valid[:, None, None]
     operands = quantize_operands(query.contiguous(), key.contiguous(), value.contiguous(), recipe, valid_keys(mask))
     output, lse = attend(
@@ -294,8 +304,13 @@ def _backward(
     key = saved.key.to(sums)
     key_scale = natural_order(saved.key_scale.to(sums).flatten(-2).repeat_interleave(THREAD_TOKENS, -1).unsqueeze(-1))
 
-    query_operand, query_factor = _product_operand(query, query_scale, formats.ds, dtype)
-    key_operand, key_factor = _product_operand(key, key_scale, formats.ds, dtype)
+    # Factors that undo the balance of K, and of dQ = dS·K; and of Q, and of dK = dSᵀ·Q.
+    key_factors = (
+        saved.balance.to(sums).unsqueeze(-2) if recipe.balance else saved.balance.new_ones(1, 1, 1, 1, dtype=sums)
+    )
+    query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.balance else 1, 1)
+    query_operand, query_factor = _product_operand(query, query_scale, formats.ds, recipe.rotate, query_factors, dtype)
+    key_operand, key_factor = _product_operand(key, key_scale, formats.ds, recipe.rotate, key_factors, dtype)
     gradient_operand = _round_blocks(output_gradient, formats.p, GRADIENT_BLOCK, dtype)
     dp_gradient = _round_blocks(output_gradient, formats.dp, 1 if formats.scales == "row" else block_m, dtype)
     dp_value = _round_blocks(value, formats.dp, 1 if formats.scales == "row" else block_n, dtype)
@@ -344,10 +359,9 @@ def _backward(
     # Non-finite elements of dO, times a P of 0 or by way of a scale, give NaN where 0 is due.
     for gradient in (key_gradient, value_gradient):
         gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
-    if recipe.rotate:
-        rotated = head_dim + -head_dim % CHANNEL_GROUP
-        query_gradient = transforms.unrotate(query_gradient[..., :rotated])
-        key_gradient = transforms.unrotate(key_gradient[..., :rotated])
+    if formats.ds != "16bit":
+        query_gradient = _restore(query_gradient, recipe.rotate, 1 / query_factors)
+        key_gradient = _restore(key_gradient, recipe.rotate, 1 / key_factors)
     return (
         _tokens_first(query_gradient[:, :, :q_len, :head_dim] * scale, dtype),
         _tokens_first(key_gradient[:, :, :kv_len, :head_dim] * scale, dtype),
@@ -355,15 +369,21 @@ def _backward(
     )
 
 
+def _restore(x: torch.Tensor, rotates: bool, factor: torch.Tensor) -> torch.Tensor:
+    """Undo the rotation of channels, then multiply them by the factor that undoes their balance."""
+    return (transforms.unrotate(x) if rotates else x) * factor
+
+
 def _product_operand(
-    codes: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype
+    codes: torch.Tensor, scale: torch.Tensor, kind: str, rotates: bool, factor: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (Q or K as multiplied by dS, the factor of dS before it is rounded).
 
-    In 8 bits these are the codes and their scales, which vary along the sum and cannot be factored out of it.
+    In 16 bits the values are restored: sums of codes are exact, so that kernels may take them in any order. In 8 bits
+    these are the codes and their scales, which vary along the sum and cannot be factored out of it.
     """
     if kind == "16bit":
-        return (codes * scale).to(dtype).to(codes.dtype), torch.ones_like(scale)
+        return (_restore(codes, rotates, factor) * scale).to(dtype).to(codes.dtype), torch.ones_like(scale)
     return (codes if kind == "int8" else fp8.round_to_e4m3(codes).to(codes.dtype)), scale
 
 

@@ -74,9 +74,9 @@ class ReferenceBackward:
     native = False
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve recipes with gradients whose Q and K in INT8 are not transformed but for K's mean."""
+        """Serve recipes with gradients whose Q and K are in INT8, Q with its mean."""
         served = recipe.qk == "int8" and recipe.backward is not None
-        return served and recipe.is_plain_but_for("smooth_k", "smooth_v", "backward")
+        return served and recipe.is_plain_but_for("smooth_k", "smooth_v", "rotate", "balance", "backward")
 
     def unsupported(self, request: Request) -> str:
         """Return why the request's dtype is not served, or ""."""

@@ -3,7 +3,8 @@
 Two kernels see the same tiles of scores: `backward_keys` holds keys and walks over queries, for dK and dV;
 `backward_queries` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
 without atomics. The kernels run one after the other, each behind the pass that prepares its operands: there are never
-more than two 16-bit copies of the caller's tensors at a time.
+more than two 16-bit copies of the caller's tensors at a time. In INT8 there is a third, the gradient of rotated or
+balanced Q or K.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..operands import Saved
 from .backward_keys import int8_backward_key
 from .backward_queries import int8_backward_query
 from .configs import int8_backward_key_config, int8_backward_query_config
+from .restore_gradients import new_transformed, restore_gradient
 
 
 def backward(call: BackwardCall, capability: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,6 +42,9 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     tma = capability[0] >= 9
     channels = max(call.channels, call.v_channels)
     arguments = {"V_CHANNELS": call.v_channels, "INT8": int8, "TMA": tma, **run.arguments}
+    restores = int8 and (call.recipe.rotate or call.recipe.balance)
+    if restores:
+        arguments["head_dim"] = call.channels
 
     def tiles(x: torch.Tensor | None, block: int, transposed: bool = False) -> torch.Tensor | TensorDescriptor | None:
         """Return an operand as a kernel reads tiles of `block` tokens of it."""
@@ -49,9 +54,10 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), shape)
 
     queries = query_operands(
-        call.output_gradient, call.output, saved, call.batch, q_sequences, int8, copy_gradient=True
+        call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe, copy_gradient=True
     )
     lse, delta = queries.lse, queries.delta
+    into = new_transformed(call, key_gradient) if restores else key_gradient
     config = int8_backward_key_config(capability, channels, int8)
     launch(
         int8_backward_key,
@@ -65,18 +71,21 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         gradient=tiles(queries.gradient, config.block_m),
         gradient_codes=tiles(queries.gradient_codes, config.block_m, transposed=True),
         gradient_scale=queries.gradient_scale,
-        key_gradient=key_gradient,
+        key_gradient=into,
         value_gradient=value_gradient,
         lse=lse,
         delta=delta,
         **strides("v", run.key_strides(call.value)),
-        **strides("key", run.key_strides(key_gradient)),
+        **strides("key", run.key_strides(into)),
         **strides("value", run.key_strides(value_gradient)),
         **arguments,
         **config.constants,
     )
-    del queries  # before as much is allocated again
-    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, int8, copy_value=True)
+    if restores:
+        restore_gradient(into, key_gradient, call, kv_sequences, of_query=False)
+    del queries, into  # before as much is allocated again
+    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, copy_value=True)
+    into = new_transformed(call, query_gradient) if restores else query_gradient
     config = int8_backward_query_config(capability, channels, int8)
     launch(
         int8_backward_query,
@@ -88,11 +97,13 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         key_scale=saved.key_scale,
         key_operand=tiles(key, config.block_n, transposed=int8),
         value=tiles(value, config.block_n),
-        query_gradient=query_gradient,
+        query_gradient=into,
         lse=lse,
         delta=delta,
         **strides("gradient", run.query_strides(call.output_gradient)),
-        **strides("", run.query_strides(query_gradient)),
+        **strides("", run.query_strides(into)),
         **arguments,
         **config.constants,
     )
+    if restores:
+        restore_gradient(into, query_gradient, call, q_sequences, of_query=True)

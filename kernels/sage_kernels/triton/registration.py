@@ -49,7 +49,7 @@ class Int8Quantizer:
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and heavy keys."""
+        """Serve Q and K in INT8 with all transforms but the mean of Q, and heavy keys."""
         return _serves_int8(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -98,7 +98,7 @@ class Int8Forward:
     packs = True
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 and P and V in FP16, e4m3 or INT8, with K's and V's means and heavy keys."""
+        """Serve Q and K in INT8 with all transforms but Q's mean, P and V in FP16, e4m3 or INT8, and heavy keys."""
         return _serves_int8(recipe)
 
     def unsupported(self, request: Request) -> str:
@@ -124,7 +124,7 @@ class Int8Backward:
     native = True
 
     def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 without transforms but K's and V's means, and P and dS both in 16 bit or in INT8."""
+        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and dS both in 16 bit or in INT8."""
         backward = recipe.backward
         if backward is None or not _serves_int8(recipe):
             return False
@@ -188,11 +188,12 @@ def register_kernels() -> None:
 def _serves_int8(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8", "int8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == HEAVY_KEYS and recipe.backward is None)
-    return formats and heavy and recipe.is_plain_but_for("smooth_k", "smooth_v", "heavy_keys", "backward")
+    transforms = ("smooth_k", "smooth_v", "rotate", "balance")
+    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "backward")
 
 
 def _serves_nvfp4(recipe: Recipe) -> bool:
-    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "tensor_scale", "scale_steps", "denominator")
+    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "scale_steps", "denominator")
     formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, HEAVY_KEYS)
     return formats and recipe.is_plain_but_for(*transforms, "heavy_keys")
 

@@ -1,6 +1,12 @@
-"""Quantisation of Q and K to INT8, with the bits of `formats.int8` after `transforms.smooth`."""
+"""Quantisation of Q and K to INT8, with the bits of `formats.int8` after `transforms`.
+
+Only the rotation by matrix instructions sums in another order than `transforms.rotate`: codes may differ by 1 where a
+number is almost a tie.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,16 +14,19 @@ import triton.language as tl
 
 from ...call import Call
 from ...language.int8 import int8_scale, magnitude, round_to_int8
-from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.launch import INTERPRETED, UNSPECIALIZED, launch, strides
+from ...language.rotation import channel_factor, rotate, rotation_matrix, sign_bits
 from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
-from ...layout import Sequences, batch_strides, padded_channels, stride_of
+from ...layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...operands import Int8Operands, Statistics
 from .heavy import heavy_keys
 from .statistics import token_statistics
 from .value import quantize_value
 
 BLOCK_ROWS = tl.constexpr(64)
+TILES_BY_MATRIX = 4
+MAX_MATRIX = 128
 
 
 def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
@@ -27,12 +36,12 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
         call: of a recipe with Q and K in INT8; not empty.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
-    batch, tail = call.batch, call.tail
+    batch, tail, rotates = call.batch, call.tail, call.recipe.rotate
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail.key, tail.value, call.recipe, kv_sequences, counts)
-    codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics if call.return_lse else None)
-    key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, counts)
+    statistics = token_statistics(tail, counts)
+    codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, call.return_lse)
+    key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, rotates, counts)
     value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, counts, call.recipe.pv)
     return Int8Operands(
         codes,
@@ -44,22 +53,42 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
         statistics.value_mean,
         mean_score,
         heavy_keys(call, statistics, valid, codes.shape[-1], value_scale.shape[-1]),
+        statistics.balance,
     )
 
 
+def _transform(x: torch.Tensor, channels: int, statistics: Statistics, rotates: bool) -> dict[str, Any]:
+    """Return the arguments of a quantiser that transform the channels of Q or K.
+
+    16-bit tensors are rotated by matrix instructions, float32 ones, and more channels than shared memory has room for,
+    by butterflies. A program that has loaded the matrix quantises several tiles.
+    """
+    by_matrix = rotates and x.dtype != torch.float32 and channels <= MAX_MATRIX
+    return {
+        "key_mean": statistics.key_mean,
+        "balance": statistics.balance,
+        "mean_channels": statistics.key_mean.shape[2],
+        "matrix": rotation_matrix(channels, x.dtype, x.device) if by_matrix else None,
+        "SIGN_BITS": sign_bits(channels) if rotates else None,
+        "TILES": TILES_BY_MATRIX if by_matrix else 1,
+    }
+
+
 def quantize_query(
-    query: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics | None
+    query: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics, rotates: bool, mean_score: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantise Q to INT8 with one scale per token.
+    """Balance and rotate Q; quantise it to INT8 with one scale per token.
 
     Args:
         query: (batch, q_heads, tokens, head_dim), any strides; (1, q_heads, total tokens, head_dim) when packed.
         sequences: the token axis.
         batch: number of sequences.
-        statistics: K's mean, where the LSE is wanted; else None.
+        statistics: K's mean, and the balance.
+        rotates: rotate channels.
+        mean_score: make the third result.
 
     Returns:
-        (codes, scale, key_mean_score): int8 (operand batch, q_heads, rows, channels), float32 (operand batch, q_heads,
+        (codes, scale, mean_score): int8 (operand batch, q_heads, rows, channels), float32 (operand batch, q_heads,
         rows), and float32 of the same shape, each query's product with K's mean, or None. channels is head_dim rounded
         up to a power of two, rows are `sequences.rows`; beyond a sequence everything is 0.
     """
@@ -68,42 +97,49 @@ def quantize_query(
     shape = (1 if sequences.packed else batch, q_heads, sequences.rows)
     codes = query.new_empty((*shape, channels), dtype=torch.int8)
     scale = query.new_empty(shape, dtype=torch.float32)
-    mean_score = None if statistics is None else query.new_empty(shape, dtype=torch.float32)
+    score = query.new_empty(shape, dtype=torch.float32) if mean_score else None
+    transform = _transform(query, channels, statistics, rotates)
+    programs = ceil_div(sequences.blocks * 2, transform["TILES"])
     launch(
         quantize_query_int8,
-        (sequences.blocks * 2 * batch * q_heads,),
+        (programs * batch * q_heads,),
         query=query,
         codes=codes,
         scale=scale,
-        key_mean=None if statistics is None else statistics.key_mean,
-        mean_score=mean_score,
+        mean_score=score,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
-        blocks=sequences.blocks * 2,
+        blocks=programs,
         q_heads=q_heads,
-        group=1 if statistics is None else q_heads // statistics.key_mean.shape[1],
-        mean_channels=1 if statistics is None else statistics.key_mean.shape[2],
+        group=q_heads // statistics.key_mean.shape[1],
         head_dim=head_dim,
         rows=sequences.rows,
         **strides("", batch_strides(query, sequences)),
         CHANNELS=channels,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
-        MEAN_SCORE=mean_score is not None,
+        MEAN_SCORE=mean_score,
+        **transform,
         enable_fp_fusion=False,
     )
-    return codes, scale, mean_score
+    return codes, scale, score
 
 
 def quantize_key(
-    key: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics, valid: torch.Tensor | None
+    key: torch.Tensor,
+    sequences: Sequences,
+    batch: int,
+    statistics: Statistics,
+    rotates: bool,
+    valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract K's mean and quantise K to INT8 with one scale per 16 tokens (`layout.thread_order`).
+    """Subtract K's mean, balance and rotate K; quantise it to INT8, a scale per 16 tokens (`layout.thread_order`).
 
     Args:
         key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: K's mean.
+        statistics: K's mean, and the balance.
+        rotates: rotate channels.
         valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
 
     Returns:
@@ -115,19 +151,19 @@ def quantize_key(
     shape = (1 if sequences.packed else batch, kv_heads, sequences.rows)
     codes = key.new_empty((*shape, channels), dtype=torch.int8)
     scale = key.new_empty((*shape[:2], sequences.rows // 64, 4), dtype=torch.bfloat16)
+    transform = _transform(key, channels, statistics, rotates)
+    programs = ceil_div(sequences.blocks * 2, transform["TILES"])
     launch(
         quantize_key_int8,
-        (sequences.blocks * 2 * batch * kv_heads,),
+        (programs * batch * kv_heads,),
         key=key,
         codes=codes,
         scale=scale,
-        key_mean=statistics.key_mean,
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
-        blocks=sequences.blocks * 2,
+        blocks=programs,
         kv_heads=kv_heads,
-        mean_channels=statistics.key_mean.shape[2],
         head_dim=head_dim,
         rows=sequences.rows,
         **strides("", batch_strides(key, sequences)),
@@ -136,9 +172,21 @@ def quantize_key(
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
+        **transform,
         enable_fp_fusion=False,
     )
     return codes, scale
+
+
+@triton.jit
+def scaled_matrix(matrix, factor, CHANNELS: tl.constexpr):
+    """Return the rotation's matrix of ±1 with a factor, a power of two, for each of its rows; exact in 16 bits."""
+    channel = tl.arange(0, CHANNELS)
+    x = tl.load(matrix + channel[:, None] * CHANNELS + channel[None, :])
+    if INTERPRETED:  # which takes bfloat16 factors for integers
+        return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+    else:
+        return x * factor.to(x.dtype)[:, None]
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
@@ -147,6 +195,8 @@ def quantize_query_int8(
     codes,
     scale,
     key_mean,
+    balance,
+    matrix,
     mean_score,
     ranges,
     tokens,
@@ -161,29 +211,46 @@ def quantize_query_int8(
     stride_token,
     stride_channel,
     CHANNELS: tl.constexpr,
+    SIGN_BITS: tl.constexpr,
+    TILES: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
     MEAN_SCORE: tl.constexpr,
 ):
-    """Quantise a block of 64 tokens of Q of one (batch, q head)."""
+    """Quantise TILES blocks of 64 tokens of Q of one (batch, q head)."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
-    if block // 2 * 128 < length:
+    # The last block of 128 is quantised as a whole.
+    count = tl.minimum(tl.cdiv(length, 128) * 2 - block * TILES, TILES)
+    if count > 0:
         base = query + batch * stride_batch + head * stride_head
-        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         channel = tl.arange(0, CHANNELS)
-        x, _counts = load_tokens(
-            base, None, start, token, length, channel, head_dim, stride_token, stride_channel, False
-        )
-        row = operand_row(batch, head, q_heads, rows, operand_start, PACKED) + token
-        if MEAN_SCORE:
-            mean_row = key_mean + (batch * (q_heads // group) + head // group) * mean_channels
-            mean = tl.load(mean_row + channel, mask=channel < head_dim, other=0.0)
-            tl.store(mean_score + row, tl.sum(x * mean[None, :], 1))
-        row_scale, inverse = int8_scale(tl.max(magnitude(x), 1), False)
-        tl.store(scale + row, row_scale)
-        tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
+        kv_pair = batch * (q_heads // group) + head // group
+        factor = tl.full((CHANNELS,), 1.0, tl.float32)
+        if balance is not None:
+            factor = channel_factor(balance + kv_pair * mean_channels, channel, head_dim, False)
+        if matrix is not None:
+            rotation = scaled_matrix(matrix, factor, CHANNELS)
+        for tile in range(count):
+            token = (block * TILES + tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            x, _counts = load_tokens(
+                base, None, start, token, length, channel, head_dim, stride_token, stride_channel, False
+            )
+            row = operand_row(batch, head, q_heads, rows, operand_start, PACKED) + token
+            if MEAN_SCORE:
+                mean = tl.load(key_mean + kv_pair * mean_channels + channel, mask=channel < head_dim, other=0.0)
+                tl.store(mean_score + row, tl.sum(x * mean[None, :], 1))
+            if matrix is not None:
+                x = tl.dot(x.to(rotation.dtype), rotation) * CHANNELS**-0.5
+            else:
+                if balance is not None:
+                    x *= factor[None, :]
+                if SIGN_BITS is not None:
+                    x = rotate(x, CHANNELS, SIGN_BITS)
+            row_scale, inverse = int8_scale(tl.max(magnitude(x), 1), False)
+            tl.store(scale + row, row_scale)
+            tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -192,6 +259,8 @@ def quantize_key_int8(
     codes,
     scale,
     key_mean,
+    balance,
+    matrix,
     valid,
     ranges,
     tokens,
@@ -206,32 +275,52 @@ def quantize_key_int8(
     stride_channel,
     valid_stride,
     CHANNELS: tl.constexpr,
+    SIGN_BITS: tl.constexpr,
+    TILES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Quantise a block of 64 tokens of K of one (batch, kv head)."""
+    """Quantise TILES blocks of 64 tokens of K of one (batch, kv head)."""
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
-    if block // 2 * 128 < length:
+    # The last block of 128 is quantised as a whole.
+    count = tl.minimum(tl.cdiv(length, 128) * 2 - block * TILES, TILES)
+    if count > 0:
         base = key + batch * stride_batch + head * stride_head
         if HAS_VALID:
             valid += batch * valid_stride
-        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         channel = tl.arange(0, CHANNELS)
-        x, counts = load_tokens(
-            base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID
-        )
-        mean_row = key_mean + pair.to(tl.int64) * mean_channels
-        mean = tl.load(mean_row + channel, mask=channel < head_dim, other=0.0)
-        x = tl.where(counts[:, None], x - mean[None, :], 0.0)
-        group_scale, inverse = int8_scale(thread_max(tl.max(magnitude(x), 1)), True)
-        inverse = tl.reshape(tl.broadcast_to(inverse[None, :, None], (8, 4, 2)), (BLOCK_ROWS,))
-        first = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
-        tl.store(scale + (first + block * BLOCK_ROWS) // 16 + tl.arange(0, 4), group_scale.to(tl.bfloat16))
-        row = first + token
-        tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
+        first_channel = pair.to(tl.int64) * mean_channels
+        mean = tl.load(key_mean + first_channel + channel, mask=channel < head_dim, other=0.0)
+        inverse_factor = tl.full((CHANNELS,), 1.0, tl.float32)
+        if balance is not None:
+            inverse_factor = channel_factor(balance + first_channel, channel, head_dim, True)
+        if matrix is not None:
+            # K itself is exact in 16 bits, without its mean it is not: subtract the rotated mean.
+            rotation = scaled_matrix(matrix, inverse_factor, CHANNELS)
+            mean = tl.reshape(rotate((mean * inverse_factor)[None, :], CHANNELS, SIGN_BITS), (CHANNELS,))
+        for tile in range(count):
+            token = (block * TILES + tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            x, counts = load_tokens(
+                base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID
+            )
+            if matrix is not None:
+                x = tl.dot(x.to(rotation.dtype), rotation) * CHANNELS**-0.5
+            x = tl.where(counts[:, None], x - mean[None, :], 0.0)
+            if matrix is None:
+                if balance is not None:
+                    x *= inverse_factor[None, :]
+                if SIGN_BITS is not None:
+                    x = rotate(x, CHANNELS, SIGN_BITS)
+            group_scale, inverse = int8_scale(thread_max(tl.max(magnitude(x), 1)), True)
+            inverse = tl.reshape(tl.broadcast_to(inverse[None, :, None], (8, 4, 2)), (BLOCK_ROWS,))
+            first = operand_row(batch, head, kv_heads, rows, operand_start, PACKED)
+            into = scale + (first + (block * TILES + tile) * BLOCK_ROWS) // 16 + tl.arange(0, 4)
+            tl.store(into, group_scale.to(tl.bfloat16))
+            row = first + token
+            tl.store(codes + row[:, None] * CHANNELS + channel[None, :], round_to_int8(x * inverse[:, None]))
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -12,12 +10,13 @@ from ...call import Call
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
 from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
 from ...language.launch import UNSPECIALIZED, launch, strides
+from ...language.rotation import channel_factor, rotate, sign_bits
 from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
 from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...operands import NVFP4Operands, Statistics
 from ...recipe import Recipe
-from ...transforms import rotation_block, rotation_signs
+from ...transforms import rotation_block
 from .heavy import heavy_keys
 from .statistics import is_finite, reduce_block, token_statistics
 
@@ -40,7 +39,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     recipe, batch, tail = call.recipe, call.batch, call.tail
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail.key, tail.value, recipe, kv_sequences, counts)
+    statistics = token_statistics(tail, counts)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
     )
@@ -66,12 +65,6 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
         statistics,
         heavy_keys(call, statistics, valid, 2 * codes.shape[-1], value.shape[-2]),
     )
-
-
-@lru_cache(maxsize=16)
-def _sign_bits(size: int) -> int:
-    """Return `rotation_signs` as a kernel's constant, which needs no memory: bit j is set where sign j is -1."""
-    return sum(1 << j for j, sign in enumerate(rotation_signs(size).tolist()) if sign < 0)
 
 
 def _padded_channels(channels: int) -> int:
@@ -108,6 +101,7 @@ def _quantize_tokens(
         tensor_scale=tensor_scale,
         mean=mean,
         key_mean=statistics.key_mean,
+        balance=statistics.balance,
         mean_score=score,
         valid=valid,
         ranges=sequences.ranges,
@@ -121,7 +115,7 @@ def _quantize_tokens(
         valid_stride=stride_of(valid),
         CHANNELS=channels,
         ROTATION=rotation if recipe.rotate else 1,
-        SIGN_BITS=_sign_bits(rotation) if recipe.rotate else 0,
+        SIGN_BITS=sign_bits(rotation) if recipe.rotate else 0,
         IS_QUERY=is_query,
         SMOOTH=recipe.smooth_q if is_query else recipe.smooth_k,
         MEAN_SCORE=mean_score,
@@ -182,29 +176,6 @@ def _quantize_value(
         enable_fp_fusion=False,
     )
     return codes, scale, tensor_scale
-
-
-@triton.jit
-def butterflies(x, DISTANCE: tl.constexpr):
-    """Replace columns i and i + DISTANCE of x (rows, columns) by their sum and difference."""
-    pairs = tl.reshape(x, (x.shape[0], x.shape[1] // (2 * DISTANCE), 2, DISTANCE))
-    first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-    return tl.reshape(pairs, (x.shape[0], x.shape[1]))
-
-
-@triton.jit
-def rotate(x, CHANNELS: tl.constexpr, ROTATION: tl.constexpr, SIGN_BITS: tl.constexpr):
-    """Rotate x (rows, CHANNELS) in blocks of ROTATION channels, as `transforms.rotate` does."""
-    channel = tl.arange(0, CHANNELS) % ROTATION
-    word = tl.zeros((CHANNELS,), tl.int32)
-    for index in tl.static_range((ROTATION + 15) // 16):
-        word = tl.where(channel // 16 == index, (SIGN_BITS >> (16 * index)) & 0xFFFF, word)
-    x = x * (1 - 2 * ((word >> (channel % 16)) & 1)).to(tl.float32)[None, :]
-    for level in tl.static_range(8):
-        if (1 << level) < ROTATION:
-            x = butterflies(x, 1 << level)
-    return x * ROTATION**-0.5
 
 
 @triton.jit
@@ -308,6 +279,7 @@ def quantize_tokens_nvfp4(
     tensor_scale,
     mean,
     key_mean,
+    balance,
     mean_score,
     valid,
     ranges,
@@ -349,7 +321,8 @@ def quantize_tokens_nvfp4(
     tile, counts = load_tokens(
         x, valid, start, block * BLOCK_ROWS + token, length, channel, channels, stride_token, stride_channel, HAS_VALID
     )
-    key_mean += (batch * (heads // group) + head // group) * key_mean_channels + channel
+    kv_pair = batch * (heads // group) + head // group
+    key_mean += kv_pair * key_mean_channels + channel
     if MEAN_SCORE:
         k_mean = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
         tl.store(mean_score + first + token, tl.sum(tile * k_mean[None, :], 1))
@@ -374,8 +347,10 @@ def quantize_tokens_nvfp4(
         else:
             shift = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
         tile = tl.where(counts[:, None], tile - shift[None, :], 0.0)
+    if balance is not None:
+        tile *= channel_factor(balance + kv_pair * key_mean_channels, channel, channels, not IS_QUERY)[None, :]
     if ROTATION > 1:
-        tile = rotate(tile, CHANNELS, ROTATION, SIGN_BITS)
+        tile = rotate(tile, ROTATION, SIGN_BITS)
     factor = 1.0
     if TENSOR_SCALE:
         finite = tl.where(is_finite(tile), tl.abs(tile), 0.0)

@@ -13,36 +13,31 @@ import triton
 import triton.language as tl
 
 from ... import transforms
+from ...call import Call
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
-from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
+from ...layout import BLOCK, Sequences, batch_strides, padded_channels, power_of_two, stride_of
 from ...operands import Statistics
-from ...recipe import Recipe
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
+BALANCE_QUERIES = tl.constexpr(transforms.BALANCE_QUERIES)
+MAX_BALANCE = tl.constexpr(transforms.MAX_BALANCE)
+MIN_VARIANCE = tl.constexpr(transforms.MIN_VARIANCE)
 PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
 
-def token_statistics(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    sequences: Sequences,
-    valid: torch.Tensor | None = None,
-) -> Statistics:
-    """Compute the statistics of K and V.
+def token_statistics(call: Call, valid: torch.Tensor | None = None) -> Statistics:
+    """Compute the statistics of K and V, and the balance of K and Q.
 
     Args:
-        key, value: (batch, kv_heads, tokens, channels), any strides; (1, kv_heads, total tokens, channels) when
-            `sequences` is packed.
-        recipe: its smooth_k and smooth_v decide which means are taken.
-        sequences: the token axis.
-        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
+        call: its recipe's smooth_k, smooth_v and balance decide which are taken; not empty.
+        valid: int32 (batch or 1, kv_len), 0 where a key does not count; None: all count.
     """
-    kv_heads = key.shape[1]
-    batch = key.shape[0] if sequences.ranges is None else sequences.ranges.shape[0]
+    key, value, recipe = call.key, call.value, call.recipe
+    q_sequences, sequences = call.token_axes
+    kv_heads, batch = key.shape[1], call.batch
     pairs, blocks = batch * kv_heads, sequences.blocks
     shared: dict[str, Any] = {
         "HAS_VALID": valid is not None,
@@ -56,7 +51,7 @@ def token_statistics(
     def new(*shape: int) -> torch.Tensor:
         return key.new_empty(shape, dtype=torch.float32)
 
-    def reduce_blocks(x: torch.Tensor, *shape: int, extrema: bool) -> torch.Tensor:
+    def reduce_blocks(x: torch.Tensor, *shape: int, extrema: bool = False, squares: bool = False) -> torch.Tensor:
         parts = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, *shape)
         launch(
             block_statistics,
@@ -74,16 +69,19 @@ def token_statistics(
             valid_stride=valid_stride,
             CHANNELS=shape[-1],
             EXTREMA=extrema,
+            SQUARES=squares,
+            num_warps=8 if squares else 4,  # a thread keeps its elements for the squares
             **shared,
         )
         return parts
 
-    k_channels, v_channels = (max(16, power_of_two(x.shape[-1])) for x in (key, value))
+    k_channels, v_channels = padded_channels(key.shape[-1]), max(16, power_of_two(value.shape[-1]))
     statistics = Statistics(
         new(batch, kv_heads, k_channels),
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
+        new(batch, kv_heads, k_channels) if recipe.balance else None,
     )
     lengths: dict[str, Any] = {
         "tokens": sequences.tokens,
@@ -91,8 +89,9 @@ def token_statistics(
         "operand_blocks": operand_blocks,
         "valid_stride": valid_stride,
     }
-    if recipe.smooth_k:
-        parts = reduce_blocks(key, k_channels, extrema=False)
+    if recipe.smooth_k or recipe.balance:
+        of_queries = _query_squares(call.query, q_sequences, batch, k_channels) if recipe.balance else None
+        parts = reduce_blocks(key, *((2,) if recipe.balance else ()), k_channels, squares=recipe.balance)
         launch(
             key_statistics,
             (pairs,),
@@ -100,11 +99,14 @@ def token_statistics(
             valid=valid,
             ranges=sequences.ranges,
             mean=statistics.key_mean,
+            balance=statistics.balance,
+            query_squares=of_queries,
+            group=call.query.shape[1] // kv_heads,
             **lengths,
             CHANNELS=k_channels,
             **shared,
         )
-    else:
+    if not recipe.smooth_k:
         statistics.key_mean.zero_()
     parts = reduce_blocks(value, PARTS.value, v_channels, extrema=True)
     launch(
@@ -122,6 +124,28 @@ def token_statistics(
         **shared,
     )
     return statistics
+
+
+def _query_squares(query: torch.Tensor, sequences: Sequences, batch: int, channels: int) -> torch.Tensor:
+    """Return the mean squares of the rows of Q that decide the balance: float32 (batch, q_heads, channels)."""
+    q_heads, head_dim = query.shape[1], query.shape[3]
+    squares = query.new_empty((batch, q_heads, channels), dtype=torch.float32)
+    launch(
+        query_squares,
+        (batch * q_heads,),
+        query=query,
+        ranges=sequences.ranges,
+        squares=squares,
+        tokens=sequences.tokens,
+        q_heads=q_heads,
+        channels=head_dim,
+        **strides("", batch_strides(query, sequences)),
+        CHANNELS=channels,
+        RAGGED=sequences.ranges is not None,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return squares
 
 
 @triton.jit
@@ -142,12 +166,13 @@ def reduce_block(
     CHANNELS: tl.constexpr,
     HAS_VALID: tl.constexpr,
     FILTERED: tl.constexpr,
+    SQUARED: tl.constexpr = False,
 ):
     """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
 
     The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which it adds them, then over
     the 8. With FILTERED, tokens that do not count and elements that are not finite are left out; otherwise all elements
-    are reduced, zeros beyond the length included, and the last result is 1.
+    are reduced, zeros beyond the length included, and the last result is 1. With SQUARED, elements are squared first.
     """
     channel = tl.arange(0, CHANNELS)
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
@@ -159,6 +184,8 @@ def reduce_block(
         tile, counts = load_tokens(
             x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
         )
+        if SQUARED:
+            tile *= tile
         if FILTERED:
             present = is_finite(tile)
             finite = tl.minimum(finite, present.to(tl.float32))
@@ -215,11 +242,15 @@ def block_statistics(
     valid_stride,
     CHANNELS: tl.constexpr,
     EXTREMA: tl.constexpr,
+    SQUARES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS)."""
+    """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS).
+
+    With SQUARES, sums of squares follow each block's sums: (…, operand blocks, 2, CHANNELS).
+    """
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch = pair // kv_heads
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -244,6 +275,12 @@ def block_statistics(
         tl.store(into + CHANNELS, largest)
         tl.store(into + 2 * CHANNELS, smallest)
         tl.store(into + 3 * CHANNELS, finite)
+    elif SQUARES:
+        squares, _largest, _smallest, _finite = reduce_block(
+            x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, True, True
+        )
+        tl.store(parts + part * 2 * CHANNELS + channel, total)
+        tl.store(parts + (part * 2 + 1) * CHANNELS + channel, squares)
     else:
         tl.store(parts + part * CHANNELS + channel, total)
 
@@ -279,6 +316,9 @@ def key_statistics(
     valid,
     ranges,
     mean,
+    balance,
+    query_squares,
+    group,
     tokens,
     kv_heads,
     operand_blocks,
@@ -288,17 +328,61 @@ def key_statistics(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the mean of K of one (batch, kv head) from the sums of its blocks."""
+    """Compute the mean of K of one (batch, kv head) from the sums of its blocks; and the balance, if it is wanted."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     first_part = operand_row(batch, head, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
     if HAS_VALID:
         valid += batch * valid_stride
-    parts += first_part * CHANNELS
+    PARTS_OF_BLOCK: tl.constexpr = 1 if balance is None else 2
+    stride: tl.constexpr = PARTS_OF_BLOCK * CHANNELS
+    parts += first_part * stride
     used = tl.cdiv(length, BLOCK_ROWS)
-    k_mean = mean_of_blocks(parts, valid, used, length, CHANNELS, CHANNELS, HAS_VALID)
-    tl.store(mean + pair * CHANNELS + tl.arange(0, CHANNELS), k_mean)
+    channel = tl.arange(0, CHANNELS)
+    k_mean = mean_of_blocks(parts, valid, used, length, stride, CHANNELS, HAS_VALID)
+    tl.store(mean + pair * CHANNELS + channel, k_mean)
+    if balance is not None:
+        k_square = mean_of_blocks(parts + CHANNELS, valid, used, length, stride, CHANNELS, HAS_VALID)
+        q_square = tl.zeros((CHANNELS,), tl.float32)
+        for member in range(group):
+            q_square += tl.load(query_squares + (pair * group + member) * CHANNELS + channel)
+        q_square /= group
+        mean_square = k_mean * k_mean
+        variance = tl.maximum(k_square - mean_square, mean_square * MIN_VARIANCE)
+        some = (q_square > 0) & (variance > 0)
+        ratio = tl.where(some, tl.div_rn(variance, tl.where(some, q_square, 1.0)), 1.0)
+        ratio = tl.minimum(tl.maximum(ratio, 2.0 ** (-4 * MAX_BALANCE)), 2.0 ** (4 * MAX_BALANCE))
+        exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
+        tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def query_squares(
+    query,
+    ranges,
+    squares,
+    tokens,
+    q_heads,
+    channels,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    CHANNELS: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Compute the mean squares of 128 rows or fewer, at equal distances, of Q of one (batch, q head)."""
+    pair = tl.program_id(0).to(tl.int64)
+    start, length, _ = sequence_range(ranges, pair // q_heads, tokens, RAGGED)
+    query += pair // q_heads * stride_batch + pair % q_heads * stride_head + tl.cast(start, tl.int64) * stride_token
+    step = tl.maximum(tl.cdiv(length, BALANCE_QUERIES), 1)
+    rows = tl.cdiv(length, step)
+    total, _largest, _smallest, _finite = reduce_block(
+        query, None, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, False, True, True
+    )
+    mean = total / tl.maximum(rows, 1).to(tl.float32)
+    tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), mean)
 
 
 @triton.jit
