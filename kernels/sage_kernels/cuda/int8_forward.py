@@ -42,7 +42,8 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits.
+    float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits;
+    `centred`: K is without its mean.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -55,15 +56,18 @@ class Config:
     pv: str
     padded: bool
     heavy: bool
+    centred: bool
 
     @classmethod
-    def of(cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool, heavy: bool) -> Config:
+    def of(
+        cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool, heavy: bool, centred: bool
+    ) -> Config:
         """Return the fastest one."""
         if head_dim == 128:
             warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
         else:
             warpgroups = 2 if padded and pv == "fp16" else 3
-        return cls(head_dim, warpgroups, pv, padded, heavy)
+        return cls(head_dim, warpgroups, pv, padded, heavy, centred)
 
     @property
     def block_m(self) -> int:
@@ -140,7 +144,7 @@ class Parameters:
 
     Attributes:
         query: Q in INT8, of boxes (WARPGROUP_ROWS, CHANNELS); NO_TENSOR_MAP where it comes in 16 bits.
-        key: boxes (BLOCK_N, CHANNELS).
+        key: boxes (1, BLOCK_N, CHANNELS).
         value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
         heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
@@ -182,6 +186,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "LSE": return_lse,
         "QUANTIZES_QUERY": quantizes_query,
         "HEAVY": config.heavy,
+        "CENTRED": config.centred,
         "HEAVY_KEYS": HEAVY_KEYS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
@@ -197,7 +202,15 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
     """
     recipe, padded, return_lse = get_recipe(request.recipe), request.mask == "keys", request.return_lse or request.grad
     heavy = 0 < recipe.heavy_keys < request.kv_len
-    config = Config.of(power_of_two(request.head_dim), recipe.pv, request.kv_len, request.is_causal, padded, heavy)
+    config = Config.of(
+        power_of_two(request.head_dim),
+        recipe.pv,
+        request.kv_len,
+        request.is_causal,
+        padded,
+        heavy,
+        recipe.smooth_k,
+    )
     quantizes_query &= _quantizes_query(recipe, padded, request.is_causal, return_lse, request.kv_len)
     return kernel(config, request.is_causal, return_lse, request.dtype, quantizes_query).source.why_not()
 
@@ -266,7 +279,9 @@ def forward(
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
     pv = PV_OF_DTYPE[operands.value.dtype]
-    config = Config.of(channels, pv, call.kv_len, is_causal, padding is not None, heavy is not None)
+    config = Config.of(
+        channels, pv, call.kv_len, is_causal, padding is not None, heavy is not None, call.recipe.smooth_k
+    )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
     else:
@@ -307,7 +322,7 @@ def forward(
     )
     parameters = Parameters(
         query=codes,
-        key=tensor_map(operands.key.view(-1, channels), (config.block_n, channels), channels),
+        key=tensor_map(operands.key.view(-1, kv_rows, channels), (1, config.block_n, channels), channels),
         value=value,
         output=tensor_map(output, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS), LINE_BYTES),
         heavy_key=heavy_key,

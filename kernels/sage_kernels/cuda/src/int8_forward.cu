@@ -36,6 +36,7 @@ ASSERT_FLAG(PV_FLOAT16, "P and V are in float16, or in e4m3");
 ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
+ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
 ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, or in INT8");
 ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
@@ -65,6 +66,10 @@ constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile th
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
+// Rows need no mask behind the last key, whose tile holds zeros: no row's maximum is below their score, because scores
+// of keys without their mean have mean 0; and the product that sums weights leaves theirs out.
+constexpr bool SUMS_MASK = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
+constexpr int ONES_WORDS = 8 * 32 / 4;  // of the right operand of that product: 8 rows of 32 bytes
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
@@ -221,7 +226,7 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
   produce_tiles(
       a, K_BYTES, b.k_full, b.k_empty,
       [&](const Item& item, int tile, int stage) {
-        load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a) * a.kv_rows + item.tile(tile) * BLOCK_N, 0);
+        load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a), item.tile(tile) * BLOCK_N, 0);
       },
       [&](const Item& item, int round) {
         const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
@@ -432,12 +437,19 @@ struct Consumer {
     commit_products();
   }
   template <bool ADD>
-  DEVICE void sum_weights(const uint32* part) {
+  DEVICE void sum_weights(const uint32* part, uint32 ones) {
     if constexpr (PV_FLOAT16)
       add_float16_product<32, false, ADD>(tile_sum, part, ones);
     else
       add_product<32, ADD>(tile_sum, part, ones);
   }
+  // Return the descriptor of the ones for keys of the item's last tile, from number `first` on, by which weights of
+  // those that exist are summed: of all PV_DEPTH, of some, or of none.
+  DEVICE uint32 ones_of_last_tile(int first) const {
+    const int keys = a.kv_len - (item.tiles - 1) * BLOCK_N - first;
+    return ones + (keys >= PV_DEPTH ? 0 : keys > 0 ? 1 : 2) * (ONES_WORDS / 4);
+  }
+  template <bool LAST>
   DEVICE void begin_outputs(int stage) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
@@ -450,9 +462,10 @@ struct Consumer {
       }
     }
     if (SUMS_BY_PRODUCT) {
-      sum_weights<false>(weights);
+      auto ones_of = [&](int i) { return SUMS_MASK && LAST ? ones_of_last_tile(i * PV_DEPTH) : ones; };
+      sum_weights<false>(weights, ones_of(0));
 #pragma unroll
-      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
+      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i, ones_of(i));
     }
     commit_products();
   }
@@ -499,7 +512,7 @@ struct Consumer {
     fence_products();
     begin_scores(ODD);
     fence_products();
-    begin_outputs(ODD ^ 1);
+    begin_outputs<false>(ODD ^ 1);
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
@@ -708,7 +721,7 @@ struct Consumer {
     has_sums = false;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-    int whole = a.kv_len / BLOCK_N;
+    int whole = SUMS_MASK ? item.tiles : a.kv_len / BLOCK_N;
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
     if (CAUSAL)
       whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
@@ -727,7 +740,7 @@ struct Consumer {
   DEVICE void end_item(int round) {
     const int last = (item.tiles - 1) % STAGES;
     fence_products();
-    begin_outputs(last);
+    begin_outputs<true>(last);
     arrive_as_warp(barriers.q_empty[q_stage]);
     uint32 heavy_query[HEAVY_CHANNELS / 4];
     if (HEAVY) load_heavy_query(0, heavy_query);
@@ -770,10 +783,10 @@ struct Consumer {
       }
 #pragma unroll 1
       for (; tile < item.tiles; tile++) {
-        step<1, true>(tile);
+        step<1, !SUMS_MASK>(tile);
         if (++tile == item.tiles) break;
         parity ^= 1;
-        step<0, true>(tile);
+        step<0, !SUMS_MASK>(tile);
       }
       end_item(round);
       parity ^= 1;
@@ -789,7 +802,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   __shared__ Barriers barriers;
   __shared__ Scales scales[STAGES];
   __shared__ ValueScales value_scales;
-  __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
+  __shared__ alignas(256) uint32 ones[SUMS_MASK ? 3 : 1][ONES_WORDS];
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -799,7 +812,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
     }
     init(barriers.ending_full, 1), init(barriers.ending_empty, 4 * WARPGROUPS);
   }
-  if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
+  if (threadIdx.x < ONES_WORDS) {
+    ones[0][threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
+    if (SUMS_MASK) {  // for the existing ones among 32 keys, which lie in the order of V's tokens
+      const int word = threadIdx.x % 8 ^ threadIdx.x / 32 * 4, first = word / 4 * 16 + word % 4 * 2;
+      const int keys = arguments.kv_len % PV_DEPTH;
+      uint32 partial = 0;
+      for (int i = 0; i < 4; i++) partial |= first + i / 2 * 8 + i % 2 < keys ? 0x38u << 8 * i : 0;
+      ones[1][threadIdx.x] = partial;
+      ones[2][threadIdx.x] = 0;
+    }
+  }
   fence_shared();
   __syncthreads();
   if (!QUANTIZES_QUERY || warpgroup < WARPGROUPS) wait_for_previous_kernel();
