@@ -47,7 +47,7 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
 
 
 def triton_operands(query, key, value, pv="fp8", return_lse=False):
-    return triton_calls.quantize(triton_calls.new_call(query, key, value, RECIPE_OF_PV[pv], return_lse=return_lse))
+    return triton_calls.quantize(triton_calls.new_call(query, key, value, plain(pv), return_lse=return_lse))
 
 
 def with_fields(pv, **fields):
@@ -55,8 +55,13 @@ def with_fields(pv, **fields):
     return replace(get_recipe(RECIPE_OF_PV[pv]), **fields)
 
 
+def plain(pv):
+    """Return that recipe with no transforms but means: its operands have the same bits from all quantisers."""
+    return with_fields(pv, rotate=False, balance=False, heavy_keys=0)
+
+
 def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
-    call = triton_calls.new_call(*inputs, RECIPE_OF_PV[pv], return_lse=return_lse)
+    call = triton_calls.new_call(*inputs, plain(pv), return_lse=return_lse)
     assert HopperQuantizer().unsupported(request_of(call)) == ""
     return quantize.quantize_operands(call, leaves_query=leaves_query)
 
@@ -136,8 +141,7 @@ def test_v_keeps_the_sums_of_tokens_as_in_triton(kv_len, dtype, device):
 def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, device):
     query, key, value = draw(*shape, heads=2 * shape[1], q_len=300)
     score = quantized((query, key, value), return_lse=True).mean_score
-    others = key[:, :, get_recipe("sage2").heavy_keys :].double()
-    mean, magnitude = (x.mean(2, keepdim=True).repeat_interleave(2, 1) for x in (others, others.abs()))
+    mean, magnitude = (x.double().mean(2, keepdim=True).repeat_interleave(2, 1) for x in (key, key.abs()))
     expected = (query.double() * mean).sum(-1)
     # Each sum, a tree over tokens or one over channels, loses half a unit in the last place at most for each addition
     # that a term goes through.
@@ -160,7 +164,7 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
     inputs[1][:, :, 8, 4] = torch.finfo(dtype).max
     inputs[1][:, :, 64:, 4] -= 100
     query, key, value = inputs = [lay_out(x, layout) for x in inputs]
-    recipe, without = with_fields(pv, heavy_keys=64), with_fields(pv, heavy_keys=0)
+    recipe, without = replace(plain(pv), heavy_keys=64), plain(pv)
     tail = (query, key[:, :, 64:], value[:, :, 64:])
     for return_lse in (False, True):
         call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
@@ -273,16 +277,16 @@ def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device)
     tail = (inputs[0], *(x[:, :, heavy:] for x in inputs[1:]))
     for return_lse in (False, True):
         actual = quantize.quantize_operands(triton_calls.new_call(*inputs, recipe, return_lse=return_lse))
-        plain = quantized(tail, pv, return_lse)
+        expected = quantized(tail, pv, return_lse)
         assert_rotated(actual, tail, recipe)
-        assert [x for x in differing(actual, plain) if x.startswith("value")] == []
+        assert [x for x in differing(actual, expected) if x.startswith("value")] == []
         assert (actual.heavy is not None) == bool(heavy)
         if return_lse:
             query, mean = tail[0].float(), mean_of_tokens(tail[1].float()).repeat_interleave(group, 1)
             bound = (query.abs() * mean.abs()).sum(-1).nan_to_num(0.0, 0.0, 0.0) * 2.0**-23 * head_dim
-            nan = ~plain.mean_score.isfinite()
+            nan = ~expected.mean_score.isfinite()
             assert torch.equal(nan, ~actual.mean_score.isfinite())
-            difference = (actual.mean_score - plain.mean_score).masked_fill(nan, 0.0).abs()
+            difference = (actual.mean_score - expected.mean_score).masked_fill(nan, 0.0).abs()
             assert (difference[:, :, :q_len] <= bound + 1e-37).all() and not actual.mean_score[:, :, q_len:].any()
 
 

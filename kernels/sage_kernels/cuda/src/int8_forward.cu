@@ -68,7 +68,8 @@ constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile th
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros: no row's maximum is below their score, because scores
 // of keys without their mean have mean 0; and the product that sums weights leaves theirs out.
-constexpr bool SUMS_MASK = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
+// With 96 keys a tile there is no shared memory for it.
+constexpr bool SUMS_MASK = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && BLOCK_N == 128;
 constexpr int ONES_WORDS = 8 * 32 / 4;  // of the right operand of that product: 8 rows of 32 bytes
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
