@@ -6,8 +6,8 @@
 // scores, weights and outputs are in its registers. Its matrix products of a tile's scores and of the last tile's P·V
 // are begun together, also where that tile was the last of another item; while P·V runs, the scores become the next P.
 //
-// The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them in
-// 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
+// The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
+// in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
@@ -54,7 +54,7 @@ constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
 constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
-constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;             // of heavy keys, or of their values
+constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of heavy keys, or of their values
 static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES + 2 * HEAVY_BYTES,
               "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, and of the heavy keys");
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
@@ -66,11 +66,9 @@ constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile th
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
-// Rows need no mask behind the last key, whose tile holds zeros: no row's maximum is below their score, because scores
-// of keys without their mean have mean 0; and the product that sums weights leaves theirs out.
-// With 96 keys a tile there is no shared memory for it.
-constexpr bool SUMS_MASK = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && BLOCK_N == 128;
-constexpr int ONES_WORDS = 8 * 32 / 4;  // of the right operand of that product: 8 rows of 32 bytes
+// Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
+// scores of keys without their mean have mean 0; and their weights are erased before these are summed.
+constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
@@ -437,20 +435,27 @@ struct Consumer {
     for (int i = 1; i < CHANNELS / 32; i++) add_product<CHANNELS, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
+  // Erase the weights of the item's last tile that keys beyond the last one have.
+  DEVICE void erase_weights() {
+    const int left = a.kv_len - (item.tiles - 1) * BLOCK_N - quad * 2;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      uint32 kept = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (c * 16 + i / 2 * 8 + i % 2 < left) kept |= 0xFFu << 8 * i;
+      weights[2 * c] &= kept;
+      weights[2 * c + 1] &= kept;
+    }
+  }
+
   template <bool ADD>
-  DEVICE void sum_weights(const uint32* part, uint32 ones) {
+  DEVICE void sum_weights(const uint32* part) {
     if constexpr (PV_FLOAT16)
       add_float16_product<32, false, ADD>(tile_sum, part, ones);
     else
       add_product<32, ADD>(tile_sum, part, ones);
   }
-  // Return the descriptor of the ones for keys of the item's last tile, from number `first` on, by which weights of
-  // those that exist are summed: of all PV_DEPTH, of some, or of none.
-  DEVICE uint32 ones_of_last_tile(int first) const {
-    const int keys = a.kv_len - (item.tiles - 1) * BLOCK_N - first;
-    return ones + (keys >= PV_DEPTH ? 0 : keys > 0 ? 1 : 2) * (ONES_WORDS / 4);
-  }
-  template <bool LAST>
   DEVICE void begin_outputs(int stage) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
@@ -463,10 +468,9 @@ struct Consumer {
       }
     }
     if (SUMS_BY_PRODUCT) {
-      auto ones_of = [&](int i) { return SUMS_MASK && LAST ? ones_of_last_tile(i * PV_DEPTH) : ones; };
-      sum_weights<false>(weights, ones_of(0));
+      sum_weights<false>(weights);
 #pragma unroll
-      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i, ones_of(i));
+      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
     }
     commit_products();
   }
@@ -513,7 +517,7 @@ struct Consumer {
     fence_products();
     begin_scores(ODD);
     fence_products();
-    begin_outputs<false>(ODD ^ 1);
+    begin_outputs(ODD ^ 1);
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
@@ -722,10 +726,9 @@ struct Consumer {
     has_sums = false;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-    int whole = SUMS_MASK ? item.tiles : a.kv_len / BLOCK_N;
+    int whole = ERASES ? item.tiles : a.kv_len / BLOCK_N;
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
-    if (CAUSAL)
-      whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
+    if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;
     wait_products<0>();
     pin(scores);
@@ -740,8 +743,12 @@ struct Consumer {
   // End an item with its last P·V and the heavy keys, and write its outputs.
   DEVICE void end_item(int round) {
     const int last = (item.tiles - 1) % STAGES;
+    if (ERASES) {
+      erase_weights();
+      pin(weights);
+    }
     fence_products();
-    begin_outputs<true>(last);
+    begin_outputs(last);
     arrive_as_warp(barriers.q_empty[q_stage]);
     uint32 heavy_query[HEAVY_CHANNELS / 4];
     if (HEAVY) load_heavy_query(0, heavy_query);
@@ -784,10 +791,10 @@ struct Consumer {
       }
 #pragma unroll 1
       for (; tile < item.tiles; tile++) {
-        step<1, !SUMS_MASK>(tile);
+        step<1, !ERASES>(tile);
         if (++tile == item.tiles) break;
         parity ^= 1;
-        step<0, !SUMS_MASK>(tile);
+        step<0, !ERASES>(tile);
       }
       end_item(round);
       parity ^= 1;
@@ -803,7 +810,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   __shared__ Barriers barriers;
   __shared__ Scales scales[STAGES];
   __shared__ ValueScales value_scales;
-  __shared__ alignas(256) uint32 ones[SUMS_MASK ? 3 : 1][ONES_WORDS];
+  __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
@@ -813,17 +820,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
     }
     init(barriers.ending_full, 1), init(barriers.ending_empty, 4 * WARPGROUPS);
   }
-  if (threadIdx.x < ONES_WORDS) {
-    ones[0][threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
-    if (SUMS_MASK) {  // for the existing ones among 32 keys, which lie in the order of V's tokens
-      const int word = threadIdx.x % 8 ^ threadIdx.x / 32 * 4, first = word / 4 * 16 + word % 4 * 2;
-      const int keys = arguments.kv_len % PV_DEPTH;
-      uint32 partial = 0;
-      for (int i = 0; i < 4; i++) partial |= first + i / 2 * 8 + i % 2 < keys ? 0x38u << 8 * i : 0;
-      ones[1][threadIdx.x] = partial;
-      ones[2][threadIdx.x] = 0;
-    }
-  }
+  if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
   if (!QUANTIZES_QUERY || warpgroup < WARPGROUPS) wait_for_previous_kernel();
@@ -837,8 +834,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments,    query_tokens, output, barriers, scales, value_scales,
-                      sums + warpgroup * SUMS_BYTES};
+    Consumer consumer{arguments, query_tokens, output, barriers, scales, value_scales, sums + warpgroup * SUMS_BYTES};
     consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);
