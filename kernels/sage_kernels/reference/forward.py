@@ -104,9 +104,9 @@ def quantize_operands(
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe; its `heavy_keys`, if there are more, become `Operands.heavy`.
-        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are as
-            many queries as keys, the token of a key that does not count is padding as a query too, and left out of the
-            balance.
+        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
+            as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
+            the balance.
     """
     dtype, heavy = query.dtype, None
     valid_queries = valid if query.shape[-2] == key.shape[-2] else None
