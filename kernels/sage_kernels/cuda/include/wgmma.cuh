@@ -102,9 +102,9 @@ E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
         : OPERANDS_##N("+f", x)                                                                               \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD), "n"(TRANSPOSED)); \
   }
-#define PRODUCTS_16BIT(NAME, TYPE)                                                                 \
-  PRODUCT_16BIT(NAME, TYPE, 4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")                    \
-  PRODUCT_16BIT(NAME, TYPE, 32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39")            \
+#define PRODUCTS_16BIT(NAME, TYPE)                                                      \
+  PRODUCT_16BIT(NAME, TYPE, 4, "8", "%4, %5, %6, %7", "%8", "%9", "%10", "%11")         \
+  PRODUCT_16BIT(NAME, TYPE, 32, "64", "%32, %33, %34, %35", "%36", "%37", "%38", "%39") \
   PRODUCT_16BIT(NAME, TYPE, 64, "128", "%64, %65, %66, %67", "%68", "%69", "%70", "%71")
 PRODUCTS_16BIT(add_float16_product, "f16")
 PRODUCTS_16BIT(add_bfloat16_product, "bf16")

@@ -6,8 +6,8 @@
 // scores, weights and outputs are in its registers. Its matrix products of a tile's scores and of the last tile's P·V
 // are begun together, also where that tile was the last of another item; while P·V runs, the scores become the next P.
 //
-// The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them in
-// 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
+// The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
+// in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
@@ -54,7 +54,7 @@ constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
 constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
-constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;             // of heavy keys, or of their values
+constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of heavy keys, or of their values
 static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES + 2 * HEAVY_BYTES,
               "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, and of the heavy keys");
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
@@ -724,8 +724,7 @@ struct Consumer {
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
     int whole = SUMS_MASK ? item.tiles : a.kv_len / BLOCK_N;
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
-    if (CAUSAL)
-      whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
+    if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;
     wait_products<0>();
     pin(scores);
@@ -837,8 +836,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments,    query_tokens, output, barriers, scales, value_scales,
-                      sums + warpgroup * SUMS_BYTES};
+    Consumer consumer{arguments, query_tokens, output, barriers, scales, value_scales, sums + warpgroup * SUMS_BYTES};
     consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);
