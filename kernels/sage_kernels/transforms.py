@@ -103,24 +103,34 @@ def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     return torch.cat([part for part, _ in parts], -2), torch.cat([mean for _, mean in parts], -2)
 
 
-def balance(query: torch.Tensor, key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+def balance(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    valid_queries: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the power of two by which each channel of K is divided, and of Q multiplied.
 
     It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_BALANCE: so
     both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout.
-    Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES).
+    Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES), less those that are not valid.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
         key: float32 (batch, kv_heads, kv_len, head_dim), with its mean.
         valid: as in `mean_of_tokens`.
+        valid_queries: likewise for Q's rows, (batch or 1, 1, q_len or 1, 1).
 
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
     """
-    sample = query[:, :, :: -(-query.shape[2] // BALANCE_QUERIES)]
+    step = -(-query.shape[2] // BALANCE_QUERIES)
+    sample = query[:, :, ::step]
+    if valid_queries is not None:
+        group = query.shape[1] // key.shape[1]
+        valid_queries = valid_queries.expand(-1, -1, query.shape[2], -1)[:, :, ::step].repeat(1, 1, group, 1)
     sample = sample.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    query_square = mean_of_tokens(sample.square())
+    query_square = mean_of_tokens(sample.square(), valid_queries)
     mean = mean_of_tokens(key, valid)
     key_square = mean_of_tokens(key.square(), valid)
     variance = torch.maximum(key_square - mean.square(), mean.square() * MIN_VARIANCE)

@@ -67,6 +67,17 @@ def test_operands_are_the_references(recipe, sizes, padding):
         assert torch.equal(inside.nan_to_num(777.0), wanted[..., : inside.shape[3]].nan_to_num(777.0))
 
 
+@pytest.mark.parametrize(("tokens", "heavy_keys"), [(300, 0), (100, 64)])
+def test_queries_that_are_padding_do_not_decide_the_balance(tokens, heavy_keys):
+    query, key, value = draw(batch=2, q_len=tokens, kv_len=tokens, q_heads=2, kv_heads=1)
+    valid = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) < 0.5
+    query = torch.where(valid[:, None, :, None], query, 1e6 * query[..., :1])
+    recipe = replace(RECIPES["sage1"], heavy_keys=heavy_keys)
+    balance = quantize(new_call(query, key, value, recipe), valid).balance
+    expected = reference.quantize_operands(query, key, value, recipe, valid[:, None, :, None]).balance
+    assert torch.equal(balance, expected.squeeze(2))
+
+
 def test_packed_sequences_are_balanced_each_by_its_own_queries_and_keys():
     query, key, value = draw(q_len=640, kv_len=300, q_heads=2, kv_heads=1, dtype=torch.float16)
     key[:, :, 130:, 5] *= 40

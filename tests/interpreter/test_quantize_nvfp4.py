@@ -109,6 +109,12 @@ def test_keys_that_do_not_count_are_zero_and_influence_nothing():
     check(query, key, value, valid=torch.zeros_like(valid))
 
 
+def test_padding_tokens_decide_nothing_as_queries_either():
+    query, key, value = random_inputs(100, 100, 64, 64)
+    valid = torch.rand(1, 1, 100, 1, generator=torch.Generator().manual_seed(1)) > 0.3
+    check(torch.where(valid, query, 100 * query[..., :1]), key, value, valid=valid)
+
+
 def test_zeros_stay_zeros():
     query, key, value = random_inputs(120, 100, 64, 64)
     query[:, :, 60:] = 0

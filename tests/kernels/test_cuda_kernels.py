@@ -24,7 +24,10 @@ from sage_kernels.registry import Request, select
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
 DTYPES = (torch.bfloat16, torch.float16)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-LONG = Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False)
+LONG = replace(
+    Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False),
+    aligned=True,
+)
 
 
 @pytest.fixture
@@ -122,6 +125,16 @@ def test_int8_forward_serves_what_it_is_fastest_at():
         assert any(who == "sage2 by int8_forward_hopper" for who, _ in plan.passed_over), change
 
 
+@pytest.mark.usefixtures("can_compile")
+@pytest.mark.parametrize("recipe", ["sage1", "sage2"])
+def test_beside_heavy_keys_tensors_that_are_not_aligned_run_the_portable_kernel(recipe):
+    plan = select(replace(LONG, recipe=recipe, aligned=False))
+    assert (plan.recipe, plan.kernel, plan.quantizer) == (recipe, "int8_forward", "int8_quantize")
+    reason = "beside heavy keys, addresses and strides of Q must be multiples of 16 bytes"
+    assert (f"{recipe} by int8_forward_hopper", reason) in plan.passed_over
+    assert select(replace(LONG, recipe="sage_bwd", grad=True, aligned=False)).kernel == "int8_forward_hopper"
+
+
 def test_int8_forward_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(compiler, "why_not", lambda *_: "no NVRTC here")
     select.cache_clear()
@@ -187,13 +200,13 @@ def sources_of(request, monkeypatch):
 @pytest.mark.parametrize(
     "request_",
     [
-        replace(LONG, aligned=True),
-        replace(LONG, aligned=True, kv_len=4096),  # Q is quantised by the forward kernel
-        replace(LONG, kv_len=4096),
-        replace(LONG, aligned=True, kv_len=4096, is_causal=True),
+        LONG,
+        replace(LONG, kv_len=4096),  # Q is quantised by the forward kernel
+        replace(LONG, kv_len=4096, recipe="sage_bwd", grad=True, aligned=False),
+        replace(LONG, kv_len=4096, is_causal=True),
         replace(LONG, mask="keys", head_dim=64, v_head_dim=64),
-        replace(LONG, aligned=True, recipe="sage_bwd", grad=True),
-        replace(LONG, aligned=True, recipe="sage1", return_lse=True, dtype=torch.float16),
+        replace(LONG, recipe="sage_bwd", grad=True),
+        replace(LONG, recipe="sage1", return_lse=True, dtype=torch.float16),
     ],
 )
 def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_, forbidden, monkeypatch):

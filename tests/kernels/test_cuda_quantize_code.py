@@ -128,12 +128,14 @@ def test_does_not_serve_other_layouts(number):
         assert "16 bytes" in unsupported(*with_one(change))
 
 
-def test_serves_rotation_with_and_without_balance():
+def test_serves_rotation_with_and_without_balance_and_no_balance_alone():
     serves = HopperQuantizer().serves
     for name in ("sage1", "sage2", "sage_bwd"):
-        assert serves(replace(get_recipe(name), rotate=True))
-        assert serves(replace(get_recipe(name), rotate=True, balance=True))
-        assert not serves(replace(get_recipe(name), balance=True))
+        recipe = get_recipe(name)
+        assert recipe.rotate and recipe.balance and serves(recipe)
+        assert serves(replace(recipe, balance=False))
+        assert serves(replace(recipe, rotate=False, balance=False))
+        assert not serves(replace(recipe, rotate=False))
 
 
 @pytest.mark.parametrize("channels", [64, 128])

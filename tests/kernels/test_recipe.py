@@ -1,5 +1,7 @@
 """Each recipe is what it says: its fields, and its operands rebuilt by hand from formats and transforms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ def test_the_recipes_are_those_of_the_table():
             rotate=True,
             balance=True,
             tensor_scale=True,
+            heavy_keys=64,
             scale_steps=(-2, 6),
             denominator="quantized_p",
         ),
@@ -39,9 +42,12 @@ def test_the_recipes_are_those_of_the_table():
             smooth_v=True,
             rotate=True,
             balance=True,
+            heavy_keys=64,
             denominator="p",
         ),
-        "sage1": Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, denominator="p"),
+        "sage1": Recipe(
+            "sage1", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, heavy_keys=64, denominator="p"
+        ),
         "sage_bwd": Recipe(
             "sage_bwd",
             qk="int8",
@@ -78,10 +84,25 @@ def in_blocks(x, *options):
     return nvfp4.quantize(x.unflatten(-2, (-1, 128)), *options).dequantize().flatten(-3, -2)
 
 
-def test_sage3_operands_are_smoothed_rotated_and_searched():
-    query, key, value = draw()
+def without_heavy(operands, recipe, key, value):
+    """Check the operands' heavy keys; return K and V of the others."""
+    heavy = recipe.heavy_keys
+    if heavy == 0:
+        assert operands.heavy is None
+        return key, value
+    assert torch.equal(operands.heavy.key, key[:, :, :heavy] - transforms.mean_of_tokens(key[:, :, heavy:]))
+    assert torch.equal(operands.heavy.value, value[:, :, :heavy])
+    return key[:, :, heavy:], value[:, :, heavy:]
+
+
+def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy_keys():
+    query, key, value = draw(320)
     operands = reference.quantize_operands(query, key, value, RECIPES["sage3"])
-    factor = transforms.balance(query, key) if RECIPES["sage3"].balance else torch.ones(1)
+    assert torch.equal(operands.heavy.query, query)
+    key, value = without_heavy(operands, RECIPES["sage3"], key, value)
+    factor = transforms.balance(query, key)
+    query = query[:, :, :256]  # whole blocks
+    operands = replace(operands, query=operands.query[:, :, :256], query_mean=operands.query_mean[:, :, :2])
     key, _ = transforms.smooth(key)
     query, query_mean = transforms.smooth_blocks(query, 128)
     value = transforms.smooth_value(value)[0].mT
@@ -105,12 +126,11 @@ def test_sage3_paper_operands_are_smoothed_in_the_published_format():
 
 @pytest.mark.parametrize("name", ["sage2", "sage1", "sage_bwd", "sage_bwd_int8"])
 def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
-    query, key, value = draw()
+    query, key, value = draw(256 + RECIPES[name].heavy_keys)
     operands = reference.quantize_operands(query, key, value, RECIPES[name])
-    factor = transforms.balance(query, key) if RECIPES[name].balance else torch.ones(1)
-    query, key = query * factor, transforms.smooth(key)[0] / factor
-    if RECIPES[name].rotate:
-        query, key = transforms.rotate(query), transforms.rotate(key)
+    key, value = without_heavy(operands, RECIPES[name], key, value)
+    factor = transforms.balance(query, key)
+    query, key = transforms.rotate(query * factor), transforms.rotate(transforms.smooth(key)[0] / factor)
     codes, scale = int8.quantize(query, 1)
     assert torch.equal(operands.query, codes.float())
     assert torch.equal(operands.query_scale, scale)
@@ -132,9 +152,10 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
 
 @pytest.mark.parametrize("name", ["sage3", "sage3_paper", "sage2", "sage1", "sage_bwd_int8"])
 def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denominator(name):
-    """One tile of keys, so the online softmax is the plain one and can be redone in a few lines."""
+    """One tile of keys beside the heavy ones, so the online softmax is the plain one and redone in a few lines."""
     recipe = RECIPES[name]
-    query, key, value = (x[:, :, :128] for x in draw())
+    query, key, value = draw(128 + recipe.heavy_keys)
+    query = query[:, :, :128]
     operands = reference.quantize_operands(query, key, value, recipe)
     scores = operands.query @ operands.key.mT * operands.query_scale * operands.key_scale.mT
     if operands.query_mean is not None:
@@ -151,9 +172,14 @@ def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denomin
     else:
         quantized = p.half().float()
     denominator = quantized if recipe.denominator == "quantized_p" else p
-    expected = quantized @ operands.value / denominator.sum(-1, keepdim=True) * operands.value_scale
+    expected, total = quantized @ operands.value * operands.value_scale, denominator.sum(-1, keepdim=True)
     if operands.value_mean is not None:
-        expected = expected + operands.value_mean
+        expected = expected + total * operands.value_mean
+    if recipe.heavy_keys:
+        heavy = operands.heavy
+        heavy_p = torch.exp(0.125 * (heavy.query @ heavy.key.mT - scores.amax(-1, keepdim=True)))
+        expected, total = expected + heavy_p @ heavy.value, total + heavy_p.sum(-1, keepdim=True)
+    expected = expected / total
     output, _ = reference.attention(query, key, value, recipe)
     # P may round the other way where two orders of float32 arithmetic meet a tie: one step of one element in a row.
     truth, _ = exact.attention(query, key, value)

@@ -87,7 +87,7 @@ def test_every_gpu_runs_the_best_recipe_it_has(monkeypatch, capability, triton, 
     monkeypatch.setattr(registration, "triton_version", lambda: triton)
     monkeypatch.setattr(compiler, "why_not", lambda *_: "")
     select.cache_clear()
-    plan = select(replace(GPU, capability=capability))
+    plan = select(replace(GPU, capability=capability, aligned=True))
     select.cache_clear()
     assert (plan.recipe, plan.kernel) == (recipe, kernel)
     assert plan.is_fallback == (recipe != "sage3")

@@ -91,6 +91,22 @@ def test_the_balance_is_of_keys_that_count_of_a_group_and_of_its_sampled_queries
     assert torch.equal(transforms.balance(query, key, valid), expected)
 
 
+@pytest.mark.parametrize("q_len", [40, 300])
+def test_queries_that_are_not_valid_count_neither_in_the_sum_nor_in_the_number_of_the_balance(q_len):
+    query, key = random(2, 4, q_len, 8), random(2, 2, 40, 8, seed=1)
+    valid = torch.rand(2, 1, q_len, 1, generator=torch.Generator().manual_seed(2)) < 0.3
+    of_zeros = transforms.balance(torch.where(valid, query, 0.0), key, None, valid)
+    assert torch.equal(transforms.balance(torch.where(valid, query, 1e6), key, None, valid), of_zeros)
+    sampled = torch.arange(q_len) % -(-q_len // 128) == 0
+    for element in range(2):
+        kept = query[element, None, :, valid[element, 0, :, 0] & sampled]
+        assert torch.equal(transforms.balance(kept, key[element, None]), of_zeros[element, None])
+    assert torch.equal(
+        transforms.balance(query, key, None, torch.tensor(True).view(1, 1, 1, 1)), transforms.balance(query, key)
+    )
+    assert torch.equal(transforms.balance(query, key, None, torch.zeros_like(valid)), torch.ones(2, 2, 1, 8))
+
+
 def test_the_mean_ignores_tokens_that_are_not_valid():
     x = random(2, 3, 10, 4)
     valid = torch.tensor([True] * 6 + [False] * 4).view(1, 1, 10, 1)

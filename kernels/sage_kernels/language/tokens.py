@@ -16,6 +16,7 @@ def load_tokens(
     stride_token,
     stride_channel,
     HAS_VALID: tl.constexpr,
+    valid_step=1,
 ):
     """Load tokens of a sequence in float32, zeros for those that do not count; return (values, which tokens count).
 
@@ -24,10 +25,11 @@ def load_tokens(
         start, length: the sequence's first token and length.
         token: indices in the sequence, (tokens,).
         channel: indices (n,), of which those below `channels` exist.
+        valid_step: elements of `valid` from one token to the next.
     """
     counts = token < length
     if HAS_VALID:
-        counts = counts & (tl.load(valid + token, mask=counts, other=0) != 0)
+        counts = counts & (tl.load(valid + token * valid_step, mask=counts, other=0) != 0)
     offset = (start + token).to(tl.int64)[:, None] * stride_token + channel.to(tl.int64)[None, :] * stride_channel
     inside = counts[:, None] & (channel < channels)[None, :]
     return tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), counts

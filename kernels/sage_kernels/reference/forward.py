@@ -104,9 +104,12 @@ def quantize_operands(
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe; its `heavy_keys`, if there are more, become `Operands.heavy`.
-        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale.
+        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
+            as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
+            the balance.
     """
     dtype, heavy = query.dtype, None
+    valid_queries = valid if query.shape[-2] == key.shape[-2] else None
     query, key, value = query.float(), key.float(), value.float()
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
@@ -116,7 +119,7 @@ def quantize_operands(
         heavy = Heavy(query, heavy_key, heavy_value, dtype)
     query_mean = smooth_key = key_mean = value_mean = balance = None
     if recipe.balance:
-        balance = transforms.balance(query, key, valid)
+        balance = transforms.balance(query, key, valid, valid_queries)
     if recipe.smooth_k:
         key, key_mean = transforms.smooth(key, valid)
     if recipe.smooth_v:

@@ -39,7 +39,7 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
     batch, tail, rotates = call.batch, call.tail, call.recipe.rotate
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail, counts)
+    statistics = token_statistics(tail, counts, valid if call.q_len == call.kv_len else None)
     codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, call.return_lse)
     key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, rotates, counts)
     value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, counts, call.recipe.pv)

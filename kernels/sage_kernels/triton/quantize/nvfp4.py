@@ -39,7 +39,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     recipe, batch, tail = call.recipe, call.batch, call.tail
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail, counts)
+    statistics = token_statistics(tail, counts, valid if call.q_len == call.kv_len else None)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
     )

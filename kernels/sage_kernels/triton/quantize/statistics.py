@@ -28,12 +28,15 @@ MIN_VARIANCE = tl.constexpr(transforms.MIN_VARIANCE)
 PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
 
-def token_statistics(call: Call, valid: torch.Tensor | None = None) -> Statistics:
+def token_statistics(
+    call: Call, valid: torch.Tensor | None = None, valid_queries: torch.Tensor | None = None
+) -> Statistics:
     """Compute the statistics of K and V, and the balance of K and Q.
 
     Args:
         call: its recipe's smooth_k, smooth_v and balance decide which are taken; not empty.
         valid: int32 (batch or 1, kv_len), 0 where a key does not count; None: all count.
+        valid_queries: likewise (batch or 1, q_len), for the rows of Q that decide the balance.
     """
     key, value, recipe = call.key, call.value, call.recipe
     q_sequences, sequences = call.token_axes
@@ -90,7 +93,9 @@ def token_statistics(call: Call, valid: torch.Tensor | None = None) -> Statistic
         "valid_stride": valid_stride,
     }
     if recipe.smooth_k or recipe.balance:
-        of_queries = _query_squares(call.query, q_sequences, batch, k_channels) if recipe.balance else None
+        of_queries = None
+        if recipe.balance:
+            of_queries = _query_squares(call.query, valid_queries, q_sequences, batch, k_channels)
         parts = reduce_blocks(key, *((2,) if recipe.balance else ()), k_channels, squares=recipe.balance)
         launch(
             key_statistics,
@@ -126,7 +131,9 @@ def token_statistics(call: Call, valid: torch.Tensor | None = None) -> Statistic
     return statistics
 
 
-def _query_squares(query: torch.Tensor, sequences: Sequences, batch: int, channels: int) -> torch.Tensor:
+def _query_squares(
+    query: torch.Tensor, valid: torch.Tensor | None, sequences: Sequences, batch: int, channels: int
+) -> torch.Tensor:
     """Return the mean squares of the rows of Q that decide the balance: float32 (batch, q_heads, channels)."""
     q_heads, head_dim = query.shape[1], query.shape[3]
     squares = query.new_empty((batch, q_heads, channels), dtype=torch.float32)
@@ -134,13 +141,16 @@ def _query_squares(query: torch.Tensor, sequences: Sequences, batch: int, channe
         query_squares,
         (batch * q_heads,),
         query=query,
+        valid=valid,
         ranges=sequences.ranges,
         squares=squares,
         tokens=sequences.tokens,
         q_heads=q_heads,
         channels=head_dim,
         **strides("", batch_strides(query, sequences)),
+        valid_stride=stride_of(valid),
         CHANNELS=channels,
+        HAS_VALID=valid is not None,
         RAGGED=sequences.ranges is not None,
         num_warps=8,
         enable_fp_fusion=False,
@@ -167,6 +177,7 @@ def reduce_block(
     HAS_VALID: tl.constexpr,
     FILTERED: tl.constexpr,
     SQUARED: tl.constexpr = False,
+    valid_step=1,
 ):
     """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
 
@@ -182,7 +193,7 @@ def reduce_block(
         group = leaf % 2 * 8 + leaf // 2 % 2 * 4 + leaf // 4 % 2 * 2 + leaf // 8
         token = first + group * 8 + tl.arange(0, 8)
         tile, counts = load_tokens(
-            x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
+            x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID, valid_step
         )
         if SQUARED:
             tile *= tile
@@ -360,6 +371,7 @@ def key_statistics(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_squares(
     query,
+    valid,
     ranges,
     squares,
     tokens,
@@ -369,7 +381,9 @@ def query_squares(
     stride_head,
     stride_token,
     stride_channel,
+    valid_stride,
     CHANNELS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Compute the mean squares of 128 rows or fewer, at equal distances, of Q of one (batch, q head)."""
@@ -378,10 +392,15 @@ def query_squares(
     query += pair // q_heads * stride_batch + pair % q_heads * stride_head + tl.cast(start, tl.int64) * stride_token
     step = tl.maximum(tl.cdiv(length, BALANCE_QUERIES), 1)
     rows = tl.cdiv(length, step)
+    count = rows
+    if HAS_VALID:
+        valid += pair // q_heads * valid_stride
+        row = tl.arange(0, BALANCE_QUERIES)
+        count = tl.sum((tl.load(valid + row * step, mask=row < rows, other=0) != 0).to(tl.int32), 0)
     total, _largest, _smallest, _finite = reduce_block(
-        query, None, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, False, True, True
+        query, valid, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, HAS_VALID, True, True, step
     )
-    mean = total / tl.maximum(rows, 1).to(tl.float32)
+    mean = total / tl.maximum(count, 1).to(tl.float32)
     tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), mean)
 
 
