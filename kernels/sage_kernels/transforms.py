@@ -108,18 +108,21 @@ def balance(
     key: torch.Tensor,
     valid: torch.Tensor | None = None,
     valid_queries: torch.Tensor | None = None,
+    smooth_q: bool = False,
 ) -> torch.Tensor:
     """Return the power of two by which each channel of K is divided, and of Q multiplied.
 
     It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_BALANCE: so
     both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout.
     Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES), less those that are not valid.
+    Where Q's means are subtracted before it is quantised, it is the deviation of these rows from their own mean.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
         key: float32 (batch, kv_heads, kv_len, head_dim), with its mean.
         valid: as in `mean_of_tokens`.
         valid_queries: likewise for Q's rows, (batch or 1, 1, q_len or 1, 1).
+        smooth_q: Q's means are subtracted before it is quantised.
 
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
@@ -127,17 +130,19 @@ def balance(
     step = -(-query.shape[2] // BALANCE_QUERIES)
     sample = query[:, :, ::step]
     if valid_queries is not None:
-        group = query.shape[1] // key.shape[1]
-        valid_queries = valid_queries.expand(-1, -1, query.shape[2], -1)[:, :, ::step].repeat(1, 1, group, 1)
-    sample = sample.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    query_square = mean_of_tokens(sample.square(), valid_queries)
-    mean = mean_of_tokens(key, valid)
-    key_square = mean_of_tokens(key.square(), valid)
-    variance = torch.maximum(key_square - mean.square(), mean.square() * MIN_VARIANCE)
+        valid_queries = valid_queries.expand(-1, -1, query.shape[2], -1)[:, :, ::step]
+    query_square = _variance(sample, valid_queries) if smooth_q else mean_of_tokens(sample.square(), valid_queries)
+    query_square = query_square.unflatten(1, (key.shape[1], -1)).mean(2)
+    variance = _variance(key, valid)
     ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
     # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
     _, exponent = torch.frexp(ratio.clamp(2.0 ** (-4 * MAX_BALANCE), 2.0 ** (4 * MAX_BALANCE)))
     return torch.exp2(((exponent + 1) >> 2).float())
+
+
+def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    mean = mean_of_tokens(x, valid).square()
+    return torch.maximum(mean_of_tokens(x.square(), valid) - mean, mean * MIN_VARIANCE)
 
 
 @lru_cache(maxsize=16)

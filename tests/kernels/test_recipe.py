@@ -100,7 +100,7 @@ def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy
     operands = reference.quantize_operands(query, key, value, RECIPES["sage3"])
     assert torch.equal(operands.heavy.query, query)
     key, value = without_heavy(operands, RECIPES["sage3"], key, value)
-    factor = transforms.balance(query, key)
+    factor = transforms.balance(query, key, smooth_q=True)
     query = query[:, :, :256]  # whole blocks
     operands = replace(operands, query=operands.query[:, :, :256], query_mean=operands.query_mean[:, :, :2])
     key, _ = transforms.smooth(key)

@@ -119,7 +119,7 @@ def quantize_operands(
         heavy = Heavy(query, heavy_key, heavy_value, dtype)
     query_mean = smooth_key = key_mean = value_mean = balance = None
     if recipe.balance:
-        balance = transforms.balance(query, key, valid, valid_queries)
+        balance = transforms.balance(query, key, valid, valid_queries, recipe.smooth_q)
     if recipe.smooth_k:
         key, key_mean = transforms.smooth(key, valid)
     if recipe.smooth_v:

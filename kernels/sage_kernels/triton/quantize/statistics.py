@@ -95,7 +95,7 @@ def token_statistics(
     if recipe.smooth_k or recipe.balance:
         of_queries = None
         if recipe.balance:
-            of_queries = _query_squares(call.query, valid_queries, q_sequences, batch, k_channels)
+            of_queries = _query_squares(call, valid_queries, q_sequences, k_channels)
         parts = reduce_blocks(key, *((2,) if recipe.balance else ()), k_channels, squares=recipe.balance)
         launch(
             key_statistics,
@@ -131,10 +131,9 @@ def token_statistics(
     return statistics
 
 
-def _query_squares(
-    query: torch.Tensor, valid: torch.Tensor | None, sequences: Sequences, batch: int, channels: int
-) -> torch.Tensor:
+def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences, channels: int) -> torch.Tensor:
     """Return the mean squares of the rows of Q that decide the balance: float32 (batch, q_heads, channels)."""
+    query, batch = call.query, call.batch
     q_heads, head_dim = query.shape[1], query.shape[3]
     squares = query.new_empty((batch, q_heads, channels), dtype=torch.float32)
     launch(
@@ -152,6 +151,7 @@ def _query_squares(
         CHANNELS=channels,
         HAS_VALID=valid is not None,
         RAGGED=sequences.ranges is not None,
+        SMOOTH=call.recipe.smooth_q,
         num_warps=8,
         enable_fp_fusion=False,
     )
@@ -385,8 +385,12 @@ def query_squares(
     CHANNELS: tl.constexpr,
     HAS_VALID: tl.constexpr,
     RAGGED: tl.constexpr,
+    SMOOTH: tl.constexpr,
 ):
-    """Compute the mean squares of 128 rows or fewer, at equal distances, of Q of one (batch, q head)."""
+    """Compute the mean squares of 128 rows or fewer, at equal distances, of Q of one (batch, q head).
+
+    With SMOOTH these are squares of the distances from the mean of these rows.
+    """
     pair = tl.program_id(0).to(tl.int64)
     start, length, _ = sequence_range(ranges, pair // q_heads, tokens, RAGGED)
     query += pair // q_heads * stride_batch + pair % q_heads * stride_head + tl.cast(start, tl.int64) * stride_token
@@ -400,8 +404,16 @@ def query_squares(
     total, _largest, _smallest, _finite = reduce_block(
         query, valid, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, HAS_VALID, True, True, step
     )
-    mean = total / tl.maximum(count, 1).to(tl.float32)
-    tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), mean)
+    number = tl.maximum(count, 1).to(tl.float32)
+    square = tl.div_rn(total, tl.zeros_like(total) + number)
+    if SMOOTH:
+        total, _largest, _smallest, _finite = reduce_block(
+            query, valid, 0, 0, rows, channels, step * stride_token, stride_channel,
+            CHANNELS, HAS_VALID, True, False, step,
+        )  # fmt: skip
+        mean = tl.div_rn(total, tl.zeros_like(total) + number)
+        square = tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE)
+    tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), square)
 
 
 @triton.jit
