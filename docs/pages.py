@@ -107,14 +107,27 @@ def errors() -> str:
 
 
 def peaked_errors() -> str:
-    """Return a table of errors where attention is peaked: of kernels if they were measured, else of the reference."""
-    names = [name for name in (PEAKED_ON_GPU, "cpu-peaked") if (RESULTS / f"{name}.json").exists()]
-    result = read_result(names[0])
-    left_out = peaked.LEFT_OUT if "gpu" in result else ()
-    shown = [row for row in result["rows"] if row["tensor"] not in left_out]
-    where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
-    more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
-    return f"{where}{more}:\n\n{peaked_table.markdown(shown)}\n\n{sources(*names)}"
+    """Return tables of errors where attention is peaked: of the kernels on a GPU, and of the reference on a CPU."""
+    texts = []
+    for name in (PEAKED_ON_GPU, "cpu-peaked"):
+        result = read_result(name)
+        left_out = peaked.LEFT_OUT if "gpu" in result else ()
+        shown = [row for row in result["rows"] if row["tensor"] not in left_out]
+        where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
+        more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
+        texts.append(f"{where}{more}:\n\n{peaked_table.markdown(shown)}")
+    return "\n\n".join([*texts, sources(PEAKED_ON_GPU, "cpu-peaked")])
+
+
+def remedies_price() -> str:
+    """Return a table of what heavy keys and rotation cost `sage2` and `sage1`."""
+    result = read_result("nvidia-h200-remedies")
+    lines = ["| recipe | shape | without, ms | with, ms | more |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        before, after = row["before_ms"], row["after_ms"]
+        lines.append(f"| `{row['recipe']}` | {row['shape']} | {before:.3f} | {after:.3f} | {after / before - 1:+.1%} |")
+    caption = f"{result['gpu']}, commit {result['before_commit']} beside {result['commit'][:10]}: {result['note']}."
+    return "\n".join([*lines, "", caption, "", sources("nvidia-h200-remedies")])
 
 
 def peaked_models_errors() -> str:
@@ -145,15 +158,17 @@ def trained_models() -> str:
 def recipes() -> str:
     """Return a table of every recipe's formats and transforms."""
     rows = [
-        "| recipe | Q·Kᵀ | P·V | mean subtracted of | Q and K rotated | backward pass: P·dO, dS·K, dO·Vᵀ |",
-        "|---|---|---|---|---|---|",
+        "| recipe | Q·Kᵀ | P·V | mean subtracted of | Q and K | keys in 16 bit | backward: P·dO, dS·K, dO·Vᵀ |",
+        "|---|---|---|---|---|---|---|",
     ]
     for recipe in RECIPES.values():
         smoothed = [name for name in "qkv" if getattr(recipe, f"smooth_{name}")]
         backward = recipe.backward
         gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
-        rows.append(f"| {' | '.join([*cells, 'yes' if recipe.rotate else 'no', gradients])} |")
+        rotated = "balanced, rotated" if recipe.balance else "rotated" if recipe.rotate else "as they are"
+        heavy = f"the first {recipe.heavy_keys}" if recipe.heavy_keys else "none"
+        rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
     return "\n".join(rows)
 
 
@@ -248,6 +263,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,
+    "remedies-price": remedies_price,
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "models": measured_models,
     "measure": measure_commands,

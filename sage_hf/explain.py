@@ -16,6 +16,7 @@ from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.names import NAMES
 from sage_hf.targets import Target, find_targets
+from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Outcome
 
 UNATTRIBUTED = "(compiled, or no layer)"
@@ -97,6 +98,10 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
         text += [f"[{number}] {reason}" for reason, number in notes.items()]
+        names = dict.fromkeys(row.recipe for row in [*self.rows, *(outcome for outcome, _ in self.compiled)])
+        for name in names:
+            if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
+                text.append(f"{name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
         return "\n".join(text)
 
 
