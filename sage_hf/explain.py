@@ -98,8 +98,8 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
         text += [f"[{number}] {reason}" for reason, number in notes.items()]
-        names = dict.fromkeys(row.recipe for row in [*self.rows, *(outcome for outcome, _ in self.compiled)])
-        for name in names:
+        names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.compiled)]
+        for name in dict.fromkeys(names):
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
                 text.append(f"{name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
         return "\n".join(text)
