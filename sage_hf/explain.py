@@ -101,7 +101,7 @@ class Explanation:
         names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.compiled)]
         for name in dict.fromkeys(names):
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
-                text.append(f"{name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
+                text.append(f"* {name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
         return "\n".join(text)
 
 

@@ -124,7 +124,16 @@ def test_calls_that_ran_other_quantisers_or_backward_kernels_are_told_apart():
 
 
 def table(*rows: LayerRow) -> list[list[str]]:
-    return [line.split("  ") for line in str(Explanation(rows)).splitlines()[2:]]
+    """Return the cells of each line but the heading and what is said of whole recipes."""
+    lines = str(Explanation(rows)).splitlines()[2:]
+    return [line.split("  ") for line in lines if not line.startswith("*")]
+
+
+def test_recipes_with_heavy_keys_are_said_once():
+    rows = [ran(f"b.{i}.attn", recipe) for i in range(2) for recipe in ("sage3", "sage2", "sage3_paper", "exact")]
+    said = [line for line in str(Explanation(tuple(rows))).splitlines() if line.startswith("*")]
+    assert [line.split(":")[0] for line in said] == ["* sage3", "* sage2"]
+    assert all("first 64 keys" in line and "16 bits" in line for line in said)
 
 
 def ran(layer: str, recipe: str = "sage3", calls: int = 1, reason: str = "") -> LayerRow:
@@ -150,5 +159,5 @@ def test_layers_that_differ_in_calls_or_reason_are_kept_apart():
 
 def test_a_layer_that_ran_several_recipes_has_a_line_for_each():
     rows = [ran(f"b.{i}.attn", recipe) for i in range(2) for recipe in ("sage3", "sage2")]
-    lines = [line.split() for line in str(Explanation(tuple(rows))).splitlines()[2:]]
+    lines = ["  ".join(line).split() for line in table(*rows)]
     assert [line[:3] for line in lines] == [["b.0-1.attn", "sage3", "sage3"], ["sage3", "sage2", "kernel"]]

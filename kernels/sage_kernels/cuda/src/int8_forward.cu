@@ -4,7 +4,7 @@
 // A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
 // bring tiles of Q, K and V, or quantises those of Q by two of its warps; each of the others holds 64 rows: their
 // scores, weights and outputs are in its registers. Its matrix products of a tile's scores and of the last tile's P·V
-// are begun together, also where that tile was the last of another item; while P·V runs, the scores become the next P.
+// are begun together; while P·V runs, the scores become the next P.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
 // in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
@@ -233,13 +233,14 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
         arrive_expecting(b.ending_full, 2 * HEAVY_BYTES + 2 * CHANNELS * 4);
         load_bytes(a.value_scale + of_head, scales.scale, b.ending_full, CHANNELS * 4);
         load_bytes(a.value_mean + of_head, scales.mean, b.ending_full, CHANNELS * 4);
-        if (!HEAVY) return;
+        if constexpr (HEAVY) {
 #pragma unroll
-        for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++) {
-          uint8* lines = heavy + i * HEAVY_KEYS * LINE_BYTES;
-          const int row = item.kv_pair(a) * HEAVY_KEYS;
-          load_box(heavy_key, lines, b.ending_full, row, i * LINE_CHANNELS);
-          load_box(heavy_value, lines + HEAVY_BYTES, b.ending_full, row, i * LINE_CHANNELS);
+          for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++) {
+            uint8* lines = heavy + i * HEAVY_KEYS * LINE_BYTES;
+            const int row = item.kv_pair(a) * HEAVY_KEYS;
+            load_box(heavy_key, lines, b.ending_full, row, i * LINE_CHANNELS);
+            load_box(heavy_value, lines + HEAVY_BYTES, b.ending_full, row, i * LINE_CHANNELS);
+          }
         }
       });
 }
