@@ -39,7 +39,7 @@ class Peaks:
 
 
 NO_PEAKS = Peaks(0.0, None, 0.0)
-"""What no call has."""
+"""Name what no call has."""
 
 
 def find_peaks(

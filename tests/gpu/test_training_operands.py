@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass is what the reference's keeps, but for almost-ties in codes."""
+"""Compare what the forward pass keeps for the backward pass with the reference's, but for almost-ties in codes."""
 
 import random
 
