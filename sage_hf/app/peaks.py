@@ -39,7 +39,7 @@ class Peaks:
 
 
 NO_PEAKS = Peaks(0.0, None, 0.0)
-"""Name what no call has."""
+"""Peaks before any call was observed."""
 
 
 def find_peaks(
