@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -217,12 +217,12 @@ class Plan:
     backward: str = ""
     other_phases: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def is_fallback(self) -> bool:
         """Return whether the recipe that runs is not the one asked for."""
         return self.recipe != self.request.recipe
 
-    @property
+    @cached_property
     def reason(self) -> str:
         """Return why the recipe asked for does not run, in one line; "" if it does."""
         if not self.is_fallback:
@@ -232,7 +232,7 @@ class Plan:
             names.setdefault(reason, []).append(name)
         return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
 
-    @property
+    @cached_property
     def outcome(self) -> Outcome:
         """Return the plan without the call's sizes."""
         phases = (self.quantizer, self.backward)
@@ -242,6 +242,9 @@ class Plan:
 _quantizers: dict[str, Quantizer] = {}
 _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
+
+forgetters: list[Callable[[], None]] = []
+"""Functions called when `select` may choose other kernels from now on: they forget what it chose before."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
@@ -266,6 +269,8 @@ def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     kernels[kernel.name] = kernel
     select.cache_clear()
+    for forget in forgetters:
+        forget()
 
 
 def get_quantizer(name: str) -> Quantizer | None:
