@@ -183,9 +183,11 @@ def _repeat(
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     """Return whether reverse-mode differentiation goes through a tensor."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:

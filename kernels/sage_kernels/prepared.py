@@ -53,7 +53,7 @@ class Prepared(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """What is known of calls that agree in all but addresses and values.
+    """Knowledge of calls that agree in all but addresses and values.
 
     Attributes:
         prepared: the call, if it is prepared.
@@ -164,14 +164,9 @@ class ExactCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        if torch._C._is_any_autocast_enabled():
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
-                return self._attend(query, key, value, mask), None
-        return self._attend(query, key, value, mask), None
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+                return self(query, key, value, mask)
         if mask is not None and mask.dim() < 2:
             mask = mask[(None,) * (2 - mask.dim())]
         if self.direct:
@@ -188,7 +183,7 @@ class ExactCall:
             )
         if self.empties_rows and mask is not None:
             output = torch.where(exact.attended_rows(mask), output, 0.0)
-        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output
+        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
 
 
 @dataclass(slots=True, eq=False)

@@ -80,7 +80,7 @@ class Memory:
 
 @dataclass
 class Rehearsal:
-    """What a rehearsed call does.
+    """Launches and allocations of a rehearsed call.
 
     Attributes:
         memories: those it reads and those it allocates, by number.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_hf.app.report import text_table
 from sage_hf.attention import sage_attention
 from sage_hf.bench.measure import facts, reason
 
@@ -32,7 +33,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class HostCall:
-    """What is timed.
+    """Work that is timed.
 
     Attributes:
         run: does the work of `calls` calls.
@@ -159,6 +160,15 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
         attend(query, key, value, **options)
 
     return HostCall(call)
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return a table for a terminal: µs of a call, by route and provider."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in result["rows"]:
+        cells.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "-"
+    rows = [[route, *(by.get(provider, "-") for provider in PROVIDERS)] for route, by in cells.items()]
+    return f"µs of a call on the host of {result['gpu']}\n\n{text_table(['', *PROVIDERS], rows)}"
 
 
 def synchronize(device: torch.device) -> None:
