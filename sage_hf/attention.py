@@ -144,7 +144,7 @@ def sage_attention(
     output, lse = _attend(
         *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse)
     )
-    return (output, lse) if return_lse else output
+    return output if lse is None or not return_lse else (output, lse)
 
 
 def attend(
@@ -238,8 +238,8 @@ def _attend(
             return_lse=return_lse,
         )
         if slot is not None and not return_lse:
-            options = mask, is_causal, scale, recipe, checked_fallback
-            slot.prepare(partial(prepared_training.prepare, query, key, value, *options))
+            prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
+            slot.prepare(partial(prepare, recipe, checked_fallback))
     else:
         output, lse = ops.attention(
             query,
@@ -253,8 +253,8 @@ def _attend(
             return_lse=return_lse,
         )
         if slot is not None:
-            options = mask, is_causal, 0, scale, recipe, checked_fallback, return_lse
-            slot.prepare(partial(_prepared_by_operator, query, key, value, *options))
+            again = partial(_prepared_by_operator, query, key, value, mask, is_causal, 0, scale)
+            slot.prepare(partial(again, recipe, checked_fallback, return_lse))
     if not torch.compiler.is_compiling():
         record.notify_observers(query, key, value, attn_mask, is_causal, scale, enable_gqa, output)
     return output, lse

@@ -171,12 +171,12 @@ class StandIn(torch.Tensor):
     _rehearsal: Rehearsal
     _nominal: torch.device
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, rehearsal: Rehearsal) -> StandIn:
         """Stand in for a tensor of that memory; `meta` has its sizes, on the meta device."""
         x = torch.Tensor._make_wrapper_subclass(
-            cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device="meta"
+            cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("meta")
         )
         x._meta, x._memory, x._rehearsal, x._nominal = meta, memory, rehearsal, device
         return x
@@ -197,10 +197,10 @@ class StandIn(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Return the address, which nothing can read."""
-        return self._memory.address + self._meta.storage_offset() * self._meta.element_size()
+        return self._memory.address + int(self._meta.storage_offset()) * self._meta.element_size()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Take a view, or allocate; NotRepeatableError for anything else."""

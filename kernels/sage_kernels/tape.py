@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from . import driver
-from .rehearsal import Memory, NotRepeatableError, PackedLaunch, Rehearsal, StandIn, is_stand_in, locate
+from .rehearsal import Memory, NotRepeatableError, PackedLaunch, Rehearsal, is_stand_in, locate
 
 ALIGNMENT = 256
 """Bytes, of each buffer in the memory that a call allocates."""
@@ -32,14 +32,18 @@ class Tape:
     """
 
     def __init__(
-        self, rehearsal: Rehearsal, inputs: Sequence[StandIn], outputs: Sequence[StandIn], device: torch.device
+        self,
+        rehearsal: Rehearsal,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        device: torch.device,
     ) -> None:
         """Lay out what was rehearsed.
 
         Args:
             rehearsal: what the call does.
-            inputs: stand-ins for its arguments, in the order of the addresses that `run` gets.
-            outputs: what it returns, each in a memory of its own.
+            inputs: the stand-ins for its arguments, in the order of the addresses that `run` gets.
+            outputs: the stand-ins for what it returns, each in a memory of its own.
             device: the GPU.
 
         Raises:

@@ -134,7 +134,7 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
     else:
         raise ValueError(f"{provider} has no such call")
     if route == "forward_backward":
-        inputs = [x.requires_grad_() for x in (query, key, value)]
+        inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
 
         def train() -> None:
             torch.autograd.grad(attend(*inputs, **options), inputs, gradient)
