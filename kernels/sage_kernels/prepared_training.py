@@ -147,7 +147,10 @@ def prepare(
     call = Call(query, key, value, get_recipe(recipe), *options)
     if call.is_empty:
         return None
-    plan = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback)
+    return _prepare(call, dispatch.plan_training(dispatch.request_of(call, grad=True), fallback), scale, fallback)
+
+
+def _prepare(call: Call, plan: Plan, scale: float | None, fallback: Fallback) -> TrainingCall | None:
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     quantizer = get_quantizer(plan.quantizer)
 
