@@ -31,6 +31,9 @@ DEPENDENT = "<I4xI60x"
 """A CUlaunchAttribute with a 32-bit value."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
+INVALID_CONTEXT = 201
+"""Status of a launch in a thread that has no context."""
+
 _INVALID_VALUE = 1
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
@@ -54,6 +57,9 @@ def library() -> ctypes.CDLL:
     loaded.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
     loaded.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
     loaded.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
+    loaded.cuCtxGetCurrent.argtypes = [pointer]
+    loaded.cuCtxSetCurrent.argtypes = [pointer]
+    loaded.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
     loaded.cuGetErrorName.argtypes = [ctypes.c_int, pointer]
     return loaded
 
@@ -64,6 +70,21 @@ def check(what: str, status: int) -> None:
         name = ctypes.c_char_p()
         library().cuGetErrorName(status, ctypes.addressof(name))
         raise RuntimeError(f"{what}: {(name.value or b'an unknown error').decode()} ({status})")
+
+
+def ensure_context(index: int) -> None:
+    """Give a thread that has no context that of GPU `index`, which PyTorch uses too."""
+    context = ctypes.c_void_p()
+    check("cuCtxGetCurrent", library().cuCtxGetCurrent(ctypes.addressof(context)))
+    if not context.value:
+        check("cuCtxSetCurrent", library().cuCtxSetCurrent(_primary_context(index)))
+
+
+@cache
+def _primary_context(index: int) -> int:
+    context = ctypes.c_void_p()
+    check("cuDevicePrimaryCtxRetain", library().cuDevicePrimaryCtxRetain(ctypes.addressof(context), index))
+    return context.value or 0
 
 
 def parameter_sizes(function: int) -> list[int]:

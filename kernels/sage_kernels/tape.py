@@ -126,6 +126,9 @@ class Tape:
                 if isinstance(call, str):
                     self._wait(call, stream)
                 elif status := call():
+                    if status == driver.INVALID_CONTEXT:
+                        driver.ensure_context(self._index)
+                        status = call()
                     driver.check("cuLaunchKernelEx", status)
         return new
 
@@ -134,6 +137,7 @@ class Tape:
         for word in self._streams:
             self._words[word] = stream
         if self._beside and stream not in self._events:
+            driver.ensure_context(self._index)
             self._events[stream] = side_stream(self._index, stream), driver.new_event(), driver.new_event()
         for word in self._beside:
             self._words[word] = self._events[stream][0]

@@ -33,6 +33,7 @@ class FakeLibrary:
         return 0
 
     cuEventCreate = cuStreamCreate = cuStreamWaitEvent = cuThreadExchangeStreamCaptureMode = cuEventRecord
+    cuCtxGetCurrent = cuCtxSetCurrent = cuDevicePrimaryCtxRetain = cuEventRecord
 
 
 class Launched(NamedTuple):
