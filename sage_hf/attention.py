@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
 from sage_hf import record
-from sage_kernels import checks, exact, ops, prepared, prepared_training, training
+from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
+from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan, select
 
 
 def set_default_fallback(fallback: str) -> None:
@@ -172,7 +172,7 @@ def attend(
     output, lse = _attend(
         *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse)
     )
-    return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None or not return_lse else lse
 
 
 def _attend(
@@ -224,7 +224,7 @@ def _attend(
         output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
         if slot is not None and plan is not None and not return_lse:
             exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
-            slot.prepare(partial(exactly, empties_rows=recipe != "exact", tokens_first=False), record.file_plan)
+            slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
     elif wants_gradient:
         output, lse = training.attention(
             query,
@@ -240,7 +240,7 @@ def _attend(
         if slot is not None and not return_lse:
             prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
             slot.prepare(partial(prepare, recipe, checked_fallback))
-    else:
+    elif slot is None:
         output, lse = ops.attention(
             query,
             key,
@@ -252,18 +252,14 @@ def _attend(
             fallback=checked_fallback,
             return_lse=return_lse,
         )
-        if slot is not None:
-            again = partial(_prepared_by_operator, query, key, value, mask, is_causal, 0, scale)
-            slot.prepare(partial(again, recipe, checked_fallback, return_lse))
+    else:  # nothing watches operators
+        call = ops.checked_call(query, key, value, mask, is_causal, 0, scale, recipe, return_lse)
+        plan = select(dispatch.request_of(call), checked_fallback)
+        output, lse = dispatch.run(call, plan)
+        slot.prepare(partial(prepared.prepare, call, plan, mask))
     if not torch.compiler.is_compiling():
         record.notify_observers(query, key, value, attn_mask, is_causal, scale, enable_gqa, output)
     return output, lse
-
-
-def _prepared_by_operator(*arguments: Any) -> prepared.Prepared | None:
-    """Return the prepared call of `ops.attention` with these arguments, if there is one."""
-    slot = ops.find_prepared(*arguments)
-    return None if slot is None else slot.prepared
 
 
 def _exact(

@@ -52,7 +52,11 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
         may be None if it is not wanted.
     """
-    plan = select(request_of(call), fallback)
+    return run(call, select(request_of(call), fallback))
+
+
+def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
     announce(plan)
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.

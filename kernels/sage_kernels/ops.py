@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.autograd import forward_ad
 
@@ -9,7 +11,7 @@ from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backe
 from .call import Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
-from .registry import Fallback
+from .registry import Fallback, select
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
@@ -221,11 +223,31 @@ def _attention(
     slot = find_prepared(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
     if slot is not None and slot.prepared is not None:
         return _repeat(slot.prepared, query, key, value, mask)
-    given = mask
+    call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
+    plan = select(dispatch.request_of(call), fallback)
+    output, lse = dispatch.run(call, plan)
+    if slot is not None:
+        slot.prepare(partial(prepared.prepare, call, plan, mask, tokens_first=True))
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
+def checked_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    return_lse: bool,
+) -> Call:
+    """Return a call of `attention` whose tensors fit each other; raise ValueError if they do not."""
     checks.check_tensors(query, key, value, mask)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
         mask = exact.mask_in_dtype(mask, torch.float32, exact.LARGEST_BIAS)  # kernels add masks in float32
-    call = Call(
+    return Call(
         query,
         key,
         value,
@@ -236,11 +258,6 @@ def _attention(
         softmax_scale(scale, query.shape[3]),
         return_lse=return_lse,
     )
-    output, lse = dispatch.attend(call, fallback)
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    if slot is not None and mask is given:
-        slot.prepare(lambda: prepared.prepare(call, fallback))
-    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
 
 def _packed_attention(

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from . import dispatch, exact, registry
 from .call import Call, Mask
 from .recipe import Recipe, get_recipe
-from .registry import Fallback, Plan, get_forward, get_quantizer, select
+from .registry import Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
@@ -219,7 +219,7 @@ def prepare_exact(
     scale: float | None,
     *,
     empties_rows: bool,
-    tokens_first: bool,
+    tokens_first: bool = False,
 ) -> ExactCall | None:
     """Prepare a call of exact attention.
 
@@ -238,22 +238,23 @@ def prepare_exact(
     return ExactCall(plan, is_causal, scale, gqa, direct, empties_rows, tokens_first)
 
 
-def prepare(call: Call, fallback: Fallback) -> Prepared | None:
+def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:
     """Prepare a call without gradients, or return None if its launches depend on more than `find` compares.
 
     Args:
-        call: the call; its mask, if it has one, is the caller's.
-        fallback: see `registry.select`.
+        call: the call.
+        plan: what runs.
+        mask: the caller's; a call with another, made of that, is not prepared.
+        tokens_first: see `ExactCall`; low-bit kernels lay out their outputs so.
     """
-    if call.is_empty or call.lengths is not None:
+    if call.is_empty or call.lengths is not None or call.mask.tensor is not mask:
         return None
-    plan = select(dispatch.request_of(call), fallback)
     if plan.kernel != "sdpa":
         return _prepare_low_bit(call, plan) if call.query.is_cuda else None
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
-    tensors = call.query, call.key, call.value, call.mask.tensor
-    return prepare_exact(plan, *tensors, call.is_causal, call.scale, empties_rows=True, tokens_first=True)
+    tensors = call.query, call.key, call.value, mask
+    return prepare_exact(plan, *tensors, call.is_causal, call.scale, empties_rows=True, tokens_first=tokens_first)
 
 
 def _prepare_low_bit(call: Call, plan: Plan) -> LowBitCall | None:

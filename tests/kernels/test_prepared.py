@@ -37,7 +37,7 @@ def gpu(monkeypatch):
     def plan_of(call, grad):
         return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
 
-    def prepare(call, fallback):
+    def prepare(call, plan, mask, tokens_first=False):
         return prepared._prepare_low_bit(call, plan_of(call, False))
 
     def prepare_training(query, key, value, mask, is_causal, scale, recipe, fallback):
