@@ -249,9 +249,9 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     """
     if call.is_empty or call.lengths is not None or call.mask.tensor is not mask:
         return None
-    if plan.kernel != "sdpa":
+    if plan.numerics != "exact":
         return _prepare_low_bit(call, plan) if call.query.is_cuda else None
-    if call.return_lse or (call.is_causal and call.causal_offset):
+    if plan.kernel != "sdpa" or call.return_lse or (call.is_causal and call.causal_offset):
         return None
     tensors = call.query, call.key, call.value, mask
     return prepare_exact(plan, *tensors, call.is_causal, call.scale, empties_rows=True, tokens_first=tokens_first)

@@ -243,7 +243,7 @@ _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
 
 forgetters: list[Callable[[], None]] = []
-"""Functions called when `select` may choose other kernels from now on: they forget what it chose before."""
+"""Functions called by `select.cache_clear`, as `select` may choose other kernels from then on: they forget its choices."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
@@ -268,8 +268,6 @@ def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     kernels[kernel.name] = kernel
     select.cache_clear()
-    for forget in forgetters:
-        forget()
 
 
 def get_quantizer(name: str) -> Quantizer | None:
@@ -357,6 +355,18 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
             'use fallback="native" for the best this device has, or fallback="emulate" for the recipe\'s numerics'
         )
     return plan
+
+
+_clear_choices = select.cache_clear
+
+
+def _forget_choices() -> None:
+    _clear_choices()
+    for forget in forgetters:
+        forget()
+
+
+select.cache_clear = _forget_choices  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
