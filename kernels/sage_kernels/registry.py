@@ -243,7 +243,7 @@ _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
 
 forgetters: list[Callable[[], None]] = []
-"""Functions called by `select.cache_clear`, as `select` may choose other kernels from then on: they forget its choices."""
+"""Functions that `select.cache_clear` calls, because `select` may choose other kernels from then on."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
