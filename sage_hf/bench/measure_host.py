@@ -148,6 +148,8 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
                 x = attend(x, key, value, **options)
             return x
 
+        # Processes that wait to compile, or start to, would take time from the host.
+        import_module("torch._inductor.config").compile_threads = 1
         compiled = torch.compile(many, fullgraph=True)
 
         def replay() -> None:
