@@ -31,9 +31,6 @@ DEPENDENT = "<I4xI60x"
 """A CUlaunchAttribute with a 32-bit value."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
-INVALID_CONTEXT = 201
-"""Status of a launch in a thread that has no context."""
-
 _INVALID_VALUE = 1
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
@@ -72,12 +69,14 @@ def check(what: str, status: int) -> None:
         raise RuntimeError(f"{what}: {(name.value or b'an unknown error').decode()} ({status})")
 
 
-def ensure_context(index: int) -> None:
-    """Give a thread that has no context that of GPU `index`, which PyTorch uses too."""
+def ensure_context(index: int) -> bool:
+    """Give a thread that has no context that of GPU `index`, which PyTorch uses too; return whether it had none."""
     context = ctypes.c_void_p()
     check("cuCtxGetCurrent", library().cuCtxGetCurrent(ctypes.addressof(context)))
-    if not context.value:
-        check("cuCtxSetCurrent", library().cuCtxSetCurrent(_primary_context(index)))
+    if context.value:
+        return False
+    check("cuCtxSetCurrent", library().cuCtxSetCurrent(_primary_context(index)))
+    return True
 
 
 @cache

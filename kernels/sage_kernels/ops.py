@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -364,6 +365,34 @@ def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Ten
     )
 
 
+class _ForwardOnly(torch.autograd.Function):
+    """The operator `attention` as autograd sees it where gradients are wanted: they are refused on backward."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return _below_autograd(*arguments)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
+        _no_backward(ctx, *gradients)
+
+
+def _below_autograd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.sage_kernels.attention.default(*arguments)
+
+
+def _differentiable_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeat a prepared call at once, without another pass through PyTorch's dispatcher."""
+    query, key, value, mask, *options = arguments
+    if wants_gradient(query, key, value, mask):
+        return _ForwardOnly.apply(*arguments)
+    slot = find_prepared(query, key, value, mask, *options)
+    if slot is not None and slot.prepared is not None:
+        return _repeat(slot.prepared, query, key, value, mask)
+    return _below_autograd(*arguments)
+
+
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
     ("packed_attention", _packed_attention, _fake_packed_attention),
@@ -371,4 +400,6 @@ for _name, _run, _fake in (
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
+    if _name != "attention":
+        torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
+_library.impl("attention", _differentiable_attention, "Autograd")

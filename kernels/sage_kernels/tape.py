@@ -126,8 +126,7 @@ class Tape:
                 if isinstance(call, str):
                     self._wait(call, stream)
                 elif status := call():
-                    if status == driver.INVALID_CONTEXT:
-                        driver.ensure_context(self._index)
+                    if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
                         status = call()
                     driver.check("cuLaunchKernelEx", status)
         return new

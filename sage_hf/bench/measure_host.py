@@ -148,9 +148,12 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
                 x = attend(x, key, value, **options)
             return x
 
-        # Processes that wait to compile, or start to, would take time from the host.
-        import_module("torch._inductor.config").compile_threads = 1
         compiled = torch.compile(many, fullgraph=True)
+        import torch._inductor.config
+
+        # Processes that start to compile, or wait to, would take time from the host.
+        with torch._inductor.config.patch(compile_threads=1), torch.no_grad():
+            compiled(query)
 
         def replay() -> None:
             with torch.no_grad():
