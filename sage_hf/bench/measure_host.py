@@ -149,10 +149,10 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
             return x
 
         compiled = torch.compile(many, fullgraph=True)
-        import torch._inductor.config
+        from torch._inductor import config as inductor
 
         # Processes that start to compile, or wait to, would take time from the host.
-        with torch._inductor.config.patch(compile_threads=1), torch.no_grad():
+        with inductor.patch(compile_threads=1), torch.no_grad():
             compiled(query)
 
         def replay() -> None:
