@@ -52,8 +52,12 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
         may be None if it is not wanted.
     """
-    plan = select(request_of(call), fallback)
-    _announce(plan)
+    return run(call, select(request_of(call), fallback))
+
+
+def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
+    announce(plan)
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(call.query.device.type, enabled=False):
@@ -93,7 +97,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
         KernelUnavailableError: no kernel with gradients serves the call.
     """
     plan = plan_training(request_of(call, grad=True), fallback)
-    _announce(plan)
+    announce(plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     # Autocast would round the float32 products of scales and means.
@@ -123,7 +127,8 @@ def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tenso
         return get_backward(kernel).backward(call)
 
 
-def _announce(plan: Plan) -> None:
+def announce(plan: Plan) -> None:
+    """Tell the listeners what runs."""
     for listener in plan_listeners:
         listener(plan)
 

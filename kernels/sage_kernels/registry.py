@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -180,8 +180,7 @@ class Backward(Kernel, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
     asked: str
@@ -217,12 +216,12 @@ class Plan:
     backward: str = ""
     other_phases: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def is_fallback(self) -> bool:
         """Return whether the recipe that runs is not the one asked for."""
         return self.recipe != self.request.recipe
 
-    @property
+    @cached_property
     def reason(self) -> str:
         """Return why the recipe asked for does not run, in one line; "" if it does."""
         if not self.is_fallback:
@@ -232,7 +231,7 @@ class Plan:
             names.setdefault(reason, []).append(name)
         return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
 
-    @property
+    @cached_property
     def outcome(self) -> Outcome:
         """Return the plan without the call's sizes."""
         phases = (self.quantizer, self.backward)
@@ -242,6 +241,9 @@ class Plan:
 _quantizers: dict[str, Quantizer] = {}
 _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
+
+forgetters: list[Callable[[], None]] = []
+"""Functions called when `select` may choose other kernels from now on: they forget what it chose before."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
@@ -266,6 +268,8 @@ def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     kernels[kernel.name] = kernel
     select.cache_clear()
+    for forget in forgetters:
+        forget()
 
 
 def get_quantizer(name: str) -> Quantizer | None:
