@@ -136,7 +136,12 @@ class Features:
     @property
     def statistic_rows(self) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
-        return 2 + 3 * SHARERS + 2 * self.rotate + 2 * SHARERS * self.balance
+        return self.factors_row + self.rotate + 2 * SHARERS * self.balance
+
+    @property
+    def factors_row(self) -> int:
+        """Return the row of a pair's statistics that holds the rotation's factors, if there is one."""
+        return 2 + 3 * SHARERS + self.rotate
 
 
 PLAIN = Features()
@@ -201,8 +206,8 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         call: one that `registration.HopperQuantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
-        leaves_query: Q is among the operands as it is, with an empty scale, and `int8_forward` quantises it; not where
-            the LSE is wanted.
+        leaves_query: Q is among the operands as it is, with an empty scale and the factors of its rotation, and
+            `int8_forward` quantises it; not where the LSE is wanted.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -235,6 +240,7 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         new(*q_shape) if return_lse else None,
         heavy,
         new(batch, kv_heads, channels) if features.balance else None,
+        lines[:, :, features.factors_row] if leaves_query and features.rotate else None,
     )
     halves = BLOCK // HALF_BLOCK
     query_blocks = 0 if leaves_query else q_blocks * halves * batch * q_heads

@@ -587,27 +587,12 @@ DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, con
     }
   }
 
-  TileFloats y;
   const float* factors = line(s, pair_of_key, FACTORS) + channel;
-  rotate(x, factors, y, [](int, float (&of_first)[8], float (&of_second)[8]) {
-#pragma unroll
-    for (int c = 0; c < 8; c++) of_first[c] = of_second[c] = 0.0f;
-  });
-  float largest[TILE_ROWS];
-#pragma unroll
-  for (int i = 0; i < TILE_ROWS; i++) {
-    largest[i] = largest_of(y[i]);
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
-      largest[i] = larger_magnitude(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
-  }
-  // A lane makes one token's scale, and lends it to the token's others.
-  const float scale = int8_scale(__fmul_rn(t % 2 ? largest[1] : largest[0], NORM)), inverse = reciprocal(scale);
   const int64 row = kept;
+  const float scale = rotate_query(x, factors, [&](int i, int section, uint2 codes) {
+    *reinterpret_cast<uint2*>(o.query + (row + i * APART) * CHANNELS + channel + section * SECTION) = codes;
+  });
   if (t < TILE_ROWS) o.query_scale[row + t * APART] = scale;
-#pragma unroll
-  for (int i = 0; i < TILE_ROWS; i++)
-    store_codes(y[i], __shfl_sync(~0u, inverse, lane / 4 * 4 + i), o.query + (row + i * APART) * CHANNELS + channel);
 }
 
 // Quantise what `quantize_plain_key` does, rotated.
@@ -639,7 +624,10 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   const int64 row = kept;
   if (lane == 0) o.key_scale[row / HALF_BLOCK * 4 + warp] = scale == scale ? __float_as_uint(scale) >> 16 : 0x7FFF;
 #pragma unroll
-  for (int i = 0; i < TILE_ROWS; i++) store_codes(y[i], inverse, o.key + (row + i * APART) * CHANNELS + channel);
+  for (int i = 0; i < TILE_ROWS; i++)
+    put_codes(y[i], inverse, [&](int section, uint2 codes) {
+      *reinterpret_cast<uint2*>(o.key + (row + i * APART) * CHANNELS + channel + section * SECTION) = codes;
+    });
 }
 
 template <bool WHOLE>
