@@ -169,7 +169,7 @@ class OtherQuantizer(HopperQuantizer):
 
     name = "int8_quantize"
 
-    def quantize(self, call, valid=None):
+    def quantize(self, call, valid=None, spans=None):
         return quantize.quantize_operands(call)
 
     def read_padding(self, valid):

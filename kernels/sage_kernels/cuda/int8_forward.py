@@ -250,9 +250,9 @@ def _quantize_and_attend(
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
     if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
-        operands = quantize.quantize_operands(call, leaves_query=True)
+        operands = quantize.quantize_operands(call, padding, leaves_query=True)
     else:
-        operands = quantizer.quantize(call, None if padding is None else padding.valid)
+        operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
     forward(operands, output, lse, call, padding)
     return operands
 
@@ -264,7 +264,7 @@ def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
     """
     recipe, query = call.recipe, call.query
     heavy = 0 < recipe.heavy_keys < call.kv_len
-    if return_lse or padded or not (heavy and recipe.rotate) or 0 in query.stride():
+    if return_lse or not (heavy and recipe.rotate) or 0 in query.stride():
         return False
     channels = power_of_two(query.shape[3])
     return Config.of(

@@ -65,8 +65,8 @@ static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYT
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
-constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;             // in a thread's registers
-constexpr int HEAVY_LINES = HEAVY_KEYS * LINE_BYTES / 16;  // what LINE_CHANNELS further add to a descriptor
+constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                     // in a thread's registers
+constexpr int HEAVY_LINES = HEAVY_KEYS * LINE_BYTES / 16;        // what LINE_CHANNELS further add to a descriptor
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
@@ -282,7 +282,7 @@ struct Consumer {
   const Tokens& query;
   const TensorMap& output;
   Barriers& barriers;
-  const Scales* scales;  // of the first stage of Q
+  const Scales* scales;                  // of the first stage of Q
   const ValueScales* const of_channels;  // of the first stage
   const Factors& factors;
   uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
@@ -515,7 +515,8 @@ struct Consumer {
     float gain[2] = {0.0f, 0.0f};
     if (HEAVY_FIRST || has_sums) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) gain[r] = exp2_approximate(base[r] - sums_base[r] - (HEAVY_FIRST ? SUMS_EXPONENT : 0));
+      for (int r = 0; r < 2; r++)
+        gain[r] = exp2_approximate(base[r] - sums_base[r] - (HEAVY_FIRST ? SUMS_EXPONENT : 0));
     }
     if (HEAVY_FIRST && (CAUSAL || PADDED)) {
 #pragma unroll
