@@ -7,8 +7,7 @@
 // tile's P·V are begun together; while P·V runs, the scores become the next P.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
-// in 16 bits, with Q in 16 bits as it is in memory. If P·V is in e4m3 it begins with them, while the first products in
-// INT8 run, and puts their outputs among the float32 sums; else it ends with them, and rescales its sums.
+// in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
@@ -66,7 +65,6 @@ static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYT
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                     // in a thread's registers
-constexpr int HEAVY_LINES = HEAVY_KEYS * LINE_BYTES / 16;        // what LINE_CHANNELS further add to a descriptor
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
@@ -74,15 +72,6 @@ constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
 // scores of keys without their mean have mean 0; and their weights are erased before these are summed.
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
-// The warpgroups begin with the heavy keys, else they end with them.
-constexpr bool HEAVY_FIRST = HEAVY && !PV_FLOAT16;
-// Weights of heavy keys are at most 2^-HEAVY_HEADROOM, whose sums leave the products with V finite.
-constexpr float HEAVY_HEADROOM = FLOAT16 ? 0.0f : 6.0f;
-// Where heavy keys hold nearly all of a row's weight, the reference of the others is no lower than so many powers of
-// two below that of heavy keys: what their weights lack of P's format then is less than rounding the outputs.
-constexpr float MOST_ABOVE_HEAVY = 24.0f;
-// Sums beside those of heavy keys are divided by so many powers of two, lest they be infinite.
-constexpr float SUMS_EXPONENT = 20.0f;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
@@ -92,7 +81,7 @@ static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
 
 struct Barriers {
   uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  uint64 heavy_full, heavy_empty;
+  uint64 ending_full, ending_empty;
 };
 
 // What comes with a tile of Q in INT8.
@@ -105,7 +94,7 @@ struct alignas(16) Factors {
   float line[CHANNELS];
 };
 
-// What comes with the heavy keys.
+// What comes with the heavy keys, and is needed when all others are done.
 struct alignas(16) ValueScales {
   float scale[CHANNELS], mean[CHANNELS];
 };
@@ -199,16 +188,14 @@ DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* token
   }
 }
 
-// Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage, after `begin`, and before
-// `end`.
-template <typename Begin, typename Load, typename End>
-DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Begin begin,
-                          Load load, End end) {
+// Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage, `end` follows the last.
+template <typename Load, typename End>
+DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load,
+                          End end) {
   Item item;
   int uses = 0;
 #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
-    begin(item, round);
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
       const int stage = uses % STAGES;
@@ -220,36 +207,29 @@ DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES],
   }
 }
 
-// Bring tiles of K, and heavy keys with their values and what channels of V have.
+// Bring tiles of K, and what an item's outputs need in the end: the scales of V, and heavy keys with their values.
 DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorMap& heavy_key,
-                         const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales* scales, Barriers& b) {
-  const auto bring_heavy = [&](const Item& item, int round) {
-    const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
-    ValueScales& to = scales[round % STAGES];
-    wait(b.heavy_empty, round & 1 ^ 1);
-    arrive_expecting(b.heavy_full, 2 * HEAVY_BYTES + 2 * CHANNELS * 4);
-    load_bytes(a.value_scale + of_head, to.scale, b.heavy_full, CHANNELS * 4);
-    load_bytes(a.value_mean + of_head, to.mean, b.heavy_full, CHANNELS * 4);
-    if constexpr (HEAVY) {
-#pragma unroll
-      for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++) {
-        uint8* lines = heavy + i * HEAVY_KEYS * LINE_BYTES;
-        const int row = item.kv_pair(a) * HEAVY_KEYS;
-        load_box(heavy_key, lines, b.heavy_full, row, i * LINE_CHANNELS);
-        load_box(heavy_value, lines + HEAVY_BYTES, b.heavy_full, row, i * LINE_CHANNELS);
-      }
-    }
-  };
+                         const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, Barriers& b) {
   produce_tiles(
       a, K_BYTES, b.k_full, b.k_empty,
-      [&](const Item& item, int round) {
-        if (HEAVY_FIRST) bring_heavy(item, round);
-      },
       [&](const Item& item, int tile, int stage) {
         load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a), item.tile(tile) * BLOCK_N, 0);
       },
       [&](const Item& item, int round) {
-        if (!HEAVY_FIRST) bring_heavy(item, round);
+        const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
+        wait(b.ending_empty, round & 1 ^ 1);
+        arrive_expecting(b.ending_full, 2 * HEAVY_BYTES + 2 * CHANNELS * 4);
+        load_bytes(a.value_scale + of_head, scales.scale, b.ending_full, CHANNELS * 4);
+        load_bytes(a.value_mean + of_head, scales.mean, b.ending_full, CHANNELS * 4);
+        if constexpr (HEAVY) {
+#pragma unroll
+          for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++) {
+            uint8* lines = heavy + i * HEAVY_KEYS * LINE_BYTES;
+            const int row = item.kv_pair(a) * HEAVY_KEYS;
+            load_box(heavy_key, lines, b.ending_full, row, i * LINE_CHANNELS);
+            load_box(heavy_value, lines + HEAVY_BYTES, b.ending_full, row, i * LINE_CHANNELS);
+          }
+        }
       });
 }
 
@@ -267,8 +247,7 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
                  item.tile(tile) * BLOCK_N + i * VALUE_WIDTH);
     }
   };
-  const auto nothing = [](const Item&, int) {};
-  produce_tiles(a, V_BYTES, b.v_full, b.v_empty, nothing, load, nothing);
+  produce_tiles(a, V_BYTES, b.v_full, b.v_empty, load, [](const Item&, int) {});
 }
 
 // A thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits: of each SECTION it has 8, which `heavy_order` brings
@@ -282,8 +261,8 @@ struct Consumer {
   const Tokens& query;
   const TensorMap& output;
   Barriers& barriers;
-  const Scales* scales;                  // of the first stage of Q
-  const ValueScales* const of_channels;  // of the first stage
+  const Scales* scales;  // of the first stage of Q
+  const ValueScales& value_scales;
   const Factors& factors;
   uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
   const uint8* tokens;   // of the warpgroup: its rows of Q in 16 bits
@@ -292,7 +271,6 @@ struct Consumer {
   int warpgroup, thread, quad, row;
 
   Item item;
-  const ValueScales* value_scales;
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
@@ -506,42 +484,26 @@ struct Consumer {
     sync_warpgroup();
   }
 
-  // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last. Beside heavy keys
-  // sums are those of V less its mean, not of codes, and have a reference of their own.
+  // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
   template <bool LAST>
-  DEVICE void move_sums(float (&base)[2]) {
+  DEVICE void move_sums(const float (&base)[2]) {
     float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
-    if (!HEAVY_FIRST && !has_sums) reclaim_shared_sums();
+    if (!has_sums) reclaim_shared_sums();
     float gain[2] = {0.0f, 0.0f};
-    if (HEAVY_FIRST || has_sums) {
+    if (has_sums) {
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        gain[r] = exp2_approximate(base[r] - sums_base[r] - (HEAVY_FIRST ? SUMS_EXPONENT : 0));
-    }
-    if (HEAVY_FIRST && (CAUSAL || PADDED)) {
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        if (base[r] == INFINITE) gain[r] = 0.0f;
+      for (int r = 0; r < 2; r++) gain[r] = exp2_approximate(base[r] - sums_base[r]);
     }
 #pragma unroll
     for (int i = 0; i < OUTPUTS / 4; i++) {
       float* x = outputs + 4 * i;
-      float4 sum = HEAVY_FIRST || has_sums ? sums[i * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (HEAVY_FIRST) {
-        constexpr float FACTOR = 1.0f / (1 << static_cast<int>(SUMS_EXPONENT));
-        const float2 scale = reinterpret_cast<const float2*>(value_scales->scale)[i * 4 + quad];
-        x[0] *= scale.x * FACTOR, x[1] *= scale.y * FACTOR, x[2] *= scale.x * FACTOR, x[3] *= scale.y * FACTOR;
-      }
+      float4 sum = has_sums ? sums[i * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       sum = make_float4(__fmaf_rn(sum.x, gain[0], x[0]), __fmaf_rn(sum.y, gain[0], x[1]),
                         __fmaf_rn(sum.z, gain[1], x[2]), __fmaf_rn(sum.w, gain[1], x[3]));
       if (!LAST) sums[i * 128] = sum;
       x[0] = LAST ? sum.x : 0.0f, x[1] = LAST ? sum.y : 0.0f, x[2] = LAST ? sum.z : 0.0f, x[3] = LAST ? sum.w : 0.0f;
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      sums_base[r] = base[r] - (HEAVY_FIRST ? SUMS_EXPONENT : 0);
-      if (HEAVY_FIRST && LAST) base[r] = sums_base[r], row_sum[r] *= 1.0f / (1 << static_cast<int>(SUMS_EXPONENT));
-    }
+    sums_base[0] = base[0], sums_base[1] = base[1];
     has_sums = true;
   }
 
@@ -603,8 +565,9 @@ struct Consumer {
   }
 
   // Rotate and quantise the warpgroup's rows of Q, into the order that the TMA would leave them in.
-  template <int N>
-  DEVICE void quantize_query(const uint32 (&x)[2][N][4]) {
+  DEVICE void quantize_query() {
+    TileWords x;
+    load_query(0, x);
     const int line = row % WARPGROUP_ROWS;
     uint8* const into = codes + line * CHANNELS + quad % 2 * 8;
     const float scale = rotate_query(x, factors.line + quad * 8, [&](int r, int section, uint2 eight) {
@@ -619,164 +582,144 @@ struct Consumer {
     sync_warpgroup();
   }
 
-  template <bool TRANSPOSED, bool ADD, int N>
+  template <bool TRANSPOSED, int N>
   DEVICE void add_16bit_product(float (&x)[N], const uint32* left, uint32 right) {
     if constexpr (FLOAT16)
-      add_float16_product<LINE_BYTES, TRANSPOSED, ADD>(x, left, right);
+      add_float16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
     else
-      add_bfloat16_product<LINE_BYTES, TRANSPOSED, ADD>(x, left, right);
+      add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
   }
 
-  // The descriptors of heavy keys and of their values, which lie behind the tiles of K and V, and the sums.
-  DEVICE uint32 heavy_keys() const {
-    uint32 at = k + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
-    asm volatile("" : "+r"(at));
-    return at;
-  }
-
-  // Begin products of a part of Q with the heavy keys: `part` of CHANNELS / HEAVY_CHANNELS.
-  template <bool ADD>
-  DEVICE void begin_heavy_scores(float (&x)[HEAVY_SCORES], const HeavyWords& words, int part) {
-    const uint32 key = heavy_keys();
-#pragma unroll
-    for (int i = 0; i < HEAVY_CHANNELS / 16; i++) {
-      const auto &first = words[0][i / 2], &second = words[1][i / 2];
-      const int word = i % 2 * 2, product = part * (HEAVY_CHANNELS / 16) + i;
-      const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
-      const uint32 right = key + product / 4 * HEAVY_LINES + product % 4 * 2;
-      if (ADD || i > 0)
-        add_16bit_product<false, true>(x, left, right);
-      else
-        add_16bit_product<false, false>(x, left, right);
-    }
-    commit_products();
-  }
-
-  // Bring heavy keys' scores to powers of two, and find each row's largest.
-  DEVICE void scale_heavy_scores(float (&x)[HEAVY_SCORES], float (&largest_of_row)[2]) {
+  // Bring the outputs to the scale of V in 16 bits, and add its mean. Divide them by the power of two near the sum of
+  // their weights, lest V times a weight be infinite.
+  DEVICE void bring_outputs_to_16bit_scale() {
     int place = quad;
     asm volatile("" : "+r"(place));
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int exponent = __float_as_int(row_sum[r]) >> 23;
+      factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
+      if (exponent != 0) base[r] -= exponent - 127;
+      row_sum[r] *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 8; i++) {
+      const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
+      const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float* y = outputs + 4 * i + 2 * r;
+        y[0] = __fmaf_rn(y[0], value_scale.x * factor[r], mean.x * row_sum[r]);
+        y[1] = __fmaf_rn(y[1], value_scale.y * factor[r], mean.y * row_sum[r]);
+      }
+    }
+  }
+
+  // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
+  static DEVICE uint32 pack_16bit(float a, float b) {
+    if (FLOAT16) return pack_float16(a, b);
+    uint32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+  }
+
+  DEVICE void sum_heavy_weights(const float (&x)[HEAVY_SCORES]) {
+    float sum[4] = {};  // two chains for each row
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) sum[i / 2 % 2 * 2 + i % 2] += x[i];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float of_row = sum[2 * r] + sum[2 * r + 1];
+      of_row += __shfl_xor_sync(~0u, of_row, 1);
+      of_row += __shfl_xor_sync(~0u, of_row, 2);
+      row_sum[r] += of_row;
+    }
+  }
+
+  // Attend to the heavy keys, and add to the sums. Their weights are relative to the others', unless they outgrow 1.
+  DEVICE void attend_to_heavy_keys(HeavyWords& heavy_query) {
+    constexpr int LINE = HEAVY_KEYS * LINE_BYTES / 16;
+    // The descriptors of heavy keys and of their values, which lie behind the tiles of K and V, and the sums.
+    uint32 heavy_key = k + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
+    int place = quad;
+    asm volatile("" : "+r"(heavy_key), "+r"(place));
+    const uint32 heavy_value = heavy_key + HEAVY_BYTES / 16 + (LINE - 1 << 16);
+    // Where registers are few the compiler waits for each product if others change meanwhile.
+    constexpr bool MEANWHILE = WARPGROUPS == 2 || CHANNELS == 64 && !PV_FLOAT16;
+    if (!MEANWHILE) bring_outputs_to_16bit_scale();
+    float x[HEAVY_SCORES];
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
+#pragma unroll
+    for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
+      if (channel > 0) load_query(channel, heavy_query);
+      fence_products();
+#pragma unroll
+      for (int i = 0; i < HEAVY_CHANNELS / 16; i++) {
+        const auto &first = heavy_query[0][i / 2], &second = heavy_query[1][i / 2];
+        const int word = i % 2 * 2;
+        const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
+        add_16bit_product<false>(x, left, heavy_key + (channel / 64 + i / 4) * LINE + i % 4 * 2);
+      }
+      commit_products();
+      if (MEANWHILE && channel == 0) bring_outputs_to_16bit_scale();
+      wait_products<0>();
+      pin(x);
+    }
     uint32 heavy_exists[2] = {~0u, ~0u};
     if (PADDED) {
 #pragma unroll
       for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
+    const int seen = item.first_row + row + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
+    auto hidden = [&](int i) {
+      const int key = i / 4 * 8 + i % 2;
+      return CAUSAL && key >= seen + i / 2 % 2 * 8 || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1);
+    };
     const float scale = a.softmax_scale * LOG2E;
+    float largest[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++)
+      if (!hidden(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+    // A weight is at most 2^LARGEST: then the sum of all is at most 2.
+    constexpr float LARGEST = -6.0f;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int seen = item.first_row + row + 8 * r + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
-      float largest = -INFINITE;
-#pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++) {
-        if (i / 2 % 2 != r) continue;
-        const int key = i / 4 * 8 + i % 2;
-        x[i] *= scale;
-        if (CAUSAL && key >= seen || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1)) x[i] = -INFINITE;
-        largest = fmaxf(largest, x[i]);
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest_of_row[r] = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+      if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] *= scale;
     }
-  }
-
-  // Turn heavy keys' scores into weights, for a base of each row, and sum them.
-  DEVICE void weigh_heavy_scores(float (&x)[HEAVY_SCORES], const float (&base)[2], float (&sum)[2]) {
+    if (__any_sync(~0u, largest[0] + base[0] > LARGEST || largest[1] + base[1] > LARGEST)) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float shift = base[r] == INFINITE ? 0.0f : base[r];
-      sum[r] = 0.0f;
+      for (int r = 0; r < 2; r++) {
+        const float before = base[r];
+        base[r] = fminf(before, LARGEST - largest[r]);
+        const float gain = base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
+        row_sum[r] *= gain;
 #pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++) {
-        if (i / 2 % 2 != r) continue;
-        x[i] = exp2_approximate(x[i] + shift);
-        sum[r] += x[i];
-      }
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-    }
-  }
-
-  // Begin products of heavy keys' weights with their values, p being the weights in 16 bits.
-  template <bool ADD>
-  DEVICE void begin_heavy_outputs(const float (&x)[HEAVY_SCORES], uint32 (&p)[HEAVY_SCORES / 2]) {
-    const uint32 value = heavy_keys() + HEAVY_BYTES / 16 + (HEAVY_LINES - 1 << 16);
-#pragma unroll
-    for (int i = 0; i < HEAVY_SCORES / 2; i++)
-      p[i] = FLOAT16 ? to_float16(x[2 * i], x[2 * i + 1]) : to_bfloat16(x[2 * i], x[2 * i + 1]);
-    pin(p);
-    pin(outputs);
-    fence_products();
-#pragma unroll
-    for (int i = 0; i < HEAVY_KEYS / 16; i++) {
-      const uint32 right = value + i * (16 * LINE_BYTES / 16);
-      if (ADD || i > 0)
-        add_16bit_product<true, true>(outputs, p + 4 * i, right);
-      else
-        add_16bit_product<true, false>(outputs, p + 4 * i, right);
-    }
-    commit_products();
-  }
-
-  // Put the outputs of the heavy keys among the float32 sums, less V's mean times their weights.
-  DEVICE void keep_heavy_outputs(const float (&sum)[2]) {
-    float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
-    reclaim_shared_sums();
-#pragma unroll
-    for (int i = 0; i < OUTPUTS / 4; i++) {
-      float* x = outputs + 4 * i;
-      const float2 mean = reinterpret_cast<const float2*>(value_scales->mean)[i * 4 + quad];
-      sums[i * 128] = make_float4(__fmaf_rn(-mean.x, sum[0], x[0]), __fmaf_rn(-mean.y, sum[0], x[1]),
-                                  __fmaf_rn(-mean.x, sum[1], x[2]), __fmaf_rn(-mean.y, sum[1], x[3]));
-      x[0] = x[1] = x[2] = x[3] = 0.0f;
-    }
-  }
-
-  // Attend to the heavy keys after all others: bring the sums to the scale of V in 16 bits, and add to them.
-  DEVICE void end_with_heavy_keys(HeavyWords& heavy_query) {
-    float x[HEAVY_SCORES], largest[2], of_heavy[2];
-#pragma unroll
-    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
-    fence_products();
-    begin_heavy_scores<true>(x, heavy_query, 0);
-#pragma unroll
-    for (int part = 1; part < CHANNELS / HEAVY_CHANNELS; part++) {
-      wait_products<0>();
-      pin(x);
-      load_query(part * HEAVY_CHANNELS, heavy_query);
-      fence_products();
-      begin_heavy_scores<true>(x, heavy_query, part);
-    }
-    wait_products<0>();
-    pin(x);
-    scale_heavy_scores(x, largest);
-    float before[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) before[r] = base[r], base[r] = fminf(base[r], P_LOG2 - largest[r]);
-    weigh_heavy_scores(x, base, of_heavy);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float gain = exp2_approximate((base[r] == INFINITE ? 0.0f : base[r]) - before[r]);
-      // The sums are divided by a power of two near that of the weights, lest V times a weight be infinite.
-      const int exponent = __float_as_int(__fmaf_rn(row_sum[r], gain, of_heavy[r])) >> 23;
-      const float factor = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
-      if (exponent != 0) base[r] -= exponent - 127;
-      gain *= factor;
-      const float of_others = row_sum[r] * gain;
-      row_sum[r] = __fmaf_rn(of_heavy[r], factor, of_others);
-#pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++)
-        if (i / 2 % 2 == r) x[i] *= factor;
-#pragma unroll
-      for (int i = 0; i < CHANNELS / 8; i++) {
-        const float2 value_scale = reinterpret_cast<const float2*>(value_scales->scale)[i * 4 + quad];
-        const float2 mean = reinterpret_cast<const float2*>(value_scales->mean)[i * 4 + quad];
-        float* y = outputs + 4 * i + 2 * r;
-        y[0] = __fmaf_rn(y[0] * value_scale.x, gain, mean.x * of_others);
-        y[1] = __fmaf_rn(y[1] * value_scale.y, gain, mean.y * of_others);
+        for (int i = 0; i < OUTPUTS; i++)
+          if (i / 2 % 2 == r) outputs[i] *= gain;
       }
     }
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) shift[r] = base[r] == INFINITE ? 0.0f : base[r];
     uint32 p[HEAVY_SCORES / 2];
-    begin_heavy_outputs<true>(x, p);
+    pin(outputs);
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) {
+      x[i] = hidden(i) ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
+      if (i % 2) p[i / 2] = pack_16bit(x[i - 1], x[i]);
+    }
+    if (!MEANWHILE) sum_heavy_weights(x);
+    pin(p);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < HEAVY_KEYS / 16; i++)
+      add_16bit_product<true>(outputs, p + 4 * i, heavy_value + i * (16 * LINE_BYTES / 16));
+    commit_products();
+    if (MEANWHILE) sum_heavy_weights(x);
     wait_products<0>();
     pin(outputs);
   }
@@ -806,8 +749,10 @@ struct Consumer {
     for (int i = 0; i < CHANNELS / 8; i++) {
       const int channel = i * 8 + quad * 2;
       float2 gain = make_float2(1.0f, 1.0f), mean = make_float2(0.0f, 0.0f);
-      if (!HEAVY) gain = *reinterpret_cast<const float2*>(value_scales->scale + channel);
-      if (!HEAVY || HEAVY_FIRST) mean = *reinterpret_cast<const float2*>(value_scales->mean + channel);
+      if (!HEAVY) {
+        gain = *reinterpret_cast<const float2*>(value_scales.scale + channel);
+        mean = *reinterpret_cast<const float2*>(value_scales.mean + channel);
+      }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
@@ -836,50 +781,9 @@ struct Consumer {
     });
   }
 
-  // Attend to the heavy keys before all others, and rotate and quantise Q meanwhile: their products with V are begun.
-  DEVICE void begin_with_heavy_keys(int round, float (&sum)[2]) {
-    HeavyWords words;
-    float x[HEAVY_SCORES], largest[2];
-    load_query(0, words);
-    wait(barriers.heavy_full, round & 1);
-    fence_products();
-    begin_heavy_scores<false>(x, words, 0);
-#pragma unroll
-    for (int part = 1; part < CHANNELS / HEAVY_CHANNELS; part++) {
-      wait_products<0>();
-      pin(x);
-      load_query(part * HEAVY_CHANNELS, words);
-      fence_products();
-      begin_heavy_scores<true>(x, words, part);
-    }
-    if constexpr (QUANTIZES_QUERY) {
-      arrive_as_warp(barriers.q_empty[0]);
-      quantize_query(words);
-    }
-    wait_products<0>();
-    pin(x);
-    scale_heavy_scores(x, largest);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      sums_base[r] = -HEAVY_HEADROOM - largest[r];
-      base[r] = sums_base[r] + MOST_ABOVE_HEAVY;
-    }
-    weigh_heavy_scores(x, sums_base, sum);
-    uint32 p[HEAVY_SCORES / 2];
-    begin_heavy_outputs<false>(x, p);
-  }
-
-  // Begin an item with its first tile and, if they come first, heavy keys; return how many tiles need no mask.
-  DEVICE int begin_item(int round) {
-    float of_heavy[2];
-    wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
-    if constexpr (HEAVY_FIRST) {
-      begin_with_heavy_keys(round, of_heavy);
-    } else if constexpr (QUANTIZES_QUERY) {
-      HeavyWords words;
-      load_query(0, words);
-      quantize_query(words);
-    }
+  // Begin an item with its first tile; return how many tiles need no mask.
+  DEVICE int begin_item() {
+    if constexpr (QUANTIZES_QUERY) quantize_query();
     wait(barriers.k_full[0], parity);
     fence_products();
     begin_scores(0);
@@ -890,18 +794,11 @@ struct Consumer {
     for (int r = 0; r < 2; r++) {
       if (!QUANTIZES_QUERY) row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
       row_sum[r] = 0.0f;
-      if (!HEAVY_FIRST) base[r] = INFINITE;
+      base[r] = INFINITE;
     }
-    has_sums = HEAVY_FIRST;
-    if (HEAVY_FIRST) {
-      wait_products<1>();
-      pin(outputs);
-      keep_heavy_outputs(of_heavy);
-      arrive_as_warp(barriers.heavy_empty);
-    } else {
+    has_sums = false;
 #pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-    }
+    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
     int whole = ERASES ? item.tiles : a.kv_len / BLOCK_N;
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
     if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
@@ -913,20 +810,11 @@ struct Consumer {
       weigh_first_tile<false>();
     else
       weigh_first_tile<true>();
-    if constexpr (HEAVY_FIRST) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        float gain = exp2_approximate(base[r] - sums_base[r]);
-        if ((CAUSAL || PADDED) && base[r] == INFINITE) gain = 0.0f;
-        if (SUMS_BY_PRODUCT || quad == 0) row_sum[r] = __fmaf_rn(of_heavy[r], gain, row_sum[r]);
-      }
-    }
     return whole;
   }
 
-  // End an item with its last P·V and, if they come last, the heavy keys, and write its outputs.
+  // End an item with its last P·V and the heavy keys, and write its outputs.
   DEVICE void end_item(int round) {
-    constexpr bool HEAVY_LAST = HEAVY && !HEAVY_FIRST;
     const int last = (item.tiles - 1) % STAGES;
     if (ERASES) {
       erase_weights();
@@ -934,23 +822,21 @@ struct Consumer {
     }
     fence_products();
     begin_outputs(last);
-    HeavyWords words;
+    HeavyWords heavy_query;
     if (!QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
-    if (HEAVY_LAST) {
-      load_query(0, words);
-      if (QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
-    }
+    if (HEAVY) load_query(0, heavy_query);
+    if (QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
     if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
       wait(barriers.k_full[1], parity);
       arrive_as_warp(barriers.k_empty[1]);
       wait(barriers.v_full[1], parity);
       arrive_as_warp(barriers.v_empty[1]);
     }
-    if (!HEAVY_FIRST) wait(barriers.heavy_full, round & 1);
+    wait(barriers.ending_full, round & 1);
     wait_products<0>();
     add_tile_sum(row_sum);
     arrive_as_warp(barriers.v_empty[last]);
-    if (HEAVY_FIRST || !PV_FLOAT16 && has_sums) move_sums<true>(base);
+    if (!PV_FLOAT16 && has_sums) move_sums<true>(base);
     if (!SUMS_BY_PRODUCT) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -958,9 +844,9 @@ struct Consumer {
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
       }
     }
-    if constexpr (HEAVY_LAST) end_with_heavy_keys(words);
+    if constexpr (HEAVY) attend_to_heavy_keys(heavy_query);
     store();
-    if (!HEAVY_FIRST) arrive_as_warp(barriers.heavy_empty);
+    arrive_as_warp(barriers.ending_empty);
   }
 
   DEVICE void run() {
@@ -968,8 +854,8 @@ struct Consumer {
 #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
       q_stage = round % QUERY_STAGES;
-      value_scales = of_channels + round % STAGES;
-      const int whole = begin_item(round);
+      wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
+      const int whole = begin_item();
       int tile = 1;
 #pragma unroll 1
       for (; tile + 1 < whole; tile += 2) {
@@ -998,7 +884,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   __shared__ Barriers barriers;
   __shared__ Scales scales[QUANTIZES_QUERY ? 1 : STAGES];
   __shared__ Factors factors;
-  __shared__ ValueScales value_scales[STAGES];
+  __shared__ ValueScales value_scales;
   __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
@@ -1007,7 +893,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
       init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
-    init(barriers.heavy_full, 1), init(barriers.heavy_empty, 4 * WARPGROUPS);
+    init(barriers.ending_full, 1), init(barriers.ending_empty, 4 * WARPGROUPS);
   }
   if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
