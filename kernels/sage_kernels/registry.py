@@ -134,16 +134,20 @@ class Quantizer(Kernel, Protocol):
     def makes(self) -> type:
         """Return the class of the operands it makes, one in `operands`."""
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Any:
+    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
         """Transform and quantise Q, K and V as `reference.quantize_operands` does.
 
         Args:
             call: a call that is not empty.
             valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
+            spans: those of `read_padding`, which may have left it to this to write them; None: no padding.
         """
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of existing keys; `valid` is bool (batch or 1, kv_len), False where a key does not exist."""
+        """Return which keys exist, `valid` being bool (batch or 1, kv_len), False where one does not.
+
+        The spans may be written by `quantize` only, when it gets both.
+        """
 
 
 class Forward(Kernel, Protocol):

@@ -35,19 +35,23 @@ class HopperQuantizer:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported(request):
             return reason
-        if request.mask != "none":
-            return "no masks"
+        if request.mask not in ("none", "keys"):
+            return "no masks but those of keys"
         if not request.aligned:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize.unavailable(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
-        """Quantise; see `quantize.quantize_operands`."""
-        return quantize.quantize_operands(call)
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> Int8Operands:
+        """Quantise; see `quantize.quantize_operands`. With `valid` come spans, which are written."""
+        padding = None if valid is None or spans is None else KeyPadding(valid, spans)
+        return quantize.quantize_operands(call, padding)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Refuse: a request with a mask is not served."""
-        raise ValueError(f"{self.name} reads no masks")
+        """Return which keys exist, with room for their spans, which `quantize` writes."""
+        valid = valid.contiguous().view(torch.uint8)
+        return KeyPadding(valid, valid.new_empty((valid.shape[0], 3), dtype=torch.int32))
 
 
 class HopperForward:

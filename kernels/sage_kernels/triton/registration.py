@@ -56,8 +56,10 @@ class Int8Quantizer:
         """Return why it does not serve the request, or ""."""
         return _unsupported(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
-        """Quantise; see `quantize.int8.quantize_int8_operands`."""
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> Int8Operands:
+        """Quantise; see `quantize.int8.quantize_int8_operands`. The spans are written already."""
         return _load("quantize.int8").quantize_int8_operands(call, valid)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
@@ -80,8 +82,10 @@ class NVFP4Quantizer:
         """Return why it does not serve the request, or ""."""
         return _unsupported_nvfp4(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
-        """Quantise; see `quantize.nvfp4.quantize_nvfp4_operands`."""
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> NVFP4Operands:
+        """Quantise; see `quantize.nvfp4.quantize_nvfp4_operands`. The spans are written already."""
         return _load("quantize.nvfp4").quantize_nvfp4_operands(call, valid)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
