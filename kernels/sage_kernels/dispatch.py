@@ -59,8 +59,9 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
     with torch.autocast(call.query.device.type, enabled=False):
         if call.is_empty:
             return call.new_outputs()
-        if plan.kernel == "sdpa":
-            return _attend_exactly(call) if call.lengths is None else _attend_one_by_one(_attend_exactly, call)
+        if plan.numerics == "exact":
+            attend_exactly = _attend_exactly if plan.kernel == "sdpa" else _attend_without_cudnn
+            return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
             return kernel.attend(call, quantizer)
@@ -109,7 +110,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
             computes, does not count.
     """
     plan = select(request, fallback)
-    if plan.kernel == "sdpa":
+    if plan.numerics == "exact":
         raise KernelUnavailableError(
             f"no kernel computes gradients of recipe {request.recipe!r} here ({plan.reason}): use exact attention, or "
             'fallback="emulate" for the recipe\'s numerics'
@@ -141,6 +142,20 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not call.return_lse:
         return output, None
     return output, exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=call.scale)
+
+
+def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN, unless it is off already.
+
+    The switch is PyTorch's own and holds for all threads: a call that another thread makes meanwhile may also miss cuDNN.
+    """
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return _attend_exactly(call)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return _attend_exactly(call)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _attend_one_by_one(

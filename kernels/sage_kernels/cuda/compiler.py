@@ -106,7 +106,7 @@ def compile(
         if cubin := _cached(program):
             return cubin
         if reason := _forbidden() or _missing():
-            raise CompileError(f"{program} is not in {_cache_folder()}, and {reason}")
+            raise CompileError(f"{program} is not in {cache_folder()}, and {reason}")
         path = program.path(_nvrtc_version())
         with _file_lock(path.with_suffix(".lock")):
             if cubin := _load(path):
@@ -170,11 +170,11 @@ class _Program:
 
     def path(self, nvrtc: tuple[int, int]) -> Path:
         """Return the file in the cache of what that version of NVRTC compiles."""
-        return _cache_folder() / f"{self.prefix}{nvrtc[0]}.{nvrtc[1]}.cubin"
+        return cache_folder() / f"{self.prefix}{nvrtc[0]}.{nvrtc[1]}.cubin"
 
     def versions(self) -> list[tuple[int, int]]:
         """Return the versions of NVRTC whose machine code is in the cache folder, or not stored, newest first."""
-        folder = _cache_folder()
+        folder = cache_folder()
         paths = [*folder.glob(f"{self.prefix}*.cubin"), *(path for path in _unstored if path.parent == folder)]
         found = (_VERSION.fullmatch(path.name.removeprefix(self.prefix)) for path in paths)
         return sorted({(int(match[1]), int(match[2])) for match in found if match}, reverse=True)
@@ -270,7 +270,8 @@ def _nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder that keeps what was compiled or measured on this machine."""
     if folder := os.environ.get("SAGE_KERNELS_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-hf" / "cuda"
