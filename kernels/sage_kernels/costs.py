@@ -38,11 +38,15 @@ MARGIN = 0.98
 KEYS = 64
 """Keys of a tile, in which `Curve` counts."""
 
-# Without a table: sizes from which low bits gained on every GPU measured, with one half as much again to be safe.
+# Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, they gain from about
+# half as many keys on.
 UNMEASURED_Q_LEN = 1024
 UNMEASURED_KV_LEN = 4096
 UNMEASURED_SCORES = 2**28
 UNMEASURED_HEAD_DIMS = (33, 128)
+
+DECODED_QUERIES = 16
+"""Queries below which a call is a step of decoding: the next one has another number of keys."""
 
 NOMINAL_HEADS = 32
 _LENGTHS = tuple(
@@ -168,6 +172,10 @@ class Table:
         path.write_text(text, encoding="utf-8")
 
 
+def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{fact:.5g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
+
+
 def read_table(path: Path) -> Table:
     """Read what `Table.write` wrote.
 
@@ -254,13 +262,12 @@ def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Siz
 def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
     gains = [is_faster(low_bit, exact, Sizes(1, *[NOMINAL_HEADS] * 2, n, n, low_bit.head_dim)) for n in _LENGTHS]
-    slower = [n for n, gain in zip(_LENGTHS, gains, strict=True) if not gain]
-    if gains[-1] and slower:
-        tokens = (
-            float(f"{slower[-1]:.1g}") if slower[-1] < 1000 else round(slower[-1], -3 if slower[-1] >= 2000 else -2)
-        )
-        return f"exact attention is faster here below about {tokens:,.0f} tokens of {NOMINAL_HEADS} heads"
-    return "exact attention is faster here at any length" if slower else "exact attention is faster here for few tokens"
+    if all(gains):
+        return "exact attention is faster here with few heads or tokens"
+    if not gains[-1]:
+        return "exact attention is faster here at any length"
+    tokens = _LENGTHS[len(gains) - gains[::-1].index(False)]
+    return f"exact attention is faster here below about {float(f'{tokens:.2g}'):,.0f} tokens of {NOMINAL_HEADS} heads"
 
 
 def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
@@ -280,29 +287,20 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     return ""
 
 
-MAX_DECODED_QUERIES = 16
-"""Queries below which a call is a step of decoding: its next one has another number of keys."""
-
-
 def is_slower_by_cudnn(request: Request) -> bool:
     """Return whether an exact call is faster by another of PyTorch's backends than cuDNN's, and one can serve it.
 
     cuDNN makes a plan for every new length, so for steps of decoding it never pays.
     """
-    grouped = request.q_heads != request.kv_heads and request.mask == "none"
-    served = request.head_dim == request.v_head_dim <= 256 or not grouped
+    ungrouped = request.q_heads == request.kv_heads or request.mask != "none"
+    served = ungrouped or request.head_dim == request.v_head_dim
     if request.dtype not in _EXACT_DTYPES or not served:
         return False
-    if request.q_len < MAX_DECODED_QUERIES:
+    if request.q_len < DECODED_QUERIES:
         return True
-    table = table_of(request.capability)
-    sizes = sizes_of(request)
-    us = (
-        {curve.runner: curve.us(sizes) for curve in table.exact(request.mask, request.is_causal, sizes.head_dim)}
-        if table
-        else {}
-    )
-    cudnn = us.pop("cudnn", None)
+    table, sizes = table_of(request.capability), sizes_of(request)
+    rivals = table.exact(request.mask, request.is_causal, sizes.head_dim) if table else []
+    us = {curve.runner: max(curve.us(sizes), EXACT_HOST_US) for curve in rivals}
     # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
-    return cudnn is not None and other is not None and max(other, EXACT_HOST_US) < MARGIN * max(cudnn, EXACT_HOST_US)
+    return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]

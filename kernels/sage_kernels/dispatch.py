@@ -147,7 +147,7 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN, unless it is off already.
 
-    The switch is PyTorch's own and holds for all threads: a call that another thread makes meanwhile may also miss cuDNN.
+    The switch is PyTorch's own and holds for all threads: another thread's call may miss cuDNN meanwhile.
     """
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return _attend_exactly(call)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from multiprocessing import get_context
 from typing import Literal
@@ -239,15 +239,7 @@ def runner_of(device: torch.device, point: Point, recipe: str) -> str:
     Raises:
         KernelUnavailableError: the recipe is not native here.
     """
-    sizes = point.sizes
-    facts = {"batch": sizes.batch, "q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
-    facts |= {
-        "q_len": sizes.q_len,
-        "kv_len": sizes.kv_len,
-        "mask": point.mask,
-        "is_causal": point.causal,
-        "grad": False,
-    }
+    facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": False}
     plan = select(nominal_request(recipe, device, **facts), "error")
     return costs.low_bit_runner(recipe, plan.kernel, plan.quantizer)
 
