@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from contextlib import suppress
@@ -97,19 +97,12 @@ def points() -> list[Point]:
     return found
 
 
-def tune(
-    device: torch.device,
-    progress: Callable[[str], None] = print,
-    measure: Callable[[torch.device, Sequence[Point], float], Iterable[Measured]] | None = None,
-    warm: Callable[[torch.device, Sequence[Point], float], None] | None = None,
-) -> Table:
+def tune(device: torch.device, progress: Callable[[str], None] = print) -> Table:
     """Measure a GPU in about a minute, and return its table; `Table.write` stores it.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
         progress: called with a text for each stage.
-        measure: times points for at most so many seconds; default `measure_points`.
-        warm: compiles what the points run, for at most so many seconds; default `compile_kernels`.
 
     Raises:
         ValueError: device is no CUDA device, or nothing could be measured.
@@ -118,9 +111,9 @@ def tune(
         raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
     start, todo = time.perf_counter(), points()
     progress("compiling kernels")
-    (warm or compile_kernels)(device, todo, WARMING_SECONDS)
+    compile_kernels(device, todo, WARMING_SECONDS)
     progress(f"measuring {len(todo)} calls")
-    found = list((measure or measure_points)(device, todo, SECONDS - (time.perf_counter() - start)))
+    found = list(measure_points(device, todo, SECONDS - (time.perf_counter() - start)))
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     properties = torch.cuda.get_device_properties(device)
