@@ -229,8 +229,14 @@ def low_bit_runner(recipe: str, kernel: str, quantizer: str) -> str:
 
 def sizes_of(request: Request) -> Sizes:
     """Return the sizes of a request."""
-    heads = (request.batch, request.q_heads, request.kv_heads)
-    return Sizes(*heads, request.q_len, request.kv_len, max(request.head_dim, request.v_head_dim))
+    return Sizes(
+        batch=request.batch,
+        q_heads=request.q_heads,
+        kv_heads=request.kv_heads,
+        q_len=request.q_len,
+        kv_len=request.kv_len,
+        head_dim=max(request.head_dim, request.v_head_dim),
+    )
 
 
 def why_slower(request: Request, runner: str) -> str:
@@ -261,7 +267,9 @@ def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Siz
 @lru_cache(maxsize=256)
 def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
-    gains = [is_faster(low_bit, exact, Sizes(1, *[NOMINAL_HEADS] * 2, n, n, low_bit.head_dim)) for n in _LENGTHS]
+    gains = [
+        is_faster(low_bit, exact, Sizes(1, NOMINAL_HEADS, NOMINAL_HEADS, n, n, low_bit.head_dim)) for n in _LENGTHS
+    ]
     if all(gains):
         return "exact attention is faster here with few heads or tokens"
     if not gains[-1]:

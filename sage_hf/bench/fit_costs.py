@@ -13,7 +13,7 @@ from sage_kernels.costs import Curve, Sizes, features
 
 ROWS = (64, 128, 192, 256)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
-FEWEST_POINTS = 6
+FEWEST_POINTS = 5
 """Points from which a curve gets weights of its own; with fewer it is another curve of its runner, scaled."""
 
 
@@ -39,6 +39,7 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
             curves.append(_fit_curve(points, multiprocessors))
             continue
         alike = [curve for curve in curves if curve.runner == points[0].runner]
+        alike = alike or curves
         if alike:
             curves.append(min((_scaled(curve, points) for curve in alike), key=lambda curve: curve.error))
     return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dim)))
