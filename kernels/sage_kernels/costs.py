@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cuda.compiler import cache_folder
+from .cache import cache_folder
 
 if TYPE_CHECKING:
     from .registry import Request

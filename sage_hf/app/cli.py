@@ -1,10 +1,11 @@
-"""The command line `sage-hf env | explain | generate | compare | bench | tune`."""
+"""The command line `sage-hf env | explain | generate | compare | bench | tune | warmup`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from sage_hf.app.generate import DTYPES, GenerateOptions, format_outcome, genera
 from sage_hf.app.pipelines import pick_device
 from sage_hf.app.planning import nominal_request, plan
 from sage_hf.app.report import device_name, package_versions, text_table
+from sage_hf.app.warmup import HEAD_DIMS, warm_up
 from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
 from sage_hf.bench.tune import tune
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="env | explain | generate | compare | bench | tune"
+        dest="command", required=True, metavar="env | explain | generate | compare | bench | tune | warmup"
     )
     commands.add_parser("env", help="versions, GPUs, and which recipe runs natively on each")
     command = commands.add_parser("explain", help="which kernel each layer of a model will run here; loads no weights")
@@ -49,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
+    command = commands.add_parser("warmup", help="compile the kernels of a recipe or configuration for this GPU")
+    command.add_argument("config", nargs="?", default="sage3", metavar="NAME_OR_JSON", help="default: sage3")
+    command.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, metavar="N", help="default: 64 128")
+    command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
     args = parser.parse_args(argv)
     return _run_guarded(args)
 
@@ -169,11 +175,20 @@ def _costs_note(device: torch.device) -> str:
     return f"costs: {table.origin} ({table.gpu}, {measured})"
 
 
-def _tune(args: argparse.Namespace) -> None:
+def _gpu(name: str) -> torch.device:
     if not torch.cuda.is_available():
-        raise ValueError("costs are measured on a GPU, and PyTorch finds none here")
-    device = torch.device(args.device)
-    table = tune(device, progress=lambda text: print(text, file=sys.stderr))
+        raise ValueError("this command needs a GPU, and PyTorch finds none here")
+    return torch.device(name)
+
+
+def _warmup(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    calls = warm_up(SageConfig.from_name(args.config), _gpu(args.device), args.head_dim)
+    print(f"ran {calls} calls in {time.perf_counter() - start:.0f} s; their kernels are in the caches")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    table = tune(_gpu(args.device), progress=lambda text: print(text, file=sys.stderr))
     path = args.output or costs.tuned_path(table.gpu)
     table.write(path)
     print(f"wrote {path}: {len(table.curves)} curves of {table.gpu}")
@@ -236,6 +251,7 @@ _COMMANDS = {
     "compare": _generate,
     "bench": bench.execute,
     "tune": _tune,
+    "warmup": _warmup,
 }
 
 

@@ -143,12 +143,14 @@ def _run_once(device: torch.device, recipe: str, point: Point) -> bool:
     set_routing(False)
     query, key, value, mask = draw(device, point)
     try:
-        if get_recipe(recipe).backward is None or mask is not None:
+        if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
             with torch.no_grad():
                 ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe)
         else:
+            valid = None if mask is None else mask[:, 0, 0]
             query.requires_grad_()
-            training.attention(query, key, value, is_causal=point.causal, recipe=recipe)[0].sum().backward()
+            output, _ = training.attention(query, key, value, valid=valid, is_causal=point.causal, recipe=recipe)
+            output.sum().backward()
     except KernelUnavailableError:
         return False
     torch.cuda.synchronize(device)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sage_hf.app import warmup
 from sage_hf.app.cli import main
 from sage_hf.bench import tune
 from sage_hf.bench.fit_costs import Measured, fit
@@ -98,11 +99,22 @@ def test_tune_writes_to_the_file_that_is_named(gpu, tmp_path):
 
 def test_a_machine_without_a_gpu_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune"]) == 2
-    assert "costs are measured on a GPU" in capsys.readouterr().err
+    for command in ("tune", "warmup"):
+        assert main([command]) == 2
+        assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_a_gpu_on_which_nothing_runs_is_told_so(gpu, monkeypatch, capsys):
     monkeypatch.setattr(tune, "measure_points", lambda device, points, seconds: [])
     assert main(["tune"]) == 2
     assert "nothing could be measured" in capsys.readouterr().err
+
+
+def test_warmup_runs_each_recipe_of_a_configuration_once_for_each_kernel(gpu, monkeypatch, capsys):
+    compiled = []
+    monkeypatch.setattr(warmup, "compile_kernels", lambda device, calls: compiled.extend(calls) or len(compiled))
+    assert main(["warmup", "train-int8-infer-fp4", "--head-dim", "128"]) == 0
+    assert {recipe for recipe, _ in compiled} == {"sage3", "sage_bwd"}
+    assert {point.kind for _, point in compiled} == {"none", "causal", "keys"}
+    assert {point.sizes.head_dim for _, point in compiled} == {128}
+    assert f"ran {len(compiled)} calls" in capsys.readouterr().out

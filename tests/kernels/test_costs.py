@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import backends, costs, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels import backends, costs, dispatch, exact, ops, registry  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.costs import Curve, Sizes, Table
-from sage_kernels.registry import Request, select
+from sage_kernels.registry import Request, exact_plan, select
 from tests.helpers.kernels import StandInForward, only_the_reference
 
 H200 = (9, 0)
@@ -199,3 +199,28 @@ def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table
     use_table(LOW_BIT, CUDNN, curve("flash", launch=20.0, tile=0.2))
     assert select(with_tokens(512)).kernel == "sdpa"
     assert select(with_tokens(1536)).kernel == "sdpa_without_cudnn"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pytorchs_switch_of_cudnn_is_off_for_such_a_call_only_and_left_as_it_was(monkeypatch, enabled):
+    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    seen = []
+
+    def sdpa(query, key, value, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(seen) > 1:
+            raise RuntimeError("no memory")
+        return query
+
+    monkeypatch.setattr(exact, "sdpa", sdpa)
+    query = torch.randn(1, 1, 4, 32)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        ops.attention(query, query, query)
+        with pytest.raises(RuntimeError, match="no memory"):
+            ops.attention(query, query, query)
+        assert seen == [False, False]
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

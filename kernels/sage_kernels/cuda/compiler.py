@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from ..cache import cache_folder
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
@@ -268,13 +270,6 @@ def _nvrtc_version() -> tuple[int, int]:
     result, major, minor = nvrtc.nvrtcVersion()
     checked("nvrtcVersion", (result,))
     return major, minor
-
-
-def cache_folder() -> Path:
-    """Return the folder that keeps what was compiled or measured on this machine."""
-    if folder := os.environ.get("SAGE_KERNELS_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-hf" / "cuda"
 
 
 @contextlib.contextmanager
