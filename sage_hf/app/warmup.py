@@ -33,8 +33,9 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
     """
     if device.type != "cuda":
         raise ValueError(f"kernels are compiled on the GPU that runs them, and {device} is none: pass --device cuda")
-    named = (config.recipe, config.training, *(rule.recipe for rule in (*config.layers, *config.steps)))
-    recipes = [recipe for recipe in dict.fromkeys(named) if recipe not in (None, "exact")]
+    excepted = [*(rule.recipe for rule in config.layers), *(rule.recipe for rule in config.steps)]
+    named = dict.fromkeys([config.recipe, config.training or config.recipe, *excepted])
+    recipes = [recipe for recipe in named if recipe != "exact"]
     points = [
         Point(Sizes(1, 2, 2, tokens, tokens, head_dim), kind)
         for kind, tokens, head_dim in itertools.product(KINDS, LENGTHS, head_dims)
