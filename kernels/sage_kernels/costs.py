@@ -52,6 +52,12 @@ NOMINAL_HEADS = 32
 _LENGTHS = tuple(
     round(2 ** (exponent / 4)) for exponent in range(32, 61)
 )  # 256 to 32,768, where a break-even is sought
+_MASKED = {
+    "none": "",
+    "keys": ", with a mask of keys",
+    "bool": ", with a bool mask",
+    "additive": ", with an additive mask",
+}
 _EXACT_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -267,15 +273,15 @@ def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Siz
 @lru_cache(maxsize=256)
 def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
-    gains = [
-        is_faster(low_bit, exact, Sizes(1, NOMINAL_HEADS, NOMINAL_HEADS, n, n, low_bit.head_dim)) for n in _LENGTHS
-    ]
+    heads, head_dim = NOMINAL_HEADS, low_bit.head_dim
+    gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[low_bit.mask]}"
     if all(gains):
-        return "exact attention is faster here with few heads or tokens"
+        return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
-        return "exact attention is faster here at any length"
+        return f"exact attention is faster here {kind}"
     tokens = _LENGTHS[len(gains) - gains[::-1].index(False)]
-    return f"exact attention is faster here below about {float(f'{tokens:.2g}'):,.0f} tokens of {NOMINAL_HEADS} heads"
+    return f"exact attention is faster here below about {float(f'{tokens:.2g}'):,.0f} tokens of {heads} heads {kind}"
 
 
 def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:

@@ -48,7 +48,8 @@ def test_low_bits_run_where_the_table_says_that_they_are_faster(use_table):
     assert select(with_tokens(8192)).recipe == "sage2"
     plan = select(with_tokens(1024))
     assert (plan.kernel, plan.recipe, plan.numerics) == ("sdpa", "exact", "exact")
-    assert plan.reason == "sage2 by low_bit: exact attention is faster here below about 2,000 tokens of 32 heads"
+    limit = "exact attention is faster here below about 2,000 tokens of 32 heads at head_dim 128"
+    assert plan.reason == f"sage2 by low_bit: {limit}"
 
 
 def test_reasons_name_the_limit_so_that_calls_of_all_sizes_share_one(use_table):
@@ -57,8 +58,10 @@ def test_reasons_name_the_limit_so_that_calls_of_all_sizes_share_one(use_table):
 
 
 def test_a_kind_of_call_that_never_gains_is_said_to(use_table):
-    use_table(curve(RUNNER, tile=0.7), CUDNN)
-    assert select(with_tokens(32768)).reason.endswith("exact attention is faster here at any length")
+    facts = {"mask": "keys", "causal": True}
+    use_table(curve(RUNNER, tile=0.7, **facts), curve("cudnn", tile=0.62, **facts))
+    reason = select(with_tokens(32768, mask="keys", is_causal=True)).reason
+    assert reason.endswith("exact attention is faster here at head_dim 128, causal, with a mask of keys")
 
 
 @pytest.mark.parametrize("fallback", ["error", "emulate"])
