@@ -149,13 +149,26 @@ def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None
 
     The switch is PyTorch's own and holds for all threads: another thread's call may miss cuDNN meanwhile.
     """
+    shared = call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
+    attend_exactly = _attend_groups_as_rows if shared else _attend_exactly
     if not torch.backends.cuda.cudnn_sdp_enabled():
-        return _attend_exactly(call)
+        return attend_exactly(call)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        return _attend_exactly(call)
+        return attend_exactly(call)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _attend_groups_as_rows(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by `_attend_exactly` with the single queries that share keys and values as rows of one head.
+
+    Beside a mask, PyTorch would want keys and values repeated for each query of their group. The mask is one of keys.
+    """
+    batch, q_heads, _, head_dim = call.query.shape
+    rows = call.query.reshape(batch, call.key.shape[1], -1, head_dim)
+    output, lse = _attend_exactly(replace(call, query=rows))
+    return output.reshape(batch, q_heads, 1, -1), None if lse is None else lse.reshape(batch, q_heads, 1)
 
 
 def _attend_one_by_one(

@@ -227,3 +227,19 @@ def test_pytorchs_switch_of_cudnn_is_off_for_such_a_call_only_and_left_as_it_was
         assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_them(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 32, generator=generator) for heads, n in ((8, 1), (2, 40), (2, 40)))
+    mask = (torch.arange(40) >= torch.tensor([[3], [7]]))[:, None, None]
+    expected, expected_lse = ops.attention(query, key, value, mask=mask, recipe="exact", return_lse=True)
+    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    given, sdpa = [], exact.sdpa
+    monkeypatch.setattr(
+        exact, "sdpa", lambda query, key, value, **options: given.append(key) or sdpa(query, key, value, **options)
+    )
+    found, lse = ops.attention(query, key, value, mask=mask, return_lse=True)
+    assert given[0].shape == key.shape and found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lse, expected_lse)
