@@ -20,7 +20,7 @@ from sage_hf.app.report import device_name, package_versions, text_table
 from sage_hf.app.warmup import HEAD_DIMS, warm_up
 from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
-from sage_hf.bench.tune import tune
+from sage_hf.bench.tune import SECONDS, tune
 from sage_hf.config import SageConfig
 from sage_kernels import costs
 from sage_kernels.recipe import RECIPES
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_arguments(command)
     command = commands.add_parser("tune", help="measure in a minute what calls cost on this GPU, to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
+    command.add_argument("--seconds", type=float, default=SECONDS, help=f"of measuring (default: {SECONDS:.0f})")
     command.add_argument(
         "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
@@ -188,7 +189,7 @@ def _warmup(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    table = tune(_gpu(args.device), progress=lambda text: print(text, file=sys.stderr))
+    table = tune(_gpu(args.device), args.seconds, progress=lambda text: print(text, file=sys.stderr))
     path = args.output or costs.tuned_path(table.gpu)
     table.write(path)
     print(f"wrote {path}: {len(table.curves)} curves of {table.gpu}")

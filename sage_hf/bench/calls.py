@@ -19,7 +19,7 @@ from sage_kernels import costs, dispatch, ops, training
 from sage_kernels.call import Call, Mask
 from sage_kernels.costs import Sizes
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import KernelUnavailableError, set_routing
+from sage_kernels.registry import KernelUnavailableError
 
 Kind = Literal["none", "causal", "keys", "bool", "additive"]
 BACKENDS = {
@@ -139,17 +139,23 @@ def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]], se
 
 
 def _run_once(device: torch.device, recipe: str, point: Point) -> bool:
-    """Run a call; return whether the recipe serves it."""
-    set_routing(False)
+    """Run a call; return whether the recipe is native for it."""
     query, key, value, mask = draw(device, point)
     try:
         if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
             with torch.no_grad():
-                ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe)
+                ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe, fallback="error")
         else:
             valid = None if mask is None else mask[:, 0, 0]
-            query.requires_grad_()
-            output, _ = training.attention(query, key, value, valid=valid, is_causal=point.causal, recipe=recipe)
+            output, _ = training.attention(
+                query.requires_grad_(),
+                key,
+                value,
+                valid=valid,
+                is_causal=point.causal,
+                recipe=recipe,
+                fallback="error",
+            )
             output.sum().backward()
     except KernelUnavailableError:
         return False

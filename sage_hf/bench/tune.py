@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
 
@@ -15,15 +19,18 @@ from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_kernels import costs
 from sage_kernels.costs import Sizes, Table
-from sage_kernels.registry import routing, select, set_routing
+from sage_kernels.registry import select
 from sage_kernels.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
 LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 MASKS: tuple[Kind, ...] = ("bool", "additive")
 
-SECONDS = 55.0
-COMPILING_SECONDS = 25.0
+MEDIUM, LONG = 2048, 8192
+"""Keys from which on a kernel may be another one."""
+
+SECONDS = 30.0
+COMPILING_SECONDS = 40.0
 
 # A runner is timed for about this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.5
@@ -33,7 +40,7 @@ MAX_OPERATIONS = 4e12
 
 
 def points() -> list[Point]:
-    """Return the calls that are measured, the most telling ones first."""
+    """Return the calls that are measured, in an order that is drawn, so that the first ones are of all kinds."""
     found: list[Point] = []
 
     def add(kind: Kind, batch: int, heads: int, q_len: int, kv_len: int, head_dim: int, group: int = 1) -> None:
@@ -55,14 +62,17 @@ def points() -> list[Point]:
         add("none", 2, 16, n, n, head_dim)
     for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192), MASKS):
         add(kind, 2, 16, n, n, head_dim)
-    return list(dict.fromkeys(found))
+    found = list(dict.fromkeys(found))
+    random.Random(0).shuffle(found)
+    return found
 
 
-def tune(device: torch.device, progress: Callable[[str], None] = print) -> Table:
-    """Measure a GPU in about a minute, and return its table; `Table.write` stores it.
+def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
+    """Measure a GPU, and return its table; `Table.write` stores it.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
+        seconds: how long to measure, after kernels were compiled; the calls that are left then are left out.
         progress: called with a text for each stage.
 
     Raises:
@@ -70,16 +80,26 @@ def tune(device: torch.device, progress: Callable[[str], None] = print) -> Table
     """
     if device.type != "cuda":
         raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
-    start, todo = time.perf_counter(), points()
+    todo = points()
     progress("compiling kernels")
-    compile_kernels(device, itertools.product(RECIPES, todo), COMPILING_SECONDS)
+    compile_kernels(device, _calls_to_compile(todo), COMPILING_SECONDS)
     progress(f"measuring {len(todo)} calls")
-    found = list(measure_points(device, todo, SECONDS - (time.perf_counter() - start)))
+    found = list(measure_points(device, todo, seconds))
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     properties = torch.cuda.get_device_properties(device)
     curves = fit(found, properties.multi_processor_count)
     return Table(properties.name, (properties.major, properties.minor), versions(), curves)
+
+
+def _calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
+    """Return one call for each kernel, as far as kinds of calls tell kernels apart."""
+    calls: dict[tuple[str, str, int, bool, bool], tuple[str, Point]] = {}
+    for recipe, point in itertools.product(RECIPES, todo):
+        kv_len = point.sizes.kv_len
+        kind = (recipe, point.kind, point.sizes.head_dim, kv_len < MEDIUM, kv_len < LONG)
+        calls.setdefault(kind, (recipe, point))
+    return list(calls.values())
 
 
 def versions() -> dict[str, str]:
@@ -96,25 +116,32 @@ def versions() -> dict[str, str]:
 def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) -> Iterator[Measured]:
     """Time each point's runners, until the seconds are over; a runner that refuses a point is left out."""
     end = time.perf_counter() + seconds
-    routed = routing()
-    set_routing(False)
+    with quiet(), torch.cuda.device(device), torch.no_grad():
+        _heat(device)
+        for point in todo:
+            if time.perf_counter() > end:
+                return
+            call_of = prepare(device, point)
+            for name in (*RECIPES, *BACKENDS):
+                try:
+                    runner = name if name in BACKENDS else runner_of(device, point, name)
+                    us = gpu_us(call_of(name))
+                except (RuntimeError, ValueError):  # not for such calls, or no memory
+                    torch.cuda.synchronize(device)
+                    continue
+                yield Measured(runner, point.mask, point.causal, point.sizes, us)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Spare captures a search of all of Python's objects for garbage, and the reader PyTorch's reasons for refusals."""
+    gc.freeze()
     try:
-        with torch.cuda.device(device), torch.no_grad():
-            _heat(device)
-            for point in todo:
-                if time.perf_counter() > end:
-                    return
-                call_of = prepare(device, point)
-                for name in (*RECIPES, *BACKENDS):
-                    try:
-                        runner = name if name in BACKENDS else runner_of(device, point, name)
-                        us = gpu_us(call_of(name))
-                    except (RuntimeError, ValueError):  # not for such calls, or no memory
-                        torch.cuda.synchronize(device)
-                        continue
-                    yield Measured(runner, point.mask, point.causal, point.sizes, us)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        set_routing(routed)
+        gc.unfreeze()
 
 
 def runner_of(device: torch.device, point: Point, recipe: str) -> str:
