@@ -54,6 +54,8 @@ def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
         shape = (first.causal, rows, slots * multiprocessors, whole)
         rows_of_features = [features(one.sizes, *shape) for one in points]
         matrix = torch.tensor(rows_of_features, dtype=torch.float64) / us[:, None]
+        if first.mask in ("none", "keys"):
+            matrix[:, -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
         weights, residual = _nonnegative(matrix)
         if best is None or residual < best[0]:
             kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
@@ -73,6 +75,8 @@ def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
     best, least = [0.0] * count, float("inf")
     for size in range(1, count + 1):
         for columns in map(list, combinations(range(count), size)):
+            if not matrix[:, columns].any(0).all():
+                continue
             chosen = matrix[:, columns] / scale[columns]
             weights = torch.linalg.lstsq(chosen, target, driver="gelsd").solution
             if (weights < 0).any():

@@ -1,5 +1,8 @@
 """Which calls take exact attention because low bits would be slower, and what is said about it."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,7 +10,9 @@ import torch
 
 from sage_kernels import backends, costs, dispatch, exact, ops, registry  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.costs import Curve, Sizes, Table
+from sage_kernels.cuda import compiler
 from sage_kernels.registry import Request, exact_plan, select
+from sage_kernels.triton import registration
 from tests.helpers.kernels import StandInForward, only_the_reference
 
 H200 = (9, 0)
@@ -243,3 +248,56 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
     assert given[0].shape == key.shape and found.shape == expected.shape
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize(("value", "routed"), [("0", False), ("1", True), (None, True)])
+def test_the_environment_can_start_a_process_without_routing(value, routed):
+    environment = {name: text for name, text in os.environ.items() if name != "SAGE_KERNELS_ROUTING"}
+    environment |= {} if value is None else {"SAGE_KERNELS_ROUTING": value}
+    code = "from sage_kernels import registry; print(registry.routing())"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(routed)
+
+
+# (recipe's kind of call, tokens …): batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal.
+LOSERS = {
+    "Flux at 512²": (1, 24, 24, 1536, 1536, 128, "none", False),
+    "256 tokens": (1, 24, 24, 256, 256, 128, "none", False),
+    "77 text keys": (2, 10, 10, 4096, 77, 64, "none", False),
+    "512 text keys": (1, 24, 24, 17776, 512, 128, "none", False),
+    "padded texts": (16, 12, 12, 512, 512, 64, "keys", False),
+    "bias of each head": (2, 16, 16, 4096, 4096, 64, "additive", False),
+    "head_dim 256": (2, 16, 16, 4096, 4096, 256, "none", False),
+    "4k tokens of 10 heads": (1, 10, 10, 4096, 4096, 64, "none", False),
+    "short causal": (1, 32, 8, 512, 512, 128, "none", True),
+}
+WINNERS = {
+    "HunyuanVideo with its mask": (1, 24, 24, 119056, 119056, 128, "keys", False),
+    "HunyuanVideo": (1, 24, 24, 119056, 119056, 128, "none", False),
+    "CogVideoX-2B": (2, 30, 30, 17776, 17776, 64, "none", False),
+    "Wan 1.3B": (1, 12, 12, 32760, 32760, 128, "none", False),
+    "Llama's prefill": (1, 32, 8, 32768, 32768, 128, "none", True),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSERS, *WINNERS])
+def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(routed, monkeypatch, name):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
+    costs.table_of.cache_clear()
+    select.cache_clear()
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal = (LOSERS | WINNERS)[name]
+    sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    facts = {**sizes, "head_dim": head_dim, "v_head_dim": head_dim, "mask": mask, "is_causal": causal, "aligned": True}
+    plan = select(replace(REQUEST, **facts))
+    select.cache_clear()
+    assert plan.recipe == ("exact" if name in LOSERS else "sage2"), plan.reason
+
+
+def test_tables_that_ship_are_read_without_complaint():
+    paths = list(costs.SHIPPED.glob("*.json"))
+    assert paths
+    for path in paths:
+        table = costs.read_table(path)
+        assert path.stem == ".".join(map(str, table.capability))
+        assert {curve.runner for curve in table.curves} >= set(costs.BACKENDS)
