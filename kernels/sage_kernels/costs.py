@@ -49,9 +49,9 @@ DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next one has another number of keys."""
 
 NOMINAL_HEADS = 32
-_LENGTHS = tuple(
-    round(2 ** (exponent / 4)) for exponent in range(32, 61)
-)  # 256 to 32,768, where a break-even is sought
+_LENGTHS = tuple(round(2 ** (exponent / 4)) for exponent in range(32, 61))
+"""Tokens, 256 to 32,768, among which a break-even is sought."""
+
 _MASKED = {
     "none": "",
     "keys": ", with a mask of keys",
@@ -248,8 +248,8 @@ def sizes_of(request: Request) -> Sizes:
 def why_slower(request: Request, runner: str) -> str:
     """Return why low bits by `runner` would not be faster than exact attention; "" if they are.
 
-    Never of packed sequences, which exact attention runs one by one, nor of calls that want the LSE, which it computes
-    apart.
+    They always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which it
+    computes apart.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""

@@ -21,7 +21,7 @@ from sage_kernels.costs import Sizes
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError
 
-Kind = Literal["none", "causal", "keys", "bool", "additive"]
+Kind = Literal["none", "causal", "keys", "causal_keys", "bool", "additive"]
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,12 +42,12 @@ class Point:
     @property
     def mask(self) -> str:
         """Return the kind of mask, as `call.Mask` has it."""
-        return "none" if self.kind == "causal" else self.kind
+        return {"causal": "none", "causal_keys": "keys"}.get(self.kind, self.kind)
 
     @property
     def causal(self) -> bool:
         """Return whether the call is causal."""
-        return self.kind == "causal"
+        return self.kind in ("causal", "causal_keys")
 
     @property
     def operations(self) -> float:
@@ -100,7 +100,7 @@ def prepare(device: torch.device, point: Point) -> Callable[[str], Callable[[], 
 def _mask(device: torch.device, point: Point, generator: torch.Generator) -> Tensor | None:
     """Return a mask of the point's kind that lets most scores live, as padding and learnt biases do."""
     sizes = point.sizes
-    if point.kind == "keys":
+    if point.mask == "keys":
         padding = torch.arange(sizes.batch, device=device) % 4 * (sizes.kv_len // 8) + sizes.kv_len // 16
         lengths = sizes.kv_len - padding
         return (torch.arange(sizes.kv_len, device=device) < lengths[:, None])[:, None, None]

@@ -58,6 +58,7 @@ def points() -> list[Point]:
             add("causal", 4, 16, n, n, head_dim)
             add("keys", 1, 24, n, n, head_dim)
             add("keys", 8, 12, n, n, head_dim)
+            add("causal_keys", 4, 32, n, n, head_dim, group=4)
     for head_dim, n in itertools.product((256, 80, 96), (1024, 4096, 8192)):
         add("none", 2, 16, n, n, head_dim)
     for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192), MASKS):

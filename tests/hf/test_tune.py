@@ -54,11 +54,13 @@ def test_few_points_of_an_unknown_runner_give_no_curve():
 
 def test_the_points_cover_what_models_call():
     points = tune.points()
-    assert {point.kind for point in points} == {"none", "causal", "keys", "bool", "additive"}
+    kinds = {point.kind: (point.mask, point.causal) for point in points}
+    assert set(kinds) == {"none", "causal", "keys", "causal_keys", "bool", "additive"}
+    assert kinds["causal"] == ("none", True) and kinds["causal_keys"] == ("keys", True)
     assert {64, 80, 96, 128, 256} <= {point.sizes.head_dim for point in points}
     assert any(point.sizes.kv_len == 77 for point in points)
     assert len(points) == len(set(points))
-    assert len({(point.mask, point.causal) for point in points}) == 5
+    assert len(set(kinds.values())) == len(kinds)
 
 
 @pytest.fixture
