@@ -153,6 +153,37 @@ def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
     return torch.stack((s / c * _SAME_SCALE[0], c / s * _SAME_SCALE[1]), -1).half()
 
 
+MAX_STEPS = 7
+"""Scales besides the nearest that kernels can try."""
+STEPS_ROW = 128
+"""Row of `search_table` that holds the steps."""
+
+
+@lru_cache(maxsize=16)
+def search_table(scale_steps: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return what kernels that search read: int32 (129, 8), a row for each code of the nearest scale s.
+
+    A row has for each step the ratios of `search_ratios` as the lower and upper half of a word, NaN where the scale is
+    left out whatever the group; and in its last word the bits of 1/s, float32, 1 where s is 0. Row 128 has the steps.
+
+    Raises:
+        ValueError: there are more than 7 steps.
+    """
+    if len(scale_steps) > MAX_STEPS:
+        raise ValueError(f"{len(scale_steps)} scale_steps are not supported: kernels try up to {MAX_STEPS}")
+    codes = torch.arange(STEPS_ROW)
+    table = torch.zeros(STEPS_ROW + 1, MAX_STEPS + 1, dtype=torch.int32)
+    for number, step in enumerate(scale_steps):
+        code = codes + step
+        allowed = (codes >= LEAST_NORMAL_E4M3_CODE) & (code >= LEAST_NORMAL_E4M3_CODE) & (code <= LARGEST_E4M3_CODE)
+        ratios = torch.where(allowed[:, None], search_ratios(scale_steps)[codes % MANTISSAS, number], torch.nan)
+        table[:STEPS_ROW, number] = ratios.view(torch.int32).squeeze(-1)
+        table[STEPS_ROW, number] = step
+    scales = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    table[:STEPS_ROW, MAX_STEPS] = _reciprocal(scales).view(torch.int32)
+    return table.to(device)
+
+
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     # A scale rounds to 0 only where all elements are below 1/4, which rounds to 0 unscaled.
     return 1 / torch.where(scale == 0, 1.0, scale)

@@ -49,7 +49,7 @@ def delta_scores(
     if split:
         means, keys = max(16, min(MOST_MEANS, power_of_two(blocks))), 128 if channels <= 128 else 64
     else:
-        means, keys = 16, 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: 64 KiB or less
+        means, keys = 16, 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: 64 KiB
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
         delta_scores_of_means,

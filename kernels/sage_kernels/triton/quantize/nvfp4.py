@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from ...call import Call
+from ...formats import nvfp4
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
-from ...formats.nvfp4 import MANTISSAS as MANTISSA_COUNT
-from ...formats.nvfp4 import search_ratios
 from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.rotation import channel_factor, rotate, sign_bits
@@ -27,8 +24,8 @@ from .statistics import is_finite, reduce_block, token_statistics
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_CHANNELS = 64  # of the FP4 matrix instructions
 LARGEST_CODE = tl.constexpr(0x7E)
-LEAST_NORMAL_CODE = tl.constexpr(8)
-MANTISSAS = tl.constexpr(MANTISSA_COUNT)
+STEPS_ROW = tl.constexpr(nvfp4.STEPS_ROW)
+MAX_STEPS = tl.constexpr(nvfp4.MAX_STEPS)
 ONE_SIXTH = tl.constexpr(1 / 6)
 # 448 · 6 = 1.3125 · 2¹¹
 LIMIT_EXPONENT = tl.constexpr(11)
@@ -73,15 +70,6 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     )
 
 
-@lru_cache(maxsize=16)
-def search_table(scale_steps: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-    """Return int32 (steps, 1 + 8): each step, then `nvfp4.search_ratios` in pairs, by mantissa; None for no search."""
-    if not scale_steps:
-        return None
-    ratios = search_ratios(scale_steps).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
-    return torch.cat((torch.tensor(scale_steps, dtype=torch.int32)[:, None], ratios), 1).to(device)
-
-
 def _padded_channels(channels: int) -> int:
     return max(MIN_CHANNELS, power_of_two(channels))
 
@@ -118,7 +106,7 @@ def _quantize_tokens(
         key_mean=statistics.key_mean,
         balance=statistics.balance,
         mean_score=score,
-        search=search_table(recipe.scale_steps, x.device),
+        search=nvfp4.search_table(recipe.scale_steps, x.device),
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -170,7 +158,7 @@ def _quantize_value(
         tensor_scale=tensor_scale,
         value_mean=statistics.value_mean,
         value_tensor_amax=statistics.value_tensor_amax,
-        search=search_table(recipe.scale_steps, value.device),
+        search=nvfp4.search_table(recipe.scale_steps, value.device),
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -245,31 +233,33 @@ def squared_error(y, up, down):
 
 
 @triton.jit
+def inverse_of(search, code):
+    """Load the reciprocals of scales, 1 for 0, by their codes (int32) from `nvfp4.search_table`."""
+    return tl.load(search + (code + 1) * (MAX_STEPS + 1) - 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def best_scale(magnitude, amax, nearest, search, STEPS: tl.constexpr):
     """Return the uint8 scale of each group (16 of (rows, groups)) that `nvfp4.best_scale` chooses."""
-    _, inverse = decode_with_reciprocal(nearest)
-    inverse *= 0.125
+    best = tl.minimum(nearest.to(tl.int32), LARGEST_CODE)  # that of NaN is not searched
+    first = best
+    inverse = inverse_of(search, first) * 0.125
     y = ()
     for i in tl.static_range(16):
         y += ((magnitude[i] * inverse).to(tl.float16),)
     same = tl.zeros_like(amax)
-    best = nearest.to(tl.int32)
-    searched = (best >= LEAST_NORMAL_CODE) & (best <= LARGEST_CODE)
-    ratios = search + 1 + best % MANTISSAS
-    first = best
     least = squared_error(y, (same + 2.0**-11).to(tl.float16), (same + 2.0**11).to(tl.float16))
     # Loop at run time: unrolled, it takes the compiler several times as long.
     for number in range(STEPS):
-        code = first + tl.load(search + number * (1 + MANTISSAS))
-        ratio = tl.load(ratios + number * (1 + MANTISSAS))
+        ratio = tl.load(search + first * (MAX_STEPS + 1) + number)
         up = ratio.to(tl.int16).to(tl.float16, bitcast=True)
         error = squared_error(y, up, (ratio >> 16).to(tl.int16).to(tl.float16, bitcast=True))
-        _, inverse = decode_with_reciprocal(tl.minimum(tl.maximum(code, 0), LARGEST_CODE).to(tl.uint8))
-        allowed = searched & (code >= LEAST_NORMAL_CODE) & (code <= LARGEST_CODE) & (amax * inverse < 7.0)
-        better = allowed & (error < least)
+        code = first + tl.load(search + STEPS_ROW * (MAX_STEPS + 1) + number)
+        inverse = inverse_of(search, tl.minimum(tl.maximum(code, 0), LARGEST_CODE))
+        better = (error < least) & (amax * inverse < 7.0)
         best = tl.where(better, code, best)
         least = tl.where(better, error, least)
-    return best.to(tl.uint8)
+    return tl.where(nearest == E4M3_NAN, nearest, best.to(tl.uint8))
 
 
 @triton.jit
