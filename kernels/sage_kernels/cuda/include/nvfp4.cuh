@@ -101,7 +101,8 @@ DEVICE uint32 best_scale(const float (&x)[GROUP], float largest, uint32 nearest,
     const uint32 key =
         key_of(__byte_perm(ratios[i], 0, 0x1010), __byte_perm(ratios[i], 0, 0x3232), i + 1, SCALE_STEPS[i]);
     bool fits = true;  // a scale that is no smaller always does
-    if (SCALE_STEPS[i] < 0) fits = __fmul_rn(largest, __ldg(&table[max(static_cast<int>(nearest) + SCALE_STEPS[i], 0)].inverse)) < 7.0f;
+    if (SCALE_STEPS[i] < 0)
+      fits = __fmul_rn(largest, __ldg(&table[max(static_cast<int>(nearest) + SCALE_STEPS[i], 0)].inverse)) < 7.0f;
     best = fits ? min(best, key) : best;
   }
   return nearest + (best & 0xFF) - 8;

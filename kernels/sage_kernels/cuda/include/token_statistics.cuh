@@ -75,7 +75,8 @@ DEVICE void reduce_tokens(const Reader& reader, Partial<WARPS, SQUARES, EXTREMA>
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) reader.load<false>(i * APART, CAREFUL ? reader.has(i * APART) : reader.left > 0, x[i]);
+  for (int i = 0; i < LOADS; i++)
+    reader.load<false>(i * APART, CAREFUL ? reader.has(i * APART) : reader.left > 0, x[i]);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     float first[LOADS], second[LOADS];
@@ -95,7 +96,7 @@ DEVICE void reduce_tokens(const Reader& reader, Partial<WARPS, SQUARES, EXTREMA>
       smallest = i == 0 ? low : smaller(smallest, low);
     }
     const int at = lane * 4 + w;
-    auto sum = [&](const float(&y)[LOADS]) { return sum_of_warp_tokens(sum_of_halves(y)); };
+    auto sum = [&](const float (&y)[LOADS]) { return sum_of_warp_tokens(sum_of_halves(y)); };
     const float2 sums = make_float2(sum(first), sum(second));
     if (lane < LANES) reinterpret_cast<float2*>(partial.sums[warp])[at] = sums;
     if constexpr (SQUARES) {

@@ -1,5 +1,6 @@
 // The operands of `sage3` and `sage3_paper`, bit for bit as `triton/quantize/nvfp4.py` writes them, in three launches:
-// `reduce` reads K, V and a sample of Q for the sums of their blocks, `means` adds these up, `quantize` reads Q, K and V.
+// `reduce` reads K, V and a sample of Q for the sums of their blocks, `means` adds these up, `quantize` reads Q, K and
+// V.
 //
 // The host, `quantize_nvfp4.py`, gives the kernels' parameters, with their structs, and all compile-time constants that
 // are not defined here.
@@ -330,8 +331,8 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   for (int i = 0; i < 32; i += 4) {
     const int at = channel + i;
     const float* line = factors + (IS_QUERY ? OF_QUERY : OF_KEY) * CHANNELS + at;
-    const float4 factor = BALANCE || ROTATION > 1 ? __ldg(reinterpret_cast<const float4*>(line))
-                                                  : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    const float4 factor =
+        BALANCE || ROTATION > 1 ? __ldg(reinterpret_cast<const float4*>(line)) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     float4 shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (SMOOTH && IS_QUERY) shift = *reinterpret_cast<const float4*>(shared.shifts + spread_out(at));
     if (SMOOTH && !IS_QUERY) shift = __ldg(reinterpret_cast<const float4*>(factors + SHIFT_OF_KEY * CHANNELS + at));
@@ -382,14 +383,13 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
                            SharedValue& shared) {
   const int channel = threadIdx.x % (CHANNELS / 2) * 2, part = threadIdx.x / (CHANNELS / 2);
   const int first = block * BLOCK + part * GROUP, left = channel < s.v_head_dim ? s.kv_len - first : 0;
-  const uint16* from = tokens.first + pair / s.kv_heads * tokens.batch_stride +
-                       pair % s.kv_heads * tokens.head_stride + first * tokens.token_stride + channel;
+  const uint16* from = tokens.first + pair / s.kv_heads * tokens.batch_stride + pair % s.kv_heads * tokens.head_stride +
+                       first * tokens.token_stride + channel;
   uint32 words[GROUP];
 #pragma unroll
   for (int i = 0; i < GROUP; i++)
     words[i] = i < left ? __ldcs(reinterpret_cast<const uint32*>(from + i * tokens.token_stride)) : 0;
-  const float2 mean =
-      *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
+  const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
   if (TENSOR_SCALE) least_power_of_two(s.value_tensor_amax[pair], inverse);
   float x[2][GROUP];

@@ -244,9 +244,9 @@ def best_scale(magnitude, amax, nearest, search, STEPS: tl.constexpr):
     best = tl.minimum(nearest.to(tl.int32), LARGEST_CODE)  # that of NaN is not searched
     first = best
     inverse = inverse_of(search, first) * 0.125
-    y = ()
-    for i in tl.static_range(16):
-        y += ((magnitude[i] * inverse).to(tl.float16),)
+    y = ((magnitude[0] * inverse).to(tl.float16),)
+    for i in tl.static_range(1, 16):
+        y += ((magnitude[i] * inverse).to(tl.float16),)  # type: ignore[assignment]
     same = tl.zeros_like(amax)
     least = squared_error(y, (same + 2.0**-11).to(tl.float16), (same + 2.0**11).to(tl.float16))
     # Loop at run time: unrolled, it takes the compiler several times as long.
