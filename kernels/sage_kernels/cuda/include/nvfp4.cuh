@@ -30,11 +30,6 @@ DEVICE uint32 multiply_halves(uint32 a, uint32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
-DEVICE uint32 add_halves(uint32 a, uint32 b) {
-  uint32 y;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
 DEVICE uint32 fma_halves(uint32 a, uint32 b, uint32 c) {
   uint32 y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
@@ -43,6 +38,31 @@ DEVICE uint32 fma_halves(uint32 a, uint32 b, uint32 c) {
 DEVICE uint32 negate_halves(uint32 a) {
   uint32 y;
   asm("neg.f16x2 %0, %1;" : "=r"(y) : "r"(a));
+  return y;
+}
+// Multiply both halves of a by the lower one of b.
+DEVICE uint32 multiply_by_lower(uint32 a, uint32 b) {
+  uint32 y;
+  asm("{ .reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {l, l}; mul.rn.f16x2 %0, %1, both; }"
+      : "=r"(y)
+      : "r"(a), "r"(b));
+  return y;
+}
+// Multiply both halves of a by the upper one of b, and add c.
+DEVICE uint32 fma_by_upper(uint32 a, uint32 b, uint32 c) {
+  uint32 y;
+  asm("{ .reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {h, h}; fma.rn.f16x2 %0, %1, both, %3; }"
+      : "=r"(y)
+      : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+// Return the sum of both halves, twice.
+DEVICE uint32 sum_of_halves(uint32 a) {
+  uint32 y;
+  asm("{ .reg .b16 l, h; .reg .b32 lower, upper; mov.b32 {l, h}, %1; mov.b32 lower, {l, l}; mov.b32 upper, {h, h};\n"
+      "add.rn.f16x2 %0, lower, upper; }"
+      : "=r"(y)
+      : "r"(a));
   return y;
 }
 
@@ -83,29 +103,28 @@ DEVICE uint32 best_scale(const float (&x)[GROUP], float largest, uint32 nearest,
 #pragma unroll
   for (int i = 0; i < GROUP / 2; i++)
     y[i] = pack_float16(__fmul_rn(fabsf(x[2 * i]), to_y), __fmul_rn(fabsf(x[2 * i + 1]), to_y));
-  // Return the error in the upper half, below it the candidate's number and its step + 8: the least wins.
-  auto key_of = [&](uint32 up, uint32 down, int number, int step) {
+  // Return the error in both halves, whose bits order as errors do, given the ratios of a row.
+  auto error_of = [&](uint32 ratio) {
     uint32 error;
 #pragma unroll
     for (int i = 0; i < GROUP / 2; i++) {
-      const uint32 q = multiply_halves(y[i], up) + 0x01000100 & 0xFE00FE00;
-      const uint32 d = fma_halves(q, down, negate_halves(y[i]));
+      const uint32 q = multiply_by_lower(y[i], ratio) + 0x01000100 & 0xFE00FE00;
+      const uint32 d = fma_by_upper(q, ratio, negate_halves(y[i]));
       error = i == 0 ? multiply_halves(d, d) : fma_halves(d, d, error);
     }
-    const uint32 sum = add_halves(error, __byte_perm(error, 0, 0x1032));
-    return __byte_perm(sum, number << 8 | step + 8, 0x1054);
+    return sum_of_halves(error);
   };
-  uint32 best = key_of(0x10001000, 0x68006800, 0, 0);  // 2⁻¹¹ and 2¹¹
+  uint32 least = error_of(0x68001000);  // 2⁻¹¹ and 2¹¹
+  int best = 0;
 #pragma unroll
   for (int i = 0; i < SEARCHED; i++) {
-    const uint32 key =
-        key_of(__byte_perm(ratios[i], 0, 0x1010), __byte_perm(ratios[i], 0, 0x3232), i + 1, SCALE_STEPS[i]);
-    bool fits = true;  // a scale that is no smaller always does
-    if (SCALE_STEPS[i] < 0)
-      fits = __fmul_rn(largest, __ldg(&table[max(static_cast<int>(nearest) + SCALE_STEPS[i], 0)].inverse)) < 7.0f;
-    best = fits ? min(best, key) : best;
+    const uint32 error = error_of(ratios[i]);
+    bool better = error < least;
+    if (SCALE_STEPS[i] < 0)  // a scale that is no smaller always fits
+      better &= __fmul_rn(largest, __ldg(&table[max(static_cast<int>(nearest) + SCALE_STEPS[i], 0)].inverse)) < 7.0f;
+    if (better) best = SCALE_STEPS[i], least = error;
   }
-  return nearest + (best & 0xFF) - 8;
+  return nearest + best;
 }
 
 // Encode eight numbers times `factor`, which are below 7, as e2m1, the first in the lowest bits; 0 has no sign.

@@ -387,8 +387,8 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
                        first * tokens.token_stride + channel;
   uint32 words[GROUP];
 #pragma unroll
-  for (int i = 0; i < GROUP; i++)
-    words[i] = i < left ? __ldcs(reinterpret_cast<const uint32*>(from + i * tokens.token_stride)) : 0;
+  for (int i = 0; i < GROUP; i++, from += tokens.token_stride)
+    words[i] = i < left ? __ldcs(reinterpret_cast<const uint32*>(from)) : 0;
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
   if (TENSOR_SCALE) least_power_of_two(s.value_tensor_amax[pair], inverse);
