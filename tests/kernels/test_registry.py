@@ -282,6 +282,7 @@ HONOURED = {
     "int8_backward_hopper": INT8,
     "reference_backward": INT8,
     "nvfp4_quantize": set(OTHERS),
+    "nvfp4_quantize_cuda": set(OTHERS),
     "nvfp4_forward": set(OTHERS),
     "nvfp4_forward_emulated": set(OTHERS),
     "reference": set(OTHERS),
