@@ -18,9 +18,9 @@ from ..language.formats import (
     encode_e4m3,
     max_or_nan,
     native_bytes,
+    native_log2,
     native_pack_e2m1,
-    native_reciprocal,
-    native_sum_of_eight,
+    native_scale_rows,
     round_to_e2m1,
 )
 from ..language.heavy import attend_heavy_keys
@@ -37,7 +37,10 @@ from .delta_scores import delta_scores
 from .mask_tiles import MaskTiles, mask_tiles
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
+E2M1_MAX_LOG2 = tl.constexpr(math.log2(6))
+E4M3_MIN_SCALE = tl.constexpr(2.0**-10)  # half of e4m3's least number; what rounds to 0 is not above it
 BLOCK_ROWS = tl.constexpr(BLOCK)
+FLOAT32_MIN_NORMAL = tl.constexpr(2.0**-126)
 DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
 
 
@@ -204,22 +207,59 @@ def thread_keys(x):
 
 
 @triton.jit
+def mask_from(column, x):
+    """Set x (m, n) to -inf in the columns from `column`, a scalar or (m, 1), on."""
+    # One difference per `thread_keys`, which are then compared with constants.
+    room = column - 8 * tl.arange(0, x.shape[1] // 8)[None, :]
+    allowed = tl.arange(0, 8)[None, None, :] < room[:, :, None]
+    return tl.reshape(tl.where(allowed, thread_keys(x), float("-inf")), x.shape)
+
+
+@triton.jit
 def thread_sums(x):
     """Sum x (m, n/8), one number per `thread_keys`, within each thread: (m, 4)."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 1)
 
 
 @triton.jit
+def load_scales(scale, offset, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
+    """Load GROUPS scales of each row from `offset` (n, 1) on, uint8 (n, GROUPS).
+
+    Native kernels load words of four: narrower copies to shared memory are not asynchronous, and are spread by byte.
+    """
+    if NATIVE:
+        words = scale.to(tl.pointer_type(tl.int32), bitcast=True)
+        return native_bytes(tl.load(words + offset // 4 + tl.arange(0, GROUPS // 4)[None, :]))
+    else:
+        return tl.load(scale + offset + tl.arange(0, GROUPS)[None, :])
+
+
+@triton.jit
+def broadcast_delta(delta, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr):
+    """Load BLOCK_N scores of Q's mean for each row: float32 (BLOCK_M, BLOCK_N)."""
+    if NATIVE:
+        # A thread's four accumulators of a matrix instruction are two columns of two rows: loaded twice, next to each
+        # other, the columns lie in registers as the instruction takes them.
+        pair, copy, column = tl.arange(0, BLOCK_N // 2), tl.arange(0, 2), tl.arange(0, 2)
+        offset = (2 * pair[:, None, None] + column[None, None, :]) + 0 * copy[None, :, None]
+        both = tl.reshape(tl.permute(tl.load(delta + offset), (1, 0, 2)), (2, BLOCK_N))
+        rows = tl.broadcast_to(both[None, :, None, :], (BLOCK_M // 16, 2, 8, BLOCK_N))
+        return tl.reshape(rows, (BLOCK_M, BLOCK_N))
+    else:
+        return tl.broadcast_to(tl.load(delta + tl.arange(0, BLOCK_N))[None, :], (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
 def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    """Compute a tile of the online softmax.
+    """Compute the maxima of a tile of the online softmax, and the scales of its P.
 
     Args:
         s: float32 (m, n) scores in the order of keys, in base 2 times `factor`; with MASKED, -inf where masked.
         row_max: (m,), of the tiles before.
 
     Returns:
-        (p, scale, decay, row_max): P·448·6, (m, n), and a sixth of the largest in each group of 16, (m, n/16). Sums of
-        the tiles before must be multiplied by `decay`.
+        (shift, scale, decay, row_max): P·448·6 is 2 to the power of s·factor - shift, (m,), and `scale` a sixth of the
+        largest in each group of 16, (m, n/16). Sums of the tiles before must be multiplied by `decay`.
     """
     if NATIVE:
         largest = tl.reduce(thread_keys(s), 2, max_or_nan)
@@ -232,36 +272,60 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
     if MASKED:
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)
     shift = reference - P_SCALE_LOG2
-    p = tl.exp2(s * factor - shift[:, None])
     # The largest exp2 is that of the largest score, so reuse its maxima over 8 keys. Reduce over threads last: the
     # compiler repeats what follows such a reduction for each layout it needs.
-    scale = tl.exp2(largest * factor - shift[:, None]) * (1 / 6)
+    scale = tl.exp2(largest * factor - (shift + E2M1_MAX_LOG2)[:, None])
     scale = tl.max(tl.reshape(scale, (s.shape[0], s.shape[1] // GROUP, 2)), 2)
-    return p, scale, tl.exp2(row_max - reference), new_max
+    return shift, scale, tl.exp2(row_max - reference), new_max
 
 
 @triton.jit
-def weigh_values(p, scale, v, v_scale, accumulator, NATIVE: tl.constexpr):
-    """Return (accumulator + P·V, twice each row's `thread_sums` of P), both of quantised P.
+def weigh_values(
+    s, factor, shift, scale, decay, v, v_scale, accumulator, denominator, total, TOTAL: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Return (accumulator, denominator, total) with one more tile of quantised P.
 
     Args:
-        p, scale: results of `softmax_tile`.
+        s, factor: see `softmax_tile`.
+        shift, scale, decay: results of `softmax_tile`.
         v, v_scale: uint8 (v_channels, n/2), (v_channels, n/16).
+        accumulator: the sum of P·V, (m, v_channels).
+        denominator: twice the `thread_sums` of quantised P, (m, 4).
+        total: with TOTAL, the `thread_sums` of P before quantisation, (m, 4).
     """
     if NATIVE:
-        # Elements of a group whose scale is 0 may be anything: e2m1 is finite, so products are 0.
         scale = scale.to(tl.float8e4nv)
-        factor = scale.to(tl.float32)
-        words = native_pack_e2m1(p * repeat_columns(native_reciprocal(factor), GROUP))
         bits = scale.to(tl.uint8, bitcast=True)
-        accumulator = dot_nvfp4(native_bytes(words), bits, v, v_scale, accumulator, NATIVE)
-        return accumulator, thread_sums(native_sum_of_eight(words).to(tl.float32) * repeat_columns(factor, 2))
+        step = scale.to(tl.float32)
     else:
-        factor = decode_e4m3(encode_e4m3(scale)).to(tl.float32)
-        inverse = 1 / tl.where(factor == 0, 1.0, factor)
-        p = round_to_e2m1(p * repeat_columns(inverse, GROUP)) * repeat_columns(factor, GROUP)
-        accumulator = tl.dot(p.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator)
-        return accumulator, 2 * thread_sums(tl.sum(thread_keys(p), 2))
+        bits = encode_e4m3(scale)
+        step = decode_e4m3(bits).to(tl.float32)
+    # Dividing by the scale is a subtraction of its logarithm.
+    divisor = step
+    if TOTAL or not NATIVE:
+        # All of a group whose scale rounds to 0 is below 6 · 2⁻¹⁰, and counts in `total`.
+        divisor = max_or_nan(step, E4M3_MIN_SCALE)
+    if NATIVE:
+        # Elements of a group whose scale is 0 may be anything: e2m1 is finite, so products are 0.
+        logarithm = native_log2(divisor)
+    else:
+        logarithm = tl.log2(divisor)
+    p = tl.exp2(s * factor - repeat_columns(shift[:, None] + logarithm, GROUP))
+    if TOTAL:
+        parts = tl.sum(thread_keys(p), 2) * repeat_columns(divisor, 2)
+        total = total * decay[:, None] + thread_sums(parts)
+    if NATIVE:
+        words, sums = native_pack_e2m1(p)
+        sums = sums.to(tl.float32) * repeat_columns(step, 2)
+        accumulator = dot_nvfp4(
+            native_bytes(words), bits, v, v_scale, native_scale_rows(accumulator, decay), NATIVE
+        )
+    else:
+        rounded = round_to_e2m1(p) * repeat_columns(step, GROUP)
+        sums = 2 * tl.sum(thread_keys(rounded), 2)
+        accumulator = tl.dot(rounded.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator * decay[:, None])
+    denominator = denominator * decay[:, None] + thread_sums(sums)
+    return accumulator, denominator, total
 
 
 @triton.jit
@@ -277,6 +341,7 @@ def attend_tile(
     value,
     value_scale,
     delta,
+    kv_rows,
     mask,
     row,
     q_len,
@@ -304,29 +369,39 @@ def attend_tile(
     are those of `nvfp4_forward`, pointers to tile 0 of its (batch, head).
     """
     start = tl.cast(tile, tl.int64) * BLOCK_N
-    k = tl.load(key + start * (CHANNELS // 2))
-    k_scale = tl.load(key_scale + start * (CHANNELS // GROUP))
+    token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, accumulator.shape[1])[:, None]
+    k = tl.load(key + start * (CHANNELS // 2) + (token * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)[None, :]))
+    k_scale = load_scales(
+        key_scale + start * (CHANNELS // GROUP), token * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE
+    )
     if SMOOTH_Q:
-        s = tl.broadcast_to(tl.load(delta + start)[None, :], (BLOCK_M, BLOCK_N))
+        s = broadcast_delta(delta + start, BLOCK_M, BLOCK_N, NATIVE)
     else:
         s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     s = key_order(dot_nvfp4(q, q_scale, k, k_scale, s, NATIVE))
     factor = q_factor * tl.load(key_tensor_scale + tile * BLOCK_N // BLOCK_ROWS)
     if MASKED:
-        s = s * factor
-        factor = 1.0
+        if MASK == "additive":
+            s = s * factor
+            factor = 1.0
+        else:
+            factor = max_or_nan(factor, FLOAT32_MIN_NORMAL)  # -inf · 0 would be NaN
         if needs_mask != 0:
-            column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            s = mask_scores(
-                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
-            )
-    p, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
-    v = tl.load(value + start // 2)
-    v_scale = tl.load(value_scale + start // GROUP)
-    accumulator, sums = weigh_values(p, scale, v, v_scale, accumulator * decay[:, None], NATIVE)
-    denominator = denominator * decay[:, None] + sums
-    if TOTAL:
-        total = total * decay[:, None] + thread_sums(tl.sum(thread_keys(p), 2))
+            if MASK == "none":
+                limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
+                s = mask_from(limit - tile * BLOCK_N, s)
+            else:
+                column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                s = mask_scores(
+                    s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
+                    CAUSAL, MASK,
+                )  # fmt: skip
+    shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
+    v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
+    v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)
+    accumulator, denominator, total = weigh_values(
+        s, factor, shift, scale, decay, v, v_scale, accumulator, denominator, total, TOTAL, NATIVE
+    )
     return row_max, total, denominator, accumulator
 
 
@@ -420,24 +495,21 @@ def nvfp4_forward(
     if block * BLOCK_M < q_len:
         q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
         q_row = q_first + tl.arange(0, BLOCK_M)
-        packed, group = tl.arange(0, CHANNELS // 2)[None, :], tl.arange(0, CHANNELS // GROUP)[None, :]
+        packed = tl.arange(0, CHANNELS // 2)[None, :]
         q = tl.load(query + q_row[:, None] * (CHANNELS // 2) + packed)
-        q_scale = tl.load(query_scale + q_row[:, None] * (CHANNELS // GROUP) + group)
+        q_scale = load_scales(query_scale, q_row[:, None] * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE)
         q_factor = tl.load(query_tensor_scale + q_first // BLOCK_ROWS) * (softmax_scale * LOG2E)
         kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED)
-        k_row = (kv_first + tl.arange(0, BLOCK_N))[:, None]
-        keys = key + k_row * (CHANNELS // 2) + packed
-        key_scales = key_scale + k_row * (CHANNELS // GROUP) + group
-        key_tensor_scales = key_tensor_scale + kv_first // BLOCK_ROWS
+        v_first = operand_row(batch, kv_head, kv_heads, V_CHANNELS, 0, PACKED).to(tl.int64) * kv_rows + kv_operand_start
+        key += kv_first * (CHANNELS // 2)
+        key_scale += kv_first * (CHANNELS // GROUP)
+        key_tensor_scale += kv_first // BLOCK_ROWS
+        value += v_first // 2
+        value_scale += v_first // GROUP
         channel = tl.arange(0, V_CHANNELS)
-        v_row = (operand_row(batch, kv_head, kv_heads, V_CHANNELS, 0, PACKED) + channel).to(tl.int64)[:, None]
-        values = value + v_row * (kv_rows // 2) + kv_operand_start // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
-        value_scales = value_scale + v_row * (kv_rows // GROUP) + kv_operand_start // GROUP
-        value_scales += tl.arange(0, BLOCK_N // GROUP)[None, :]
-        deltas = delta
         if SMOOTH_Q:
             pair = (batch - first_sequence) * q_heads + head
-            deltas += (pair * delta_blocks + delta_block) * delta_columns + tl.arange(0, BLOCK_N)
+            delta += (pair * delta_blocks + delta_block) * delta_columns
 
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M, 4), tl.float32)
@@ -448,16 +520,16 @@ def nvfp4_forward(
             _begin, _full_begin, full, columns = key_tiles(
                 None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, CAUSAL, False
             )
-            for tile in range(0, full):
+            for tile in tl.range(0, full, num_stages=3):
                 row_max, total, denominator, accumulator = attend_tile(
-                    tile, 0, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
+                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
-                    tile, 1, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
+                    tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
@@ -469,8 +541,8 @@ def nvfp4_forward(
             for index in range(0, tl.load(tiles_of_row)):
                 entry = tl.load(tiles_of_row + 1 + index)
                 row_max, total, denominator, accumulator = attend_tile(
-                    entry // 2, entry % 2, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values,
-                    value_scales, deltas, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
+                    entry // 2, entry % 2, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
+                    value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
