@@ -6,7 +6,6 @@ give the same bits.
 
 import triton
 import triton.language as tl
-from .tiles import opaque
 
 GROUP = tl.constexpr(16)
 E2M1_MAX = tl.constexpr(6.0)
@@ -113,14 +112,14 @@ def native_pack_e2m1(x):
             cvt.rn.satfinite.e2m1x2.f32 b3, $9, $8;
             mov.b32 $0, {b0, b1, b2, b3};
             shr.u32 high, $0, 16;
-            prmt.b32 low, $10, 0x0C080604, $0;
-            prmt.b32 high, $10, 0x0C080604, high;
+            prmt.b32 low, 0x03020100, 0x0C080604, $0;
+            prmt.b32 high, 0x03020100, 0x0C080604, high;
             dp4a.u32.u32 low, low, 0x01010101, 0;
             dp4a.u32.u32 $1, high, 0x01010101, low;
         }
         """,
-        "=&r,=r,f,f,f,f,f,f,f,f,r",
-        [x0, x1, x2, x3, x4, x5, x6, x7, tl.full(x0.shape, opaque(0x03020100), tl.int32)],
+        "=&r,=r,f,f,f,f,f,f,f,f",
+        [x0, x1, x2, x3, x4, x5, x6, x7],
         dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
@@ -133,42 +132,3 @@ def native_bytes(words):
     pairs = tl.join(words, words)
     copies = tl.reshape(tl.join(pairs, pairs), (words.shape[0], words.shape[1] * 4))
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [copies], dtype=tl.uint8, is_pure=True, pack=4)
-
-
-def _scale_rows_asm(count: int) -> str:
-    """Return instructions that multiply `count` elements by as many factors where a warp has a factor other than 1."""
-    outputs, factors = [f"${i}" for i in range(count)], [f"${i}" for i in range(2 * count, 3 * count)]
-    lines = [f"setp.neu.f32 p{i}, {factor}, 0f3F800000;" for i, factor in enumerate(factors)]
-    width = 1
-    while width < count:
-        lines += [f"or.pred p{i}, p{i}, p{i + width};" for i in range(0, count, 2 * width)]
-        width *= 2
-    lines += ["vote.sync.any.pred p0, p0, 0xffffffff;", "@!p0 bra.uni UNCHANGED;"]
-    lines += [f"mul.f32 {output}, {output}, {factor};" for output, factor in zip(outputs, factors, strict=True)]
-    return "{ .reg .pred p<" + str(count) + ">; " + " ".join(lines) + " UNCHANGED: }"
-
-
-def _scale_rows_operands(count: int) -> str:
-    """Return the constraints of `_scale_rows_asm`, whose elements are scaled in place."""
-    return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
-SCALE_32, SCALE_32_OPERANDS = tl.constexpr(_scale_rows_asm(32)), tl.constexpr(_scale_rows_operands(32))
-SCALE_64, SCALE_64_OPERANDS = tl.constexpr(_scale_rows_asm(64)), tl.constexpr(_scale_rows_operands(64))
-
-
-@triton.jit
-def native_scale_rows(x, factor):
-    """Return float32 x (m, n) times factor (m,); a warp whose factors are all 1 takes a vote instead.
-
-    Fastest where x has 32 or 64 elements a thread of 256.
-    """
-    SMALL: tl.constexpr = x.numel <= 32 * 256
-    return tl.inline_asm_elementwise(
-        SCALE_32 if SMALL else SCALE_64,
-        SCALE_32_OPERANDS if SMALL else SCALE_64_OPERANDS,
-        [x, tl.broadcast_to(factor[:, None], x.shape)],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=32 if SMALL else 64,
-    )

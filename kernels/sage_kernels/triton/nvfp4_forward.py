@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import torch
@@ -10,21 +9,21 @@ import triton
 import triton.language as tl
 
 from ..call import Call
-from ..formats.weights import P_SCALE
-from ..language.formats import (
-    GROUP,
-    decode_e4m3,
-    dequantize,
-    encode_e4m3,
-    max_or_nan,
-    native_bytes,
-    native_log2,
-    native_pack_e2m1,
-    native_scale_rows,
-    round_to_e2m1,
-)
+from ..language.formats import GROUP, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from ..language.nvfp4 import (
+    P_SCALE_LOG2,
+    broadcast_delta,
+    dot_nvfp4,
+    key_order,
+    load_scales,
+    mask_bits,
+    mask_by_bits,
+    mask_from,
+    softmax_tile,
+    weigh_values,
+)
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
@@ -36,9 +35,6 @@ from .configs import nvfp4_forward_config
 from .delta_scores import delta_scores
 from .mask_tiles import MaskTiles, mask_tiles
 
-P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
-E2M1_MAX_LOG2 = tl.constexpr(math.log2(6))
-E4M3_MIN_SCALE = tl.constexpr(2.0**-10)  # half of e4m3's least number; what rounds to 0 is not above it
 BLOCK_ROWS = tl.constexpr(BLOCK)
 FLOAT32_MIN_NORMAL = tl.constexpr(2.0**-126)
 DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
@@ -155,6 +151,7 @@ def forward(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SMOOTH_Q=delta is not None,
+            DELTA_TWICE=native and capability[0] == 12,
             QUANTIZED_DENOMINATOR=call.recipe.denominator == "quantized_p",
             CAUSAL=call.is_causal,
             MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
@@ -163,169 +160,10 @@ def forward(
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
             HEAVY=call.heavy_keys,
+            STAGES=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-
-
-@triton.jit
-def dot_nvfp4(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
-    """Return accumulator + A·Bᵀ; a (m, k/2) and b (n, k/2) are packed e2m1, scales (·, k/16) e4m3 bits."""
-    if NATIVE:
-        # Triton reads uint8 scales as e8m0.
-        return tl.dot_scaled(
-            a,
-            a_scale.to(tl.float8e4nv, bitcast=True),
-            "e2m1",
-            tl.trans(b),
-            b_scale.to(tl.float8e4nv, bitcast=True),
-            "e2m1",
-            accumulator,
-        )
-    else:
-        return tl.dot(dequantize(a, a_scale), tl.trans(dequantize(b, b_scale)), accumulator)
-
-
-@triton.jit
-def key_order(x):
-    """Reorder the columns of x (m, n) from positions in the operand to key indices; takes no instruction."""
-    x = tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * x.shape[4]))
-
-
-@triton.jit
-def repeat_columns(x, TIMES: tl.constexpr):
-    """Repeat every column of x (m, n) TIMES times in succession: (m, TIMES·n)."""
-    copies = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], TIMES))
-    return tl.reshape(copies, (x.shape[0], x.shape[1] * TIMES))
-
-
-@triton.jit
-def thread_keys(x):
-    """View x (m, n) as (m, n/8, 8): the consecutive keys of a row that one thread holds come together."""
-    return tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8))
-
-
-@triton.jit
-def mask_from(column, x):
-    """Set x (m, n) to -inf in the columns from `column`, a scalar or (m, 1), on."""
-    # One difference per `thread_keys`, which are then compared with constants.
-    room = column - 8 * tl.arange(0, x.shape[1] // 8)[None, :]
-    allowed = tl.arange(0, 8)[None, None, :] < room[:, :, None]
-    return tl.reshape(tl.where(allowed, thread_keys(x), float("-inf")), x.shape)
-
-
-@triton.jit
-def thread_sums(x):
-    """Sum x (m, n/8), one number per `thread_keys`, within each thread: (m, 4)."""
-    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 1)
-
-
-@triton.jit
-def load_scales(scale, offset, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
-    """Load GROUPS scales of each row from `offset` (n, 1) on, uint8 (n, GROUPS).
-
-    Native kernels load words of four: narrower copies to shared memory are not asynchronous, and are spread by byte.
-    """
-    if NATIVE:
-        words = scale.to(tl.pointer_type(tl.int32), bitcast=True)
-        return native_bytes(tl.load(words + offset // 4 + tl.arange(0, GROUPS // 4)[None, :]))
-    else:
-        return tl.load(scale + offset + tl.arange(0, GROUPS)[None, :])
-
-
-@triton.jit
-def broadcast_delta(delta, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr):
-    """Load BLOCK_N scores of Q's mean for each row: float32 (BLOCK_M, BLOCK_N)."""
-    if NATIVE:
-        # A thread's four accumulators of a matrix instruction are two columns of two rows: loaded twice, next to each
-        # other, the columns lie in registers as the instruction takes them.
-        pair, copy, column = tl.arange(0, BLOCK_N // 2), tl.arange(0, 2), tl.arange(0, 2)
-        offset = (2 * pair[:, None, None] + column[None, None, :]) + 0 * copy[None, :, None]
-        both = tl.reshape(tl.permute(tl.load(delta + offset), (1, 0, 2)), (2, BLOCK_N))
-        rows = tl.broadcast_to(both[None, :, None, :], (BLOCK_M // 16, 2, 8, BLOCK_N))
-        return tl.reshape(rows, (BLOCK_M, BLOCK_N))
-    else:
-        return tl.broadcast_to(tl.load(delta + tl.arange(0, BLOCK_N))[None, :], (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
-def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    """Compute the maxima of a tile of the online softmax, and the scales of its P.
-
-    Args:
-        s: float32 (m, n) scores in the order of keys, in base 2 times `factor`; with MASKED, -inf where masked.
-        row_max: (m,), of the tiles before.
-
-    Returns:
-        (shift, scale, decay, row_max): P·448·6 is 2 to the power of s·factor - shift, (m,), and `scale` a sixth of the
-        largest in each group of 16, (m, n/16). Sums of the tiles before must be multiplied by `decay`.
-    """
-    if NATIVE:
-        largest = tl.reduce(thread_keys(s), 2, max_or_nan)
-        tile_max = tl.reduce(largest, 1, max_or_nan)
-        new_max = max_or_nan(row_max, tile_max * factor)
-    else:
-        largest = tl.max(thread_keys(s), 2)
-        new_max = tl.maximum(row_max, tl.max(largest, 1) * factor)
-    reference = new_max
-    if MASKED:
-        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    shift = reference - P_SCALE_LOG2
-    # The largest exp2 is that of the largest score, so reuse its maxima over 8 keys. Reduce over threads last: the
-    # compiler repeats what follows such a reduction for each layout it needs.
-    scale = tl.exp2(largest * factor - (shift + E2M1_MAX_LOG2)[:, None])
-    scale = tl.max(tl.reshape(scale, (s.shape[0], s.shape[1] // GROUP, 2)), 2)
-    return shift, scale, tl.exp2(row_max - reference), new_max
-
-
-@triton.jit
-def weigh_values(
-    s, factor, shift, scale, decay, v, v_scale, accumulator, denominator, total, TOTAL: tl.constexpr, NATIVE: tl.constexpr
-):
-    """Return (accumulator, denominator, total) with one more tile of quantised P.
-
-    Args:
-        s, factor: see `softmax_tile`.
-        shift, scale, decay: results of `softmax_tile`.
-        v, v_scale: uint8 (v_channels, n/2), (v_channels, n/16).
-        accumulator: the sum of P·V, (m, v_channels).
-        denominator: twice the `thread_sums` of quantised P, (m, 4).
-        total: with TOTAL, the `thread_sums` of P before quantisation, (m, 4).
-    """
-    if NATIVE:
-        scale = scale.to(tl.float8e4nv)
-        bits = scale.to(tl.uint8, bitcast=True)
-        step = scale.to(tl.float32)
-    else:
-        bits = encode_e4m3(scale)
-        step = decode_e4m3(bits).to(tl.float32)
-    # Dividing by the scale is a subtraction of its logarithm.
-    divisor = step
-    if TOTAL or not NATIVE:
-        # All of a group whose scale rounds to 0 is below 6 · 2⁻¹⁰, and counts in `total`.
-        divisor = max_or_nan(step, E4M3_MIN_SCALE)
-    if NATIVE:
-        # Elements of a group whose scale is 0 may be anything: e2m1 is finite, so products are 0.
-        logarithm = native_log2(divisor)
-    else:
-        logarithm = tl.log2(divisor)
-    p = tl.exp2(s * factor - repeat_columns(shift[:, None] + logarithm, GROUP))
-    if TOTAL:
-        parts = tl.sum(thread_keys(p), 2) * repeat_columns(divisor, 2)
-        total = total * decay[:, None] + thread_sums(parts)
-    if NATIVE:
-        words, sums = native_pack_e2m1(p)
-        sums = sums.to(tl.float32) * repeat_columns(step, 2)
-        accumulator = dot_nvfp4(
-            native_bytes(words), bits, v, v_scale, native_scale_rows(accumulator, decay), NATIVE
-        )
-    else:
-        rounded = round_to_e2m1(p) * repeat_columns(step, GROUP)
-        sums = 2 * tl.sum(thread_keys(rounded), 2)
-        accumulator = tl.dot(rounded.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator * decay[:, None])
-    denominator = denominator * decay[:, None] + thread_sums(sums)
-    return accumulator, denominator, total
 
 
 @triton.jit
@@ -357,6 +195,7 @@ def attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
+    DELTA_TWICE: tl.constexpr,
     TOTAL: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -375,7 +214,7 @@ def attend_tile(
         key_scale + start * (CHANNELS // GROUP), token * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE
     )
     if SMOOTH_Q:
-        s = broadcast_delta(delta + start, BLOCK_M, BLOCK_N, NATIVE)
+        s = broadcast_delta(delta + start, BLOCK_M, BLOCK_N, DELTA_TWICE)
     else:
         s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     s = key_order(dot_nvfp4(q, q_scale, k, k_scale, s, NATIVE))
@@ -384,18 +223,24 @@ def attend_tile(
         if MASK == "additive":
             s = s * factor
             factor = 1.0
-        else:
-            factor = max_or_nan(factor, FLOAT32_MIN_NORMAL)  # -inf · 0 would be NaN
-        if needs_mask != 0:
-            if MASK == "none":
-                limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
-                s = mask_from(limit - tile * BLOCK_N, s)
-            else:
+            if needs_mask != 0:
                 column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 s = mask_scores(
                     s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
                     CAUSAL, MASK,
                 )  # fmt: skip
+        else:
+            factor = max_or_nan(factor, FLOAT32_MIN_NORMAL)  # -inf · 0 would be NaN
+            if MASK == "bool":
+                # Were the branch's result the scores, they would leave the layout of the matrix instructions.
+                bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+                if needs_mask != 0:
+                    column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
+                    bits = mask_bits(mask, row, column, q_len, kv_len, mask_stride_row, mask_stride_column)
+                s = mask_by_bits(bits, s)
+            if needs_mask != 0 and (MASK == "none" or CAUSAL):
+                limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
+                s = mask_from(limit - tile * BLOCK_N, s)
     shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
     v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)
@@ -465,6 +310,7 @@ def nvfp4_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
+    DELTA_TWICE: tl.constexpr,
     QUANTIZED_DENOMINATOR: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -473,6 +319,7 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
     HEAVY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
@@ -520,19 +367,19 @@ def nvfp4_forward(
             _begin, _full_begin, full, columns = key_tiles(
                 None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, CAUSAL, False
             )
-            for tile in tl.range(0, full, num_stages=3):
+            for tile in tl.range(0, full, num_stages=STAGES):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, DELTA_TWICE, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, DELTA_TWICE, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
@@ -545,7 +392,7 @@ def nvfp4_forward(
                     value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, DELTA_TWICE, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
 
         if TOTAL:
