@@ -128,7 +128,11 @@ def native_pack_e2m1(x):
 
 @triton.jit
 def native_bytes(words):
-    """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction."""
+    """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction.
+
+    Right only where a thread holds the four bytes of a word one after the other, which matrix instructions want; a test
+    reads the layouts that the compiler chose.
+    """
     pairs = tl.join(words, words)
     copies = tl.reshape(tl.join(pairs, pairs), (words.shape[0], words.shape[1] * 4))
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [copies], dtype=tl.uint8, is_pure=True, pack=4)

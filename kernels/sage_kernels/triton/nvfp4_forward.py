@@ -151,7 +151,7 @@ def forward(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SMOOTH_Q=delta is not None,
-            DELTA_TWICE=native and capability[0] == 12,
+            FRAGMENTS=native and capability[0] == 12,
             QUANTIZED_DENOMINATOR=call.recipe.denominator == "quantized_p",
             CAUSAL=call.is_causal,
             MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
@@ -195,7 +195,7 @@ def attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
-    DELTA_TWICE: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     TOTAL: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -214,7 +214,7 @@ def attend_tile(
         key_scale + start * (CHANNELS // GROUP), token * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE
     )
     if SMOOTH_Q:
-        s = broadcast_delta(delta + start, BLOCK_M, BLOCK_N, DELTA_TWICE)
+        s = broadcast_delta(delta + start, BLOCK_M, BLOCK_N, FRAGMENTS)
     else:
         s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     s = key_order(dot_nvfp4(q, q_scale, k, k_scale, s, NATIVE))
@@ -223,24 +223,23 @@ def attend_tile(
         if MASK == "additive":
             s = s * factor
             factor = 1.0
-            if needs_mask != 0:
-                column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                s = mask_scores(
-                    s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column,
-                    CAUSAL, MASK,
-                )  # fmt: skip
         else:
             factor = max_or_nan(factor, FLOAT32_MIN_NORMAL)  # -inf · 0 would be NaN
-            if MASK == "bool":
-                # Were the branch's result the scores, they would leave the layout of the matrix instructions.
-                bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
-                if needs_mask != 0:
-                    column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
-                    bits = mask_bits(mask, row, column, q_len, kv_len, mask_stride_row, mask_stride_column)
-                s = mask_by_bits(bits, s)
-            if needs_mask != 0 and (MASK == "none" or CAUSAL):
-                limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
-                s = mask_from(limit - tile * BLOCK_N, s)
+        if MASK == "bool" and NATIVE:
+            # Were the branch's result the scores, they would leave the layout of the matrix instructions.
+            bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+            if needs_mask != 0:
+                column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
+                bits = mask_bits(mask, row, column, q_len, kv_len, mask_stride_row, mask_stride_column)
+            s = mask_by_bits(bits, s)
+        elif MASK != "none" and needs_mask != 0:
+            column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            s = mask_scores(
+                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, False, MASK
+            )
+        if needs_mask != 0 and (MASK == "none" or CAUSAL):
+            limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
+            s = mask_from(limit - tile * BLOCK_N, s)
     shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
     v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)
@@ -310,7 +309,7 @@ def nvfp4_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
-    DELTA_TWICE: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     QUANTIZED_DENOMINATOR: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -372,14 +371,14 @@ def nvfp4_forward(
                     tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, DELTA_TWICE, TOTAL, CAUSAL, MASK, False, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, DELTA_TWICE, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
@@ -392,7 +391,7 @@ def nvfp4_forward(
                     value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, DELTA_TWICE, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
 
         if TOTAL:
