@@ -5,6 +5,7 @@ measured. Needs no GPU, and minutes: `make audit`.
 """
 
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -345,6 +346,18 @@ def test_native_nvfp4_on_consumer_blackwell_is_leaner_than_the_published_kernel(
     assert code.main_loop.total <= (budget if newest else 0.85 * published)
     assert code.main_loop.least <= (least if newest else 0.75 * published)
     assert code.instructions.spills == 0 or not newest
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] == "nvfp4_forward"], ids=name)
+def test_where_words_become_bytes_a_thread_holds_those_of_a_word_one_after_the_other(case):
+    """Else `native_bytes` would mix them: the layouts are the compiler's choice."""
+    skip_unsupported(case)
+    ir = compile_launch(record(*case)[-1], case[-1]).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ir, re.MULTILINE))
+    found = re.findall(r'elementwise_inline_asm "mov.b32 \$0, \$1;".*-> tensor<\d+x\d+xi8, (#\w+|#ttg.*?>)>', ir)
+    assert len(found) >= 4  # scales of Q, K and V, and P
+    for layout in (layouts.get(one, one) for one in found):
+        assert re.search(r"register = \[\[0, 1\], \[0, 2\]|sizePerThread = \[1, (4|8|16)\]|kWidth = (4|8|16)", layout)
 
 
 @pytest.mark.parametrize(("head_dim", "budget", "least", "products"), [(128, 620, 530, 4), (64, 560, 510, 3)])
