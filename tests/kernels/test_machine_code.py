@@ -50,7 +50,7 @@ CASES = [
     for capability in ARCHITECTURES
     if (variant == PLAIN) + (capability in architectures) + (recipe != "sage3_paper") >= 2
 ]
-CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool")]
+CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool", "additive")]
 PLAIN_BACKWARD = ("int8_backward_key", "int8_backward_query")
 HOPPER_BACKWARD = ("hopper_backward_key", "hopper_backward_query")
 BACKWARD = PLAIN_BACKWARD + HOPPER_BACKWARD
@@ -94,6 +94,7 @@ QUANTIZER_CASES = [
 ]
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
 
+MASK_DTYPES = {"bool": torch.bool, "additive": torch.bfloat16}
 SIZES = (2, 8, 4, 1000)  # batch, q_heads, kv_heads, tokens
 
 MATRIX_OPCODES = {
@@ -171,7 +172,7 @@ def record(
     call = new_call(
         *(meta(batch, heads, tokens, head_dim) for heads in (q_heads, kv_heads, kv_heads)),
         recipe,
-        mask=meta(batch, 1, tokens, tokens, dtype=torch.bool) if mask == "bool" else None,
+        mask=meta(batch, 1, tokens, tokens, dtype=MASK_DTYPES[mask]) if mask in MASK_DTYPES else None,
         is_causal=mask == "causal",
         return_lse=return_lse,
     )
@@ -189,7 +190,7 @@ def compile_forward(kernel: str, recipe: str, head_dim: int, mask: str, capabili
 
 def unsupported(kernel: str, recipe: str, head_dim: int, mask: str, capability: tuple[int, int]) -> str:
     shape = (2, 8, 4, 1000, 1000, head_dim, head_dim)
-    kind = "bool" if mask == "bool" else "none"
+    kind = mask if mask in MASK_DTYPES else "none"
     grad = kernel in BACKWARD
     request = Request(recipe, "cuda", capability, torch.bfloat16, *shape, kind, mask == "causal", True, grad)
     if kernel in HOPPER_BACKWARD:
@@ -263,7 +264,7 @@ def test_a_kernel_has_the_matrix_instructions_of_its_formats_and_stays_within_it
             assert loop.counts["WARPGROUP"] <= 8
         else:
             # At its cap of registers sage1 reloads one number a tile at head_dim 64, and is no slower for it.
-            assert mask == "bool" or kernel.endswith("_emulated") or loop.spills <= 1
+            assert mask in MASK_DTYPES or kernel.endswith("_emulated") or loop.spills <= 1
 
 
 @pytest.mark.parametrize("case", QUANTIZER_CASES, ids=name)
