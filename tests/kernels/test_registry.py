@@ -93,6 +93,15 @@ def test_every_gpu_runs_the_best_recipe_it_has(monkeypatch, capability, triton, 
     assert plan.is_fallback == (recipe != "sage3")
 
 
+def test_where_triton_is_too_old_for_fp4_the_plan_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 8))
+    select.cache_clear()
+    plan = select(replace(GPU, capability=(10, 0)))
+    select.cache_clear()
+    assert plan.recipe == "sage2"
+    assert 'needs Triton 3.9, installed is 3.8: pip install "triton>=3.9"' in plan.reason
+
+
 def test_without_triton_the_plan_says_so(monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: None)
     select.cache_clear()

@@ -37,7 +37,10 @@ def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> s
         return "NVFP4 needs a Blackwell GPU (compute capability 10.0, 10.3, 12.0 or 12.1)"
     if triton < NVFP4_TRITON[capability]:
         major, minor = NVFP4_TRITON[capability]
-        return f"NVFP4 on compute capability {capability[0]}.{capability[1]} needs Triton {major}.{minor}"
+        return (
+            f"NVFP4 on compute capability {capability[0]}.{capability[1]} needs Triton {major}.{minor}, installed is "
+            f'{triton[0]}.{triton[1]}: pip install "triton>={major}.{minor}"'
+        )
     return ""
 
 
