@@ -142,7 +142,7 @@ def sage_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
     output, lse = _attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse)
+        *(query, key, value, attn_mask, dropout_p, is_causal, 0, scale, enable_gqa, recipe, fallback, return_lse)
     )
     return output if lse is None or not return_lse else (output, lse)
 
@@ -157,6 +157,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    causal_offset: int = 0,
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
@@ -165,12 +166,14 @@ def attend(
 
     Args:
         attn_mask, is_causal: a query attends to what both allow.
+        causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
 
     Returns:
         (output, lse); lse has no elements without return_lse.
     """
     output, lse = _attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse)
+        *(query, key, value, attn_mask, dropout_p, is_causal, causal_offset, scale, enable_gqa),
+        *(recipe, fallback, return_lse),
     )
     return output, query.new_empty(0, dtype=torch.float32) if lse is None or not return_lse else lse
 
@@ -182,6 +185,7 @@ def _attend(
     attn_mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     enable_gqa: bool,
     recipe: str,
@@ -196,12 +200,14 @@ def _attend(
         if torch._C._is_any_autocast_enabled() and isinstance(query, torch.Tensor):
             query, key, value = exact.in_autocast_dtype(query, key, value)
         grad = ops.wants_gradient(query, key, value, attn_mask)
-        options = is_causal, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
+        options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
         slot = prepared.find(query, key, value, attn_mask, "sage_attention", grad, *options)
         if slot is not None and slot.prepared is not None:
             slot.announce(slot.prepared.plan)
             output, lse = slot.prepared(query, key, value, attn_mask)
-            record.notify_observers(query, key, value, attn_mask, is_causal, scale, enable_gqa, output)
+            record.notify_observers(
+                *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output)
+            )
             return output, lse
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
@@ -247,18 +253,19 @@ def _attend(
             value,
             mask=mask,
             is_causal=is_causal,
+            causal_offset=causal_offset,
             scale=scale,
             recipe=recipe,
             fallback=checked_fallback,
             return_lse=return_lse,
         )
     else:  # nothing watches operators
-        call = ops.checked_call(query, key, value, mask, is_causal, 0, scale, recipe, return_lse)
+        call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
         plan = select(dispatch.request_of(call), checked_fallback)
         output, lse = dispatch.run(call, plan)
         slot.prepare(partial(prepared.prepare, call, plan, mask))
     if not torch.compiler.is_compiling():
-        record.notify_observers(query, key, value, attn_mask, is_causal, scale, enable_gqa, output)
+        record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output, lse
 
 

@@ -38,7 +38,7 @@ class AttentionCall:
 
     Attributes:
         layer: the module on whose behalf the call was made, or None.
-        query, key, value, attn_mask, is_causal, scale, enable_gqa: the arguments.
+        query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
         output: (batch, q_heads, q_len, v_head_dim).
         plan: what ran.
     """
@@ -49,6 +49,7 @@ class AttentionCall:
     value: torch.Tensor
     attn_mask: torch.Tensor | None
     is_causal: bool
+    causal_offset: int
     scale: float | None
     enable_gqa: bool
     output: torch.Tensor
@@ -145,6 +146,7 @@ def notify_observers(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int,
     scale: float | None,
     enable_gqa: bool,
     output: torch.Tensor,
@@ -153,7 +155,9 @@ def notify_observers(
     plan, _thread.latest = _thread.latest, None
     if _observers and plan is not None:
         layer = _thread.layers[-1] if _thread.layers else None
-        call = AttentionCall(layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan)
+        call = AttentionCall(
+            *(layer, query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output, plan)
+        )
         for observer in tuple(_observers):
             observer(call)
 

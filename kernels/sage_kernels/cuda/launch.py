@@ -103,7 +103,7 @@ class _Function:
     """A kernel that is compiled for a device and loaded there."""
 
     def __init__(self, kernel: Kernel, index: int) -> None:
-        image = kernel.source.compile(_architecture(index)).image
+        image = kernel.source.compile(architecture(torch.cuda.get_device_capability(index))).image
         from cuda.bindings import driver
 
         self.driver = driver
@@ -190,7 +190,7 @@ class _Function:
         return checked(f"{self.kernel}: {what}", answer)
 
 
-def _architecture(index: int) -> str:
-    """Return a device's architecture, with what only its own generation has."""
-    major, minor = torch.cuda.get_device_capability(index)
+def architecture(capability: tuple[int, int]) -> str:
+    """Return the architecture of GPUs of a capability, with what only their own generation has."""
+    major, minor = capability
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

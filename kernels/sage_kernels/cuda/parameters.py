@@ -62,6 +62,7 @@ Float = Annotated[float, CType("float", "f", 4)]
 # A tensor, of a dtype with elements of that size; None: a null pointer.
 Floats = Annotated[torch.Tensor | None, CType("float*", "Q", 8)]
 ConstFloats = Annotated[torch.Tensor | None, CType("const float*", "Q", 8)]
+Ints = Annotated[torch.Tensor | None, CType("int*", "Q", 8)]
 ConstInts = Annotated[torch.Tensor | None, CType("const int*", "Q", 8)]
 Bytes = Annotated[torch.Tensor | None, CType("uint8*", "Q", 8)]
 ConstBytes = Annotated[torch.Tensor | None, CType("const uint8*", "Q", 8)]
