@@ -11,7 +11,7 @@ import torch
 from sage_hf import record
 from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan, select
+from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
 
 
 def set_default_fallback(fallback: str) -> None:
@@ -261,7 +261,7 @@ def _attend(
         )
     else:  # nothing watches operators
         call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-        plan = select(dispatch.request_of(call), checked_fallback)
+        plan = dispatch.plan_of(call, checked_fallback)
         output, lse = dispatch.run(call, plan)
         slot.prepare(partial(prepared.prepare, call, plan, mask))
     if not torch.compiler.is_compiling():

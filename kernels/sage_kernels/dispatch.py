@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -24,6 +24,8 @@ from .registry import (
     get_quantizer,
     select,
 )
+
+Result = TypeVar("Result")
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
@@ -52,7 +54,12 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
         may be None if it is not wanted.
     """
-    return run(call, select(request_of(call), fallback))
+    return run(call, plan_of(call, fallback))
+
+
+def plan_of(call: Call, fallback: Fallback) -> Plan:
+    """Return the plan of a call without gradients; see `registry.select`."""
+    return select(request_of(call), fallback)
 
 
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -150,17 +157,25 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN, unless it is off already.
+    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN."""
+    return without_cudnn(_attend_groups_as_rows if shares_rows(call) else _attend_exactly, call)
+
+
+def shares_rows(call: Call) -> bool:
+    """Return whether an exact call without cuDNN is that of `_attend_groups_as_rows`."""
+    return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
+
+
+def without_cudnn(attend: Callable[..., Result], *arguments: Any) -> Result:
+    """Return `attend(*arguments)`, whose attention is through another of PyTorch's backends than cuDNN.
 
     The switch is PyTorch's own and holds for all threads: another thread's call may miss cuDNN meanwhile.
     """
-    shared = call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
-    attend_exactly = _attend_groups_as_rows if shared else _attend_exactly
     if not torch.backends.cuda.cudnn_sdp_enabled():
-        return attend_exactly(call)
+        return attend(*arguments)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        return attend_exactly(call)
+        return attend(*arguments)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 

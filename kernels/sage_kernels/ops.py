@@ -12,7 +12,7 @@ from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backe
 from .call import Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
-from .registry import Fallback, select
+from .registry import Fallback
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
@@ -225,7 +225,7 @@ def _attention(
     if slot is not None and slot.prepared is not None:
         return _repeat(slot.prepared, query, key, value, mask)
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-    plan = select(dispatch.request_of(call), fallback)
+    plan = dispatch.plan_of(call, fallback)
     output, lse = dispatch.run(call, plan)
     if slot is not None:
         slot.prepare(partial(prepared.prepare, call, plan, mask, tokens_first=True))

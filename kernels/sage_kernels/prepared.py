@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from . import dispatch, exact, registry
 from .call import Call, Mask
+from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
 from .registry import Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
@@ -150,6 +151,8 @@ class ExactCall:
         direct: PyTorch's function takes the arguments as they are.
         empties_rows: rows that may attend to no key are set to 0.
         tokens_first: the output is laid out as (batch, tokens, heads, channels).
+        cudnn: PyTorch may take its cuDNN backend.
+        shared_rows: the single queries that share keys and values are rows of one head (`dispatch.shares_rows`).
     """
 
     plan: Plan
@@ -159,6 +162,8 @@ class ExactCall:
     direct: bool
     empties_rows: bool
     tokens_first: bool
+    cudnn: bool
+    shared_rows: bool
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -167,23 +172,30 @@ class ExactCall:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
+        attend = self._attend_directly if self.direct else self._attend
+        output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
+        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
+
+    def _attend_directly(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         if mask is not None and mask.dim() < 2:
             mask = mask[(None,) * (2 - mask.dim())]
-        if self.direct:
-            output = F.scaled_dot_product_attention(
-                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-            )
-        else:
-            output = exact.sdpa(
-                *(query, key, value),
-                mask=mask,
-                is_causal=self.is_causal,
-                scale=self.scale,
-                enable_gqa=self.enable_gqa,
-            )
+        batch, q_heads, q_len, _ = query.shape
+        gqa = self.enable_gqa and not self.shared_rows
+        if self.shared_rows:
+            query = query.reshape(batch, key.shape[1], -1, query.shape[3])
+        output = exact.sdpa(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
         if self.empties_rows and mask is not None:
             output = torch.where(exact.attended_rows(mask), output, 0.0)
-        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
+        return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +232,7 @@ def prepare_exact(
     *,
     empties_rows: bool,
     tokens_first: bool = False,
+    shared_rows: bool = False,
 ) -> ExactCall | None:
     """Prepare a call of exact attention.
 
@@ -227,7 +240,7 @@ def prepare_exact(
         plan: what is announced.
         query, key, value, mask, is_causal, scale: as in `exact.sdpa`; causality may come with a mask, but is then not
             prepared.
-        empties_rows, tokens_first: see `ExactCall`.
+        empties_rows, tokens_first, shared_rows: see `ExactCall`.
     """
     if is_causal and mask is not None:
         return None
@@ -235,7 +248,8 @@ def prepare_exact(
     direct = mask is None and exact.takes_as_they_are(query, key, value, scale)
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
-    return ExactCall(plan, is_causal, scale, gqa, direct, empties_rows, tokens_first)
+    cudnn = plan.kernel == "sdpa"
+    return ExactCall(plan, is_causal, scale, gqa, direct, empties_rows, tokens_first, cudnn, shared_rows)
 
 
 def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:
@@ -251,10 +265,14 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
         return None
     if plan.numerics != "exact":
         return _prepare_low_bit(call, plan) if call.query.is_cuda else None
-    if plan.kernel != "sdpa" or call.return_lse or (call.is_causal and call.causal_offset):
+    if call.return_lse or (call.is_causal and call.causal_offset):
         return None
-    tensors = call.query, call.key, call.value, mask
-    return prepare_exact(plan, *tensors, call.is_causal, call.scale, empties_rows=True, tokens_first=tokens_first)
+    return prepare_exact(
+        *(plan, call.query, call.key, call.value, mask, call.is_causal, call.scale),
+        empties_rows=True,
+        tokens_first=tokens_first,
+        shared_rows=plan.kernel != "sdpa" and dispatch.shares_rows(call),
+    )
 
 
 def _prepare_low_bit(call: Call, plan: Plan) -> LowBitCall | None:
