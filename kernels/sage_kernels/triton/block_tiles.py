@@ -11,7 +11,6 @@ import triton.language as tl
 
 from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch
-from ..layout import ceil_div
 
 SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any does
 
