@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 
 from sage_hf import record
 from sage_kernels import checks, exact, ops, training
+from sage_kernels.blocks import BlockList, check_blocks, exact_attention
+from sage_kernels.call import Mask
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Request, exact_plan
 
@@ -65,6 +68,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: Literal[False] = False,
+    blocks: BlockList | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -82,6 +86,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: Literal[True],
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -98,6 +103,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -118,6 +124,8 @@ def sage_attention(
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
+        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
+            attn_mask may only say which keys exist. The first keys are then in few bits too, and gradients are exact.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
@@ -152,6 +160,7 @@ def sage_attention(
         recipe=recipe,
         fallback=fallback,
         return_lse=return_lse,
+        blocks=blocks,
     )
     return (output, lse) if return_lse else output
 
@@ -169,6 +178,7 @@ def attend(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `sage_attention`, but accept a mask and causality together; see there for the other arguments.
 
@@ -190,6 +200,8 @@ def attend(
     wants_gradient = _wants_gradient(query, key, value, mask)
     valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
     reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback) if wants_gradient else ""
+    if wants_gradient and blocks is not None and recipe != "exact":
+        reason = reason or "gradients over a block list are exact"
 
     if recipe == "exact" or reason:
         if recipe != "exact" and checked_fallback == "error":
@@ -197,8 +209,16 @@ def attend(
                 f"{reason}: run under torch.no_grad() if no gradient is needed, or use "
                 'fallback="native" for exact attention with gradients'
             )
-        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
-        output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
+        if blocks is not None:  # the operator checks it otherwise
+            check_blocks(blocks, query, key)
+            Mask.of_blocks(blocks, mask, key.shape[2])  # raises if the mask says more than which keys exist
+        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, blocks)
+        if blocks is not None:
+            options = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
+            output, found = exact_attention(query, key, value, blocks, **options)
+            lse = query.new_empty(0, dtype=torch.float32) if found is None else found
+        else:
+            output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
     elif wants_gradient:
         output, lse = training.attention(
             query,
@@ -222,6 +242,7 @@ def attend(
             recipe=recipe,
             fallback=checked_fallback,
             return_lse=return_lse,
+            blocks=blocks,
         )
     if not torch.compiler.is_compiling():
         record.notify_observers(
@@ -267,10 +288,13 @@ def _record_exact(
     recipe: str,
     return_lse: bool,
     reason: str,
+    blocks: BlockList | None,
 ) -> None:
     """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`)."""
     compiling = torch.compiler.is_compiling()
     request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+    if request is not None and blocks is not None:
+        request = replace(request, mask="blocks")
     if recipe != "exact":
         record.report_exact(request, reason, recipe)
     elif request is not None:
