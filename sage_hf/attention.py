@@ -214,8 +214,9 @@ def attend(
             Mask.of_blocks(blocks, mask, key.shape[2])  # raises if the mask says more than which keys exist
         _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, blocks)
         if blocks is not None:
-            options = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
-            output, found = exact_attention(query, key, value, blocks, **options)
+            output, found = exact_attention(
+                query, key, value, blocks, mask=mask, is_causal=is_causal, scale=scale, return_lse=return_lse
+            )
             lse = query.new_empty(0, dtype=torch.float32) if found is None else found
         else:
             output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)

@@ -60,7 +60,8 @@ def _quantize_and_attend(
     lse: torch.Tensor | None,
     capability: tuple[int, int],
 ) -> Int8Operands:
-    tiles = padding = valid = None
+    tiles: MaskTiles | BlockTiles | None = None
+    padding = valid = None
     if call.mask.blocks is not None:
         channels = max(padded_channels(call.query.shape[3]), padded_channels(call.value.shape[3]))
         tiles = block_tiles(call, choose_config(call, channels, call.recipe.pv, capability).block_n)

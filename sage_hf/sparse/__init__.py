@@ -1,0 +1,17 @@
+"""Sparse attention: routers that choose tiles, the order that makes tiles coherent, and VSA."""
+
+from .order import TileOrder
+from .routers import MeanRouter, Router, ShareRouter, SubBlockRouter, even_budgets, kept_mass, tile_mass
+from .vsa import vsa_attention
+
+__all__ = [
+    "MeanRouter",
+    "Router",
+    "ShareRouter",
+    "SubBlockRouter",
+    "TileOrder",
+    "even_budgets",
+    "kept_mass",
+    "tile_mass",
+    "vsa_attention",
+]
