@@ -42,7 +42,7 @@ def vsa_reference(
     coarse = member @ (coarse_scores.softmax(-1) @ (mean @ value))
 
     kept = min(max(math.ceil(round((1 - sparsity) * tiles, 9)), 1), tiles)
-    best = coarse_scores.detach().argsort(-1, descending=True, stable=True)[..., :kept]
+    best = coarse_scores.detach().argsort(dim=-1, descending=True, stable=True)[..., :kept]
     chosen = torch.zeros_like(coarse_scores).scatter(-1, best, 1.0)
     allowed = member @ chosen @ member.mT > 0
     scores = (query @ key.mT * scale).masked_fill(~allowed, -torch.inf)

@@ -141,7 +141,7 @@ class ShareRouter:
     ) -> BlockList:
         """Return the tiles kept; see `Router.route`."""
         scores = _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
-        weights, order = scores.softmax(-1).sort(-1, descending=True, stable=True)
+        weights, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = weights.cumsum(-1) - weights
         needed = before < self.share
         needed[..., :1] = True  # float32 sums may begin above 0
@@ -272,7 +272,7 @@ def _keep_most(
     if len(shares) != heads:
         raise ValueError(f"keep has {len(shares)} shares, one for each head, and the call has {heads} heads")
     numbers = torch.tensor([max(1, math.ceil(share * tiles - 1e-6)) for share in shares], device=scores.device)
-    order = scores.argsort(-1, descending=True, stable=True)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
     most = (torch.arange(tiles, device=scores.device) < numbers[:, None, None]).expand_as(order)
     kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, most)
     return _with_dense(kept, query, key, dense, block_m, block_n)

@@ -63,7 +63,7 @@ def vsa_attention(
     scores = q_means.to(precision) @ k_means.to(precision).mT * scale
 
     kept = min(order.tiles, max(1, math.ceil((1 - sparsity) * order.tiles - 1e-9)))
-    best = scores.detach().argsort(-1, descending=True, stable=True)[..., :kept].sort(-1).values
+    best = scores.detach().argsort(dim=-1, descending=True, stable=True)[..., :kept].sort(-1).values
     blocks = BlockList(
         torch.full(best.shape[:3], kept, dtype=torch.int32, device=best.device), best.int(), TILE_TOKENS, TILE_TOKENS
     )
