@@ -211,7 +211,6 @@ def attend(
             )
         if blocks is not None:  # the operator checks it otherwise
             check_blocks(blocks, query, key)
-            Mask.of_blocks(blocks, mask, key.shape[2])  # raises if the mask says more than which keys exist
         _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, blocks)
         if blocks is not None:
             output, found = exact_attention(
@@ -293,9 +292,10 @@ def _record_exact(
 ) -> None:
     """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`)."""
     compiling = torch.compiler.is_compiling()
+    kind = None if blocks is None else Mask.of_blocks(blocks, mask, key.shape[2]).kind
     request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
-    if request is not None and blocks is not None:
-        request = replace(request, mask="blocks")
+    if request is not None and kind is not None:
+        request = replace(request, mask=kind)
     if recipe != "exact":
         record.report_exact(request, reason, recipe)
     elif request is not None:

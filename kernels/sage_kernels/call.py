@@ -17,7 +17,7 @@ from .recipe import Recipe
 PADDING_BIAS = -1e4
 """Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
 
-MaskKind = Literal["none", "keys", "bool", "additive", "blocks"]
+MaskKind = Literal["none", "keys", "bool", "additive", "blocks", "block_keys"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Mask:
     """Mask that says which keys each query may attend to.
 
     Attributes:
-        kind: "none"; "keys" (says which keys exist, for all queries and heads alike); "bool"; "additive"; or "blocks"
-            (a list of tiles, and maybe which keys exist).
+        kind: "none"; "keys" (says which keys exist, for all queries and heads alike); "bool"; "additive"; "blocks" (a
+            list of tiles); or "block_keys" (a list of tiles, and which keys exist).
         tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None for
-            kind "none", and for kind "blocks" where all keys exist.
-        valid: for kinds "keys" and "blocks", bool (batch or 1, kv_len), False where a key does not exist, or None; else
+            kinds "none" and "blocks".
+        valid: for kinds "keys" and "block_keys", bool (batch or 1, kv_len), False where a key does not exist; else
             None.
-        blocks: for kind "blocks", the tiles of keys that each block of rows attends to; else None.
+        blocks: for kinds "blocks" and "block_keys", the tiles of keys that each block of rows attends to; else None.
     """
 
     kind: MaskKind = "none"
@@ -67,7 +67,7 @@ class Mask:
                 "beside a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
                 f"got one of kind {keys.kind!r}"
             )
-        return replace(keys, kind="blocks", blocks=blocks)
+        return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
 
     def without_keys(self, keys: int) -> Mask:
         """Return the mask of the keys from number `keys` on."""

@@ -165,9 +165,9 @@ def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def block_similarity(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the mean cosine of all pairs of tokens of each block, each with itself too: float32 (batch, heads, blocks).
+    """Return the mean cosine of all pairs of tokens of each block: float32 (batch, heads, blocks).
 
-    It is the squared length of the mean of the tokens' directions.
+    Pairs of a token with itself count. It is the squared length of the mean of the tokens' directions.
     """
     return block_means(F.normalize(x.float(), dim=-1), size).square().sum(-1)
 

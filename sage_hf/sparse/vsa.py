@@ -50,15 +50,15 @@ def vsa_attention(
     tokens = math.prod(grid)
     if not query.shape == key.shape == value.shape or query.shape[2] != tokens:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be alike, with the "
-            f"{tokens} tokens of the grid {tuple(grid)}: leave text tokens to dense attention"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be alike, with "
+            f"the {tokens} tokens of the grid {tuple(grid)}: leave text tokens to dense attention"
         )
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be in [0, 1); got {sparsity}")
     scale = query.shape[3] ** -0.5 if scale is None else scale
     order = TileOrder.of(grid, query.device)
-    padded = [order.pad(x) for x in (query, key, value)]
-    q_means, k_means, v_means = (tile_means(x, order.counts) for x in padded)
+    query, key, value = order.pad(query), order.pad(key), order.pad(value)
+    q_means, k_means, v_means = (tile_means(x, order.counts) for x in (query, key, value))
     precision = torch.promote_types(query.dtype, torch.float32)
     scores = q_means.to(precision) @ k_means.to(precision).mT * scale
 
@@ -69,7 +69,7 @@ def vsa_attention(
     )
     mask = None if order.tiles * TILE_TOKENS == tokens else order.valid[None, None, None]
     fine = order.unpad(
-        sage_attention(*padded, mask, scale=scale, recipe=recipe, fallback=fallback, blocks=blocks)
+        sage_attention(query, key, value, mask, scale=scale, recipe=recipe, fallback=fallback, blocks=blocks)
     )
     if gate is None:
         return fine

@@ -55,7 +55,8 @@ def test_the_kernels_error_is_the_references(device, recipe, options, block_m, b
         output, lse = ops.attention(*inputs, mask=keys, blocks=blocks, recipe=recipe, return_lse=True, **options)
     finally:
         dispatch.plan_listeners.remove(heard.append)
-    assert [(plan.kernel, plan.recipe, plan.request.mask) for plan in heard] == [("int8_forward", recipe, "blocks")]
+    kind = "blocks" if keys is None else "block_keys"
+    assert [(plan.kernel, plan.recipe, plan.request.mask) for plan in heard] == [("int8_forward", recipe, kind)]
     truth, _ = exact.attention(*inputs, mask=mask, **options)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], mask=keys, blocks=blocks, **options)
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)

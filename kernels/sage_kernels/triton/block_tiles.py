@@ -32,11 +32,6 @@ class BlockTiles:
     block_m: int
 
     @property
-    def kind(self) -> str:
-        """Return the kernel's kind of mask."""
-        return "blocks" if self.valid is None else "block_keys"
-
-    @property
     def tile_strides(self) -> tuple[int, int, int]:
         """Return the strides of batch, head and block of rows, 0 where the list is broadcast."""
         batch, head = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(2))

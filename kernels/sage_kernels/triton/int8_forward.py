@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import Call
+from ..call import Call, MaskKind
 from ..formats.int8 import INT8_MAX
 from ..formats.weights import P_SCALE
 from ..language.heavy import attend_heavy_keys
@@ -114,12 +114,13 @@ def forward(
         key = TensorDescriptor.from_tensor(key.view(-1, channels), [config.block_n, channels])
         block = [v_channels, config.block_n] if pv != "fp16" else [config.block_n, v_channels]
         value = TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), block)
-    kind, mask, entries = "none", None, None
+    kind: MaskKind = "none"
+    mask = entries = None
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     entry_strides: tuple[int, ...] = (0, 0, 0)
     list_m = config.block_m
     if isinstance(tiles, BlockTiles):
-        kind, mask, entries, list_m = tiles.kind, tiles.valid, tiles.tiles, tiles.block_m
+        kind, mask, entries, list_m = call.mask.kind, tiles.valid, tiles.tiles, tiles.block_m
         mask_strides, entry_strides = (tiles.valid_stride, 0, 0, 1), tiles.tile_strides
     elif padding is not None:
         kind, mask, entries = "keys", padding.valid, padding.spans
