@@ -17,7 +17,6 @@ from torch import nn
 
 from sage_hf.attention import check_fallback, default_fallback, sage_attention
 from sage_kernels import exact, tracing
-from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError, Request, select
 
 from .config import Sparse

@@ -89,12 +89,9 @@ def test_sparse_attention_is_that_of_the_reordered_tokens(monkeypatch):
     assert len(checked) == tiny.LAYERS
 
 
-@pytest.mark.parametrize("name", ["wan-t2v", "hunyuan-video", "ltx", "mochi", "cogvideox-2b"])
+@pytest.mark.parametrize("name", ["wan-t2v", "hunyuan-video", "ltx", "mochi", "cogvideox"])
 def test_the_grid_of_known_families_is_that_of_their_tokens(name):
-    try:
-        case = family(name)
-    except (KeyError, StopIteration, ValueError):
-        pytest.skip(f"no family {name} in the helpers")
+    case = family(name)
     model, inputs = case.build().eval(), case.make_inputs()
     found = []
     handle = model.register_forward_pre_hook(
@@ -197,17 +194,31 @@ def test_two_sizes_in_one_process_have_orders_of_their_own():
 
 
 def test_pairs_of_guidance_choose_their_own_tiles():
-    model = tiny.transformer()
-    inputs = video()
+    """Lists of a batch are those of its samples; values may round otherwise, as sums of a batch do."""
+    model, routed = tiny.transformer(num_layers=1), []
+    inputs = video(6, 24)
     both = {
         "hidden_states": torch.cat([inputs["hidden_states"], 0.3 - inputs["hidden_states"]]),
         "encoder_hidden_states": torch.cat([inputs["encoder_hidden_states"], -inputs["encoder_hidden_states"]]),
         "timestep": inputs["timestep"].repeat(2),
     }
-    with sage_hf.apply(model, SageConfig("sage2", sparse=EAGER)):
+    with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=0.25, from_tokens=64))):
+        shared = layers_of(model)[0].model
+
+        class Spy:
+            router = shared.router
+
+            def route(self, *args, **kwargs):
+                routed.append(self.router.route(*args, **kwargs))
+                return routed[-1]
+
+        shared.router = Spy()
         together = predict(model, both)
         alone = torch.cat([predict(model, {k: v[i : i + 1] for k, v in both.items()}) for i in range(2)])
-    assert torch.allclose(together, alone, atol=1e-4)
+    pair, *single = (blocks.kept(226 + 864) for blocks in routed)
+    assert torch.equal(pair, torch.cat(single))
+    assert not torch.equal(*single)
+    assert (together - alone).norm() <= 1e-3 * alone.norm()
 
 
 def test_context_parallelism_is_refused():
