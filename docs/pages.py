@@ -28,6 +28,8 @@ RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MODELS = "nvidia-h200-models"
 """Name of the result with the times of whole models' steps."""
+SPARSE = "nvidia-h200-sparse"
+"""Name of the result with the speed over block lists."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
 TREES = ("sage_hf", "kernels/sage_kernels")
@@ -94,6 +96,28 @@ def attention_gain() -> str:
 def speed() -> str:
     """Return a table of every provider's forward speed at every shape."""
     return tables.markdown(read_result("nvidia-h200-forward"))
+
+
+def sparse_speed() -> str:
+    """Return a table of the speed over block lists, if it is measured."""
+    if not (RESULTS / f"{SPARSE}.json").exists():
+        return "The speed over block lists is not in a results file yet."
+    rows = [
+        "| head_dim | list of | skipped | provider | ms | TFLOP/s on kept tiles | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    result = read_result(SPARSE)
+    for row in result["rows"]:
+        sizes = (
+            f"| {row['head_dim']} | {row['block_m']}×{row['block_n']} | {row['skipped']:.0%} | `{row['provider']}` |"
+        )
+        error = f"{row['rel_l1']:.4f}" if "rel_l1" in row else "–"
+        rows.append(f"{sizes} {row['ms']:.2f} | {row['kept_tflops']:.0f} | {error} |")
+    shape = f"{result['rows'][0]['q_heads']} heads × {result['rows'][0]['q_len']:,} tokens"
+    head = (
+        f"On one {result['gpu']}, {shape}, bfloat16 in and out, quantising and sorting of lists included, routing not:"
+    )
+    return "\n\n".join((head, "\n".join(rows), sources(SPARSE)))
 
 
 def training_speed() -> str:
@@ -241,6 +265,7 @@ def _about(path: Path) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "gain": gain,
+    "sparse-speed": sparse_speed,
     "model-gain": model_gain,
     "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(
