@@ -14,7 +14,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family's self-attention orders its tokens.
+    """Order of the tokens in a family's self-attention.
 
     Attributes:
         grid: function(model, arguments of its forward by name) that returns (frames, height, width) in tokens.

@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 
 class SparseModel:
-    """What the sparse layers of one denoiser share: its grid of tokens, and whether the step is dense.
+    """State that the sparse layers of one denoiser share: its grid of tokens, and whether the step is dense.
 
     Attributes:
         settings: the configuration.
@@ -76,7 +76,7 @@ class SparseModel:
 
 @dataclass
 class Kept:
-    """What the calls of a layer kept. Sums stay on their device until they are asked for.
+    """Record of what the calls of a layer kept. Sums stay on their device until they are asked for.
 
     Attributes:
         calls: number of sparse calls.
