@@ -106,7 +106,7 @@ class Explanation:
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
                 text.append(f"* {name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
         if self.sparse:
-            text += ["sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:"]
+            text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
             text += [f"{layer}: {kept}" for layer, kept in self.sparse]
         return "\n".join(text)
 

@@ -53,6 +53,15 @@ class Sparse:
         """Return whether a pattern of `dense_layers` matches the layer's name."""
         return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.dense_layers)
 
+    def describe(self) -> str:
+        """Return the settings as one line of text."""
+        if self.router == "share":
+            what = f"the tiles with {self.keep:.0%} of the weight of means"
+        else:
+            what = f"the {self.keep:.0%} of tiles with the best scores by {self.router}"
+        steps = f", after {self.dense_steps} dense steps" if self.dense_steps else ""
+        return f"{what}, in calls of {self.from_tokens} tokens and more{steps}"
+
     def make_router(self) -> Router:
         """Return the router."""
         if self.router == "share":

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.utils import logging
@@ -59,19 +59,47 @@ class SparseModel:
         model = getattr(denoiser, "_orig_mod", denoiser)
         self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
 
-    def order(self, tokens: int, device: torch.device) -> tuple[torch.Tensor | None, slice]:
-        """Return the order of a call's tokens, None for the present one, and which of those in it are text.
+    def order(self, tokens: int, device: torch.device) -> Order | None:
+        """Return the order for a call's tokens.
 
-        Without a known grid nothing is known about text either: all tokens count as video.
+        None without a known grid: nothing is known about text then either, and all tokens count as video.
         """
         if self.layout is None or self.grid is None or math.prod(self.grid) > tokens:
-            return None, slice(0, 0)
-        video = TileOrder.of(self.grid, device).tokens
-        text = tokens - len(video)
-        if self.layout.text == "first":
-            others = torch.arange(text, device=device)
-            return torch.cat([others, text + video]), slice(0, text)
-        return torch.cat([video, torch.arange(len(video), tokens, device=device)]), slice(len(video), tokens)
+            return None
+        return order_beside_text(self.grid, tokens, self.layout.text, device)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order of a call's tokens: video in 4×4×4 tiles, and text where it is.
+
+    Attributes:
+        tokens: int64 (tokens,), the index of the token at each place.
+        places: the inverse.
+        text: the places of text.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    text: slice
+
+
+@lru_cache(maxsize=16)
+def order_beside_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> Order:
+    """Return the order of a call of `tokens` tokens, those that are not in the grid being text."""
+    video = TileOrder.of(grid, device).tokens
+    first = tokens - len(video) if text == "first" else 0
+    order = torch.arange(tokens, device=device)
+    order[first : first + len(video)] = first + video
+    return Order(order, order.argsort(), slice(0, first) if text == "first" else slice(len(video), tokens))
+
+
+def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x (batch, heads, tokens, channels) with its tokens at `index`.
+
+    It is laid out as (batch, tokens, heads, channels), as models' projections are, where a token is one run of memory.
+    """
+    return x.transpose(1, 2).index_select(1, index).transpose(1, 2)
 
 
 @dataclass
@@ -131,16 +159,16 @@ class SparseLayer:
         if reason := self._why_dense(query, key, value, attn_mask, recipe, fallback, options):
             self.kept.dense[reason] += 1
             return sage_attention(query, key, value, attn_mask, **arguments)
-        order, text = self.model.order(query.shape[2], query.device)
+        order = self.model.order(query.shape[2], query.device)
         if order is not None:
-            query, key, value = (x.index_select(2, order) for x in (query, key, value))
+            query, key, value = (permute_tokens(x, order.tokens) for x in (query, key, value))
             if attn_mask is not None and attn_mask.shape[-1] > 1:
-                attn_mask = attn_mask.index_select(-1, order)
+                attn_mask = attn_mask.index_select(-1, order.tokens)
         scale = options.get("scale")
-        blocks = self.model.router.route(query, key, scale, dense=[text])
+        blocks = self.model.router.route(query, key, scale, dense=[] if order is None else [order.text])
         self._count(query, key, blocks, scale, order is not None)
         output = sage_attention(query, key, value, attn_mask, blocks=blocks, **arguments)
-        return output if order is None else torch.empty_like(output).index_copy_(2, order, output)
+        return output if order is None else permute_tokens(output, order.places)
 
     def _why_dense(
         self,

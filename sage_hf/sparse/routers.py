@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels.blocks import BlockList
-from sage_kernels.exact import ELEMENTS_PER_CHUNK
+
+SCORES_AT_ONCE = 2**25
+"""Number of scores of parts that `SubBlockRouter` holds at once."""
 
 Keep = float | tuple[float, ...]
 """Share of the tiles that each block of rows keeps, of all heads or one number for each head."""
@@ -94,15 +96,16 @@ class SubBlockRouter:
         k_means = block_means(key, self.block_n // self.parts_n)
         batch, q_heads, q_parts, _ = q_means.shape
         row_blocks, tiles = -(-q_parts // self.parts_m), -(-k_means.shape[2] // self.parts_n)
-        missing = tiles * self.parts_n - k_means.shape[2]
         scores = q_means.new_empty(batch, q_heads, row_blocks, tiles)
-        at_once = max(1, ELEMENTS_PER_CHUNK // max(1, batch * q_heads * self.parts_m * tiles * self.parts_n))
+        at_once = max(1, SCORES_AT_ONCE // max(1, batch * q_heads * self.parts_m * tiles * self.parts_n))
         for first in range(0, row_blocks, at_once):
             part = q_means[:, :, first * self.parts_m : (first + at_once) * self.parts_m]
-            fine = F.pad(_mean_scores(part, k_means, scale), (0, missing), value=-torch.inf)
-            fine = F.pad(fine, (0, 0, 0, -fine.shape[2] % self.parts_m), value=-torch.inf)
-            fine = fine.unflatten(3, (tiles, self.parts_n)).unflatten(2, (-1, self.parts_m))
-            scores[:, :, first : first + at_once] = fine.logsumexp((3, 5))
+            fine = _mean_scores(part, k_means, scale)
+            missing = (0, tiles * self.parts_n - fine.shape[3], 0, -fine.shape[2] % self.parts_m)
+            if any(missing):
+                fine = F.pad(fine, missing, value=-torch.inf)
+            fine = fine.unflatten(3, (tiles, self.parts_n)).logsumexp(-1).unflatten(2, (-1, self.parts_m))
+            scores[:, :, first : first + at_once] = fine.logsumexp(3)
         return scores
 
     def route(

@@ -63,10 +63,11 @@ def test_routers_see_text_first_and_video_in_tiles(monkeypatch):
         monkeypatch.setattr(type(shared.router), "route", spy)
         predict(model, video())
         assert shared.grid == (3, 8, 8)
-        order, text = shared.order(226 + 192, torch.device("cpu"))
-    assert text == slice(0, 226)
-    assert torch.equal(order[:226], torch.arange(226))
-    assert torch.equal(order[226:], 226 + TileOrder.of((3, 8, 8)).tokens)
+        order = shared.order(226 + 192, torch.device("cpu"))
+    assert order.text == slice(0, 226)
+    assert torch.equal(order.tokens[:226], torch.arange(226))
+    assert torch.equal(order.tokens[226:], 226 + TileOrder.of((3, 8, 8)).tokens)
+    assert torch.equal(order.tokens[order.places], torch.arange(226 + 192))
     assert [dense for _, dense in seen] == [[slice(0, 226)]] * tiny.LAYERS
 
 

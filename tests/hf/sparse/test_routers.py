@@ -53,7 +53,7 @@ def test_subblock_scores_are_the_formulas_also_of_partial_blocks(block_m, block_
     router = SubBlockRouter(0.5, block_m, block_n)
     expected = subblock_by_hand(query, key, block_m, block_n, 4)
     assert torch.allclose(router.scores(query, key).double(), expected, atol=1e-5)
-    monkeypatch.setattr(routers, "ELEMENTS_PER_CHUNK", 1)
+    monkeypatch.setattr(routers, "SCORES_AT_ONCE", 1)
     assert torch.allclose(router.scores(query, key).double(), expected, atol=1e-5)
 
 
