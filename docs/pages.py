@@ -102,22 +102,18 @@ def sparse_speed() -> str:
     """Return a table of the speed over block lists, if it is measured."""
     if not (RESULTS / f"{SPARSE}.json").exists():
         return "The speed over block lists is not in a results file yet."
-    rows = [
-        "| head_dim | list of | skipped | provider | ms | TFLOP/s on kept tiles | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
     result = read_result(SPARSE)
+    columns = ("tokens", "head_dim", "list of", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in result["rows"]:
-        sizes = (
-            f"| {row['head_dim']} | {row['block_m']}×{row['block_n']} | {row['skipped']:.0%} | `{row['provider']}` |"
-        )
+        sizes = (f"{row['q_len']:,}", row["head_dim"], f"{row['block_m']}×{row['block_n']}", f"{row['skipped']:.0%}")
+        speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
         error = f"{row['rel_l1']:.4f}" if "rel_l1" in row else "–"
-        rows.append(f"{sizes} {row['ms']:.2f} | {row['kept_tflops']:.0f} | {error} |")
-    shape = f"{result['rows'][0]['q_heads']} heads × {result['rows'][0]['q_len']:,} tokens"
-    head = (
-        f"On one {result['gpu']}, {shape}, bfloat16 in and out, quantising and sorting of lists included, routing not:"
-    )
-    return "\n\n".join((head, "\n".join(rows), sources(SPARSE)))
+        cells = (*sizes, f"`{row['provider']}`", *speed, error)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random; quantising and sorting of"
+    head = f"{where} lists included, routing not:"
+    return "\n\n".join((head, "\n".join(lines), sources(SPARSE)))
 
 
 def training_speed() -> str:
