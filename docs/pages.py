@@ -111,8 +111,8 @@ def sparse_speed() -> str:
         error = f"{row['rel_l1']:.4f}" if "rel_l1" in row else "–"
         cells = (*sizes, f"`{row['provider']}`", *speed, error)
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random; quantising and sorting of"
-    head = f"{where} lists included, routing not:"
+    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random"
+    head = f"{where}; quantising and sorting of lists included, routing not:"
     return "\n\n".join((head, "\n".join(lines), sources(SPARSE)))
 
 

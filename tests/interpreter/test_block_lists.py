@@ -31,7 +31,9 @@ def call_of(inputs, recipe, blocks, keys=None, causal_offset=None):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal_offset", [None, 150])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (128, 64)])
-@pytest.mark.parametrize("recipe", ["sage2", pytest.param("sage1", marks=pytest.mark.audit)])
+@pytest.mark.parametrize(
+    "recipe", ["sage2", *(pytest.param(recipe, marks=pytest.mark.audit) for recipe in ("sage1", "sage_bwd_int8"))]
+)
 def test_the_kernels_error_is_the_references(recipe, block_m, block_n, causal_offset, padded):
     inputs = draw()
     blocks = draw_blocks(1, 2, 150, 330, block_m, block_n)
