@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -148,6 +148,11 @@ def sage_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
+    if blocks is not None:
+        sparse = _attend_to_blocks(
+            blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
+        )
+        return sparse if return_lse else sparse[0]
     output, lse = attend(
         query,
         key,
@@ -160,7 +165,6 @@ def sage_attention(
         recipe=recipe,
         fallback=fallback,
         return_lse=return_lse,
-        blocks=blocks,
     )
     return (output, lse) if return_lse else output
 
@@ -178,7 +182,6 @@ def attend(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
-    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `sage_attention`, but accept a mask and causality together; see there for the other arguments.
 
@@ -200,8 +203,6 @@ def attend(
     wants_gradient = _wants_gradient(query, key, value, mask)
     valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
     reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback) if wants_gradient else ""
-    if wants_gradient and blocks is not None and recipe != "exact":
-        reason = reason or "gradients over a block list are exact"
 
     if recipe == "exact" or reason:
         if recipe != "exact" and checked_fallback == "error":
@@ -209,16 +210,8 @@ def attend(
                 f"{reason}: run under torch.no_grad() if no gradient is needed, or use "
                 'fallback="native" for exact attention with gradients'
             )
-        if blocks is not None:  # the operator checks it otherwise
-            check_blocks(blocks, query, key)
-        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, blocks)
-        if blocks is not None:
-            output, found = exact_attention(
-                query, key, value, blocks, mask=mask, is_causal=is_causal, scale=scale, return_lse=return_lse
-            )
-            lse = query.new_empty(0, dtype=torch.float32) if found is None else found
-        else:
-            output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
+        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
+        output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
     elif wants_gradient:
         output, lse = training.attention(
             query,
@@ -242,7 +235,6 @@ def attend(
             recipe=recipe,
             fallback=checked_fallback,
             return_lse=return_lse,
-            blocks=blocks,
         )
     if not torch.compiler.is_compiling():
         record.notify_observers(
@@ -288,14 +280,10 @@ def _record_exact(
     recipe: str,
     return_lse: bool,
     reason: str,
-    blocks: BlockList | None,
 ) -> None:
     """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`)."""
     compiling = torch.compiler.is_compiling()
-    kind = None if blocks is None else Mask.of_blocks(blocks, mask, key.shape[2]).kind
     request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
-    if request is not None and kind is not None:
-        request = replace(request, mask=kind)
     if recipe != "exact":
         record.report_exact(request, reason, recipe)
     elif request is not None:
@@ -388,3 +376,56 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
         )
+
+
+def _attend_to_blocks(
+    blocks: BlockList,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: str,
+    fallback: str | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `sage_attention` over a block list; return (output, lse), the lse without elements if it is not wanted."""
+    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
+    backward = get_recipe(recipe).backward
+    checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
+    query, key, value = exact.in_autocast_dtype(query, key, value)
+    _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    kind, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]).kind, bool(is_causal), ""
+    if recipe != "exact" and _wants_gradient(query, key, value):
+        forward_only = f"{recipe} is forward only and gradients are wanted"
+        reason = forward_only if backward is None else "gradients over a block list are exact"
+        if checked_fallback == "error":
+            raise KernelUnavailableError(f"{reason}: run under torch.no_grad() if no gradient is needed")
+    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
+    if recipe == "exact" or reason:
+        check_blocks(blocks, query, key)  # otherwise the operator does
+        request = None
+        if not torch.compiler.is_compiling():
+            request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+            request = replace(request, mask=kind)
+        if reason:
+            record.report_exact(request, reason, recipe)
+        elif request is not None:
+            record.file_plan(exact_plan(request))
+        output, found = exact_attention(query, key, value, blocks, **options)
+        lse = query.new_empty(0, dtype=torch.float32) if found is None else found
+    else:
+        output, lse = ops.attention(
+            query, key, value, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
+        )
+    if not torch.compiler.is_compiling():
+        record.notify_observers(
+            lambda layer, plan: record.AttentionCall(
+                layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
+            )
+        )
+    return output, lse
