@@ -392,7 +392,7 @@ def _attend_to_blocks(
     fallback: str | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `sage_attention` over a block list; return (output, lse), the lse without elements if it is not wanted."""
+    """Compute `sage_attention` over a block list; return (output, lse), the lse empty if it is not wanted."""
     checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
     backward = get_recipe(recipe).backward
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
