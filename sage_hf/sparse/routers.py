@@ -274,9 +274,13 @@ def _keep_most(
     shares = keep if isinstance(keep, tuple) else (keep,) * heads
     if len(shares) != heads:
         raise ValueError(f"keep has {len(shares)} shares, one for each head, and the call has {heads} heads")
-    numbers = torch.tensor([max(1, math.ceil(share * tiles - 1e-6)) for share in shares], device=scores.device)
+    numbers = [max(1, math.ceil(share * tiles - 1e-6)) for share in shares]
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    most = (torch.arange(tiles, device=scores.device) < numbers[:, None, None]).expand_as(order)
+    if len(set(numbers)) == 1 and all(one.stop is not None and one.start == one.stop for one in dense):
+        best = order[..., : numbers[0]].sort(-1).values.int()
+        return BlockList(best.new_full(best.shape[:3], numbers[0]), best, block_m, block_n)
+    of_head = torch.tensor(numbers, device=scores.device)[:, None, None]
+    most = (torch.arange(tiles, device=scores.device) < of_head).expand_as(order)
     kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, most)
     return _with_dense(kept, query, key, dense, block_m, block_n)
 
