@@ -229,6 +229,17 @@ def test_context_parallelism_is_refused():
         sage_hf.apply(model, SageConfig("sage2", sparse=EAGER, layers=(LayerRule("*", "exact"),)))
 
 
+def test_context_parallelism_that_is_enabled_later_is_refused_too():
+    from diffusers.models import attention_dispatch as dispatch
+
+    backend = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName("sage2")]
+    one = layer.SparseLayer(layer.SparseModel(EAGER, tiny.transformer()))
+    inputs = [torch.randn(1, 80, 2, 32) for _ in range(3)]
+    with layer.running(one), pytest.raises(ValueError, match="sparse attention chooses tiles among all tokens"):
+        backend(*inputs, _parallel_config=object())
+    assert layer.running_layer() is None
+
+
 def test_transformers_models_are_refused():
     with pytest.raises(ValueError, match="no diffusers model"):
         sage_hf.apply(tiny.llama(), SageConfig("sage2", sparse=EAGER))
