@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels.blocks import BlockList
-from sage_kernels.routing import block_means, mean_scores, part_scores
+
+SCORES_AT_ONCE = 2**25
+"""Number of scores of parts that `SubBlockRouter` holds at once."""
 
 Keep = float | tuple[float, ...]
 """Share of the tiles that each block of rows keeps, of all heads or one number for each head."""
@@ -54,7 +56,7 @@ class MeanRouter:
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """Return float32 (batch, q_heads, blocks of rows, tiles): mean query · mean key · scale, of real tokens."""
-        return mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
+        return _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
 
     def route(
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
@@ -81,8 +83,6 @@ class SubBlockRouter:
 
     def __post_init__(self) -> None:
         _check_keep(self.keep)
-        if any(parts not in (1, 2, 4, 8, 16) for parts in (self.parts_m, self.parts_n)):
-            raise ValueError(f"parts must be 1, 2, 4, 8 or 16; got {self.parts_m} and {self.parts_n}")
         if self.block_m % self.parts_m or self.block_n % self.parts_n:
             raise ValueError(
                 f"blocks of {self.block_m} rows and {self.block_n} keys have no {self.parts_m} and {self.parts_n} "
@@ -90,10 +90,23 @@ class SubBlockRouter:
             )
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """Return float32 (batch, q_heads, blocks of rows, tiles), on GPUs by one kernel."""
+        """Return float32 (batch, q_heads, blocks of rows, tiles); a few blocks at a time, so memory stays linear."""
+        scale = _scale(scale, query)
         q_means = block_means(query, self.block_m // self.parts_m)
         k_means = block_means(key, self.block_n // self.parts_n)
-        return part_scores(q_means, k_means, _scale(scale, query), self.parts_m, self.parts_n)
+        batch, q_heads, q_parts, _ = q_means.shape
+        row_blocks, tiles = -(-q_parts // self.parts_m), -(-k_means.shape[2] // self.parts_n)
+        scores = q_means.new_empty(batch, q_heads, row_blocks, tiles)
+        at_once = max(1, SCORES_AT_ONCE // max(1, batch * q_heads * self.parts_m * tiles * self.parts_n))
+        for first in range(0, row_blocks, at_once):
+            part = q_means[:, :, first * self.parts_m : (first + at_once) * self.parts_m]
+            fine = _mean_scores(part, k_means, scale)
+            missing = (0, tiles * self.parts_n - fine.shape[3], 0, -fine.shape[2] % self.parts_m)
+            if any(missing):
+                fine = F.pad(fine, missing, value=-torch.inf)
+            fine = fine.unflatten(3, (tiles, self.parts_n)).logsumexp(-1).unflatten(2, (-1, self.parts_m))
+            scores[:, :, first : first + at_once] = fine.logsumexp(3)
+        return scores
 
     def route(
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
@@ -130,7 +143,7 @@ class ShareRouter:
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
     ) -> BlockList:
         """Return the tiles kept; see `Router.route`."""
-        scores = mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
+        scores = _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
         weights, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = weights.cumsum(-1) - weights
         needed = before < self.share
@@ -142,6 +155,16 @@ class ShareRouter:
         kept |= (block_similarity(query, self.block_m) < self.similarity).unsqueeze(-1)
         kept |= (block_similarity(key, self.block_n) < self.similarity).repeat_interleave(group, 1).unsqueeze(-2)
         return _with_dense(kept, query, key, dense, self.block_m, self.block_n)
+
+
+def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the mean of each block of `size` tokens: float32 (batch, heads, blocks, channels), of real tokens."""
+    tokens = x.shape[2]
+    if missing := -tokens % size:
+        x = F.pad(x, (0, 0, 0, missing))
+    sums = x.unflatten(2, (-1, size)).sum(3, dtype=torch.float32)
+    counts = (tokens - torch.arange(sums.shape[2], device=x.device) * size).clamp(max=size)
+    return sums / counts[:, None]
 
 
 def block_similarity(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -224,6 +247,11 @@ def even_budgets(mass: torch.Tensor, keep: float) -> tuple[float, ...]:
 
 def _scale(scale: float | None, query: torch.Tensor) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _mean_scores(q_means: torch.Tensor, k_means: torch.Tensor, scale: float) -> torch.Tensor:
+    group = q_means.shape[1] // k_means.shape[1]
+    return q_means @ k_means.repeat_interleave(group, 1).mT * scale
 
 
 def _check_keep(keep: Keep) -> None:
