@@ -3,12 +3,14 @@
 python benchmarks/sparse.py --output benchmarks/results
 
 Lists are drawn at random, with the same number of tiles for each block of rows. A row's speed counts the operations of
-kept tiles alone, quantising and sorting of lists included in its time.
+kept tiles alone, quantising and sorting of lists included in its time. "routing" has the times of what comes before:
+choosing tiles, and putting tokens into 4×4×4 order and back.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +22,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sage_hf.bench import tables
 from sage_hf.bench.measure import facts, first_calls, median_ms, reason, require_finite
+from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
+from sage_hf.sparse.layer import order_beside_text, permute_tokens
 from sage_kernels import exact, ops
 from sage_kernels.blocks import BlockList
 
 NAME = "sparse"
 ERROR_ROWS = 128
 SKIPPED = (0.75, 0.9)
+GRIDS = ((8, 64, 64), (21, 45, 80))
+"""Grids of tokens: 32,768, and the 75,600 of Wan 2.1 at 720p."""
 DENSE = "sage_hf:sage2 dense"
 """Name of the provider that attends to all tiles by the same door, so by the kernel that is best for that."""
 
@@ -149,6 +155,30 @@ def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def measure_routing(device: torch.device) -> list[dict[str, Any]]:
+    """Return the time of each router, keeping a quarter of the tiles, and of reordering Q, K, V and the output."""
+    rows = []
+    for grid in GRIDS:
+        tokens = math.prod(grid)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (1, tokens, 24, 128)  # as projections lay them out
+        query, key, value = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(3)
+        )
+        order = order_beside_text(grid, tokens, "last", device)
+        calls: dict[str, Callable[[], object]] = {
+            "mean": lambda: MeanRouter(0.25).route(query, key),  # noqa: B023
+            "subblock": lambda: SubBlockRouter(0.25).route(query, key),  # noqa: B023
+            "share": lambda: ShareRouter(0.9).route(query, key),  # noqa: B023
+            "reorder": lambda: [permute_tokens(x, order.tokens) for x in (query, key, value, value)],  # noqa: B023
+        }
+        counted = {name: (call, first_calls(call)[2]) for name, call in calls.items()}
+        for name, ms in median_ms(counted).items():
+            rows.append({"q_heads": 24, "q_len": tokens, "head_dim": 128, "part": name, "ms": ms})
+    return rows
+
+
 def describe(row: dict[str, Any]) -> str:
     """Return a row as one line of text."""
     sizes = f"{row['head_dim']} {row['block_m']}x{row['block_n']} {row['skipped']:.2f} {row['provider']}"
@@ -166,10 +196,12 @@ def main() -> None:
     device, rows = torch.device("cuda"), []
     commit = git_commit() if args.commit is None else args.commit
     with torch.no_grad():
+        routing = measure_routing(device)
+        print(*routing, sep="\n", flush=True)
         for case in CASES:
             rows += (found := measure(case, device))
             print(*map(describe, found), sep="\n", flush=True)
-            result = {**facts(device, commit), "rows": rows}
+            result = {**facts(device, commit), "routing": routing, "rows": rows}
             name = "-".join(result["gpu"].lower().split())
             (args.output / f"{name}-{NAME}.json").write_text(tables.to_json(result), encoding="utf-8")
 

@@ -113,7 +113,12 @@ def sparse_speed() -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random"
     head = f"{where}; quantising and sorting of lists included, routing not:"
-    return "\n\n".join((head, "\n".join(lines), sources(SPARSE)))
+    parts = ["| tokens | part | ms |", "|---|---|---|"]
+    parts += [f"| {row['q_len']:,} | {row['part']} | {row['ms']:.2f} |" for row in result["routing"]]
+    before = (
+        "What comes before it, in PyTorch: each router at a quarter of the tiles, and Q, K, V and the output reordered:"
+    )
+    return "\n\n".join((head, "\n".join(lines), before, "\n".join(parts), sources(SPARSE)))
 
 
 def training_speed() -> str:

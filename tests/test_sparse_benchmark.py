@@ -44,5 +44,6 @@ def test_results_cover_every_case_and_name_their_commit(path):
         assert (*sizes, "sage_hf:sage2", case.skipped) in found
         assert not case.measures_dense or (*sizes, sparse.DENSE, 0.0) in found
         assert case.block_m != 128 or (*sizes, "flex_attention", case.skipped) in found
+    assert {row["part"] for row in result["routing"]} == {"mean", "subblock", "share", "reorder"}
     assert all(("kept_tflops" in row) != ("unavailable" in row) for row in result["rows"])
     assert len(result["commit"]) == 40
