@@ -28,6 +28,8 @@ RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MODELS = "nvidia-h200-models"
 """Name of the result with the times of whole models' steps."""
+SPARSE = "nvidia-h200-sparse"
+"""Name of the result with the speed over block lists."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
 TREES = ("sage_hf", "kernels/sage_kernels")
@@ -94,6 +96,29 @@ def attention_gain() -> str:
 def speed() -> str:
     """Return a table of every provider's forward speed at every shape."""
     return tables.markdown(read_result("nvidia-h200-forward"))
+
+
+def sparse_speed() -> str:
+    """Return a table of the speed over block lists, if it is measured."""
+    if not (RESULTS / f"{SPARSE}.json").exists():
+        return "The speed over block lists is not in a results file yet."
+    result = read_result(SPARSE)
+    columns = ("tokens", "head_dim", "list of", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in result["rows"]:
+        sizes = (f"{row['q_len']:,}", row["head_dim"], f"{row['block_m']}×{row['block_n']}", f"{row['skipped']:.0%}")
+        speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
+        error = f"{row['rel_l1']:.4f}" if "rel_l1" in row else "–"
+        cells = (*sizes, f"`{row['provider']}`", *speed, error)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random"
+    head = f"{where}; quantising and sorting of lists included, routing not:"
+    parts = ["| tokens | part | ms |", "|---|---|---|"]
+    parts += [f"| {row['q_len']:,} | {row['part']} | {row['ms']:.2f} |" for row in result["routing"]]
+    before = (
+        "What comes before it, in PyTorch: each router at a quarter of the tiles, and Q, K, V and the output reordered:"
+    )
+    return "\n\n".join((head, "\n".join(lines), before, "\n".join(parts), sources(SPARSE)))
 
 
 def training_speed() -> str:
@@ -241,6 +266,7 @@ def _about(path: Path) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "gain": gain,
+    "sparse-speed": sparse_speed,
     "model-gain": model_gain,
     "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(

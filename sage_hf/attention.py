@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from sage_hf import record
 from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
+from sage_kernels.blocks import BlockList, check_blocks, exact_attention
+from sage_kernels.call import Mask
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
 
@@ -66,6 +69,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: Literal[False] = False,
+    blocks: BlockList | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -83,6 +87,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: Literal[True],
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -99,6 +104,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -119,6 +125,8 @@ def sage_attention(
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
+        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
+            attn_mask may only say which keys exist. The first keys are then in few bits too, and gradients are exact.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
@@ -141,6 +149,11 @@ def sage_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
+    if blocks is not None:
+        sparse = _attend_to_blocks(
+            blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
+        )
+        return sparse if return_lse else sparse[0]
     output, lse = _attend(
         *(query, key, value, attn_mask, dropout_p, is_causal, 0, scale, enable_gqa, recipe, fallback, return_lse)
     )
@@ -406,3 +419,52 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
         )
+
+
+def _attend_to_blocks(
+    blocks: BlockList,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: str,
+    fallback: str | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `sage_attention` over a block list; return (output, lse), the lse empty if it is not wanted."""
+    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
+    backward = get_recipe(recipe).backward
+    checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
+    query, key, value = exact.in_autocast_dtype(query, key, value)
+    _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    kind, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]).kind, bool(is_causal), ""
+    if recipe != "exact" and _wants_gradient(query, key, value):
+        forward_only = f"{recipe} is forward only and gradients are wanted"
+        reason = forward_only if backward is None else "gradients over a block list are exact"
+        if checked_fallback == "error":
+            raise KernelUnavailableError(f"{reason}: run under torch.no_grad() if no gradient is needed")
+    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
+    if recipe == "exact" or reason:
+        check_blocks(blocks, query, key)  # otherwise the operator does
+        request = None
+        if not torch.compiler.is_compiling():
+            request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+            request = replace(request, mask=kind)
+        if reason:
+            record.report_exact(request, reason, recipe)
+        elif request is not None:
+            record.file_plan(exact_plan(request))
+        output, found = exact_attention(query, key, value, blocks, **options)
+        lse = query.new_empty(0, dtype=torch.float32) if found is None else found
+    else:
+        output, lse = ops.attention(
+            query, key, value, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
+        )
+    if not torch.compiler.is_compiling():
+        record.notify_observers(query, key, value, attn_mask, is_causal, 0, scale, enable_gqa, output)
+    return output, lse

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from . import exact
+from . import blocks, exact
 from .call import BackwardCall, Call
 from .layout import is_aligned, sequence_slices
 from .operands import Saved
@@ -144,6 +144,18 @@ def announce(plan: Plan) -> None:
 def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by PyTorch's scaled_dot_product_attention; rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
+    if call.mask.blocks is not None:
+        return blocks.exact_attention(
+            query,
+            key,
+            call.value,
+            call.mask.blocks,
+            mask=mask,
+            is_causal=is_causal,
+            causal_offset=call.causal_offset,
+            scale=call.scale,
+            return_lse=call.return_lse,
+        )
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's kernels support only one causal alignment, and no mask beside it.
         mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backends` registers the kernels
+from .blocks import BlockList, check_blocks
 from .call import Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
@@ -22,6 +23,12 @@ _library.define(
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, int causal_offset, float? scale, "
     "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "block_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor counts, Tensor tiles, int block_m, "
+    "int block_n, bool is_causal, int causal_offset, float? scale, str recipe, str fallback, bool return_lse) -> "
+    "(Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -44,6 +51,7 @@ def attention(
     recipe: str = "sage3",
     fallback: Fallback = "native",
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute low-bit attention, forward only, by the best kernel for the call.
 
@@ -59,6 +67,8 @@ def attention(
         recipe: a name in `recipe.RECIPES`.
         fallback: see `registry.select`.
         return_lse: compute the log-sum-exp of each row's scores.
+        blocks: the tiles of keys that each block of rows attends to; None: all. Beside a list the mask may only say
+            which keys exist, and no key is heavy.
 
     Returns:
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out in memory as (batch, q_len,
@@ -71,13 +81,17 @@ def attention(
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    if not torch.compiler.is_compiling():
+    if blocks is None and not torch.compiler.is_compiling():
         options = is_causal, causal_offset, scale, recipe, fallback, return_lse
         slot = find_prepared(query, key, value, mask, *options)
         if slot is not None and slot.prepared is not None and not wants_gradient(query, key, value, mask):
             return _repeat(slot.prepared, query, key, value, mask)
     checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
+    if blocks is not None:
+        return torch.ops.sage_kernels.block_attention(
+            query, key, value, mask, *blocks, is_causal, causal_offset, scale, recipe, fallback, return_lse
+        )
     return torch.ops.sage_kernels.attention(
         query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
     )
@@ -261,6 +275,41 @@ def checked_call(
     )
 
 
+def _block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    counts: torch.Tensor,
+    tiles: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    checks.check_tensors(query, key, value, mask)
+    blocks = BlockList(counts, tiles, block_m, block_n)
+    check_blocks(blocks, query, key)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(recipe),
+        Mask.of_blocks(blocks, mask, key.shape[2]),
+        is_causal,
+        causal_offset,
+        softmax_scale(scale, query.shape[3]),
+        return_lse=return_lse,
+    )
+    output, lse = dispatch.attend(call, fallback)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
 def _packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -337,6 +386,25 @@ def _fake_attention(
     return output, query.new_empty((batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32)
 
 
+def _fake_block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    counts: torch.Tensor,
+    tiles: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_attention(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
+
+
 def _fake_packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -395,6 +463,7 @@ def _differentiable_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tens
 
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
+    ("block_attention", _block_attention, _fake_block_attention),
     ("packed_attention", _packed_attention, _fake_packed_attention),
     ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
 ):

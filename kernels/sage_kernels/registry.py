@@ -329,7 +329,7 @@ def _why_too_short(request: Request) -> str:
 
 def _why_slower(plan: Plan) -> str:
     """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
-    if not _routing or plan.numerics != "native" or plan.request.grad:
+    if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
         return ""
     return costs.why_slower(plan.request, costs.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer))
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sage_hf.sparse.layer import SparseLayer, running
+
 from .backends import backend_member
 from .errors import UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
@@ -22,6 +24,7 @@ class Sage(Protocol):
     """Interface of the processor that runs a layer."""
 
     fallback: str | None
+    sparse: SparseLayer | None
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
         """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
@@ -139,7 +142,10 @@ class DispatchLayer(Layer):
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         stand_in = _StandIn(self.original, backend)
-        return type(self.original).__call__(stand_in, attn, *args, **kwargs)
+        if sage.sparse is None or torch.compiler.is_compiling():
+            return type(self.original).__call__(stand_in, attn, *args, **kwargs)
+        with running(sage.sparse):
+            return type(self.original).__call__(stand_in, attn, *args, **kwargs)
 
 
 def calls_dispatch(processor: Any) -> bool:

@@ -38,7 +38,7 @@ FEATURES = {
     product((64, 128), DTYPES, ("fp8", "fp16"), (False, True), FEATURES),
 )
 def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, return_lse, features):
-    """At most two registers spill, and a multiprocessor has the registers of so many threads that their loads are of 56 KB.
+    """At most two registers spill; a multiprocessor has registers for so many threads that their loads are of 56 KB.
 
     Of 16 bytes each: a thread of `quantize` has one for each 16 channels, one of `statistics` has 16. Without rotation
     they are of 64 KB.

@@ -6,6 +6,7 @@ measured. Needs no GPU, and minutes: `make audit`.
 
 import json
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
+from sage_kernels.blocks import BlockList
+from sage_kernels.call import NO_MASK, Mask
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.layout import padded_channels, padded_rows
 from sage_kernels.operands import Saved
@@ -303,6 +306,21 @@ def test_padding_costs_the_forwards_main_loop_nothing(capability):
             attend_and_save(new_call(*inputs, "sage_bwd", valid=valid, is_causal=True), capability)
         loops.append(machine_code(compile_launch(launches[-1], capability).asm["cubin"]).lean_loop)
     assert loops[1].total <= SLACK * loops[0].total + 8
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_a_block_list_costs_the_forwards_main_loop_next_to_nothing(capability):
+    """A tile's number is loaded and used, where a loop over all tiles counts."""
+    recipe, shape = replace(RECIPES["sage2"], heavy_keys=0), (2, 8, 8)
+    lists = BlockList(meta(*shape, dtype=torch.int32), meta(*shape, 8, dtype=torch.int32))
+    loops = []
+    for mask in (NO_MASK, Mask.of_blocks(lists, None, 1000)):
+        inputs = (meta(2, heads, 1000, 128) for heads in (8, 4, 4))
+        with recording() as launches:
+            attend(replace(new_call(*inputs, recipe), mask=mask), capability)
+        loops.append(machine_code(compile_launch(launches[-1], capability).asm["cubin"]).lean_loop)
+    assert loops[1].total <= SLACK * loops[0].total + 8
+    assert loops[1].spills == loops[0].spills == 0
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in BACKWARD], ids=name)

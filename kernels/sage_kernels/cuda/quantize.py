@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -204,6 +204,8 @@ def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     features = Features.of(recipe, request.kv_len, request.mask == "keys")
+    if request.mask == "blocks":
+        features = replace(features, heavy_keys=0)
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
@@ -223,7 +225,8 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     Raises:
         CompileError: see `launch.launch`.
     """
-    tail, features = call.tail, Features.of(call.recipe, call.kv_len, padding is not None)
+    tail = call.tail
+    features = Features(call.recipe.rotate, call.recipe.balance, call.heavy_keys, padding is not None)
     query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape

@@ -36,7 +36,7 @@ class HopperQuantizer:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported(request):
             return reason
-        if request.mask not in ("none", "keys"):
+        if request.mask not in ("none", "keys", "blocks"):
             return "no masks but those of keys"
         if not request.aligned:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
@@ -84,7 +84,9 @@ class NVFP4Quantizer:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize_nvfp4.unavailable(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> NVFP4Operands:
         """Quantise; see `quantize_nvfp4.quantize_operands`."""
         return quantize_nvfp4.quantize_operands(call)
 
