@@ -104,6 +104,13 @@ def test_a_repeated_call_costs_the_host_little(gpu):
     check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=13, allocated=2, launched=3)
 
 
+def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
+    query, key, value = draw()
+    mask = (torch.arange(SHAPE[2]) < 150)[None, None, None]
+    call = partial(sage_attention, query, key, value, mask, recipe="sage2")
+    check_budget(call, gpu, python=14, allocated=2, launched=3)
+
+
 def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
     query, key, value = draw()
     call = partial(torch.ops.sage_kernels.attention, query, key, value, None, False, 0, None, "sage2", "native", False)
