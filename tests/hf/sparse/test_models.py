@@ -112,6 +112,20 @@ def test_the_grid_of_known_families_is_that_of_their_tokens(name):
     assert grid[0] * grid[1] * grid[2] in lengths
 
 
+def test_text_that_lies_last_is_kept_and_its_padding_hidden():
+    """HunyuanVideo's self-attention has a mask of keys beside the list."""
+    case = family("hunyuan-video")
+    model, inputs = case.build().eval(), case.make_inputs()
+    inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = run(model, inputs)
+        with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1.0, from_tokens=64))):
+            output = run(model, inputs)
+            joint = [one.kept for one in layers_of(model) if one.kept.calls]
+    assert joint and all(one.ordered and not one.dense for one in joint)
+    assert (output - expected).norm() / expected.norm() < 0.1
+
+
 def test_a_family_through_diffusers_dispatch_is_routed_too():
     case = family("wan-t2v")
     model, inputs = case.build().eval(), case.make_inputs()
