@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 
 from sage_hf import record
-from sage_kernels import checks, exact, ops, training
+from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
 from sage_kernels.blocks import BlockList, check_blocks, exact_attention
 from sage_kernels.call import Mask
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Request, exact_plan
+from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan, select
 
 
 def set_default_fallback(fallback: str) -> None:
@@ -153,20 +154,10 @@ def sage_attention(
             blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
         )
         return sparse if return_lse else sparse[0]
-    output, lse = attend(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=return_lse,
+    output, lse = _attend(
+        *(query, key, value, attn_mask, dropout_p, is_causal, 0, scale, enable_gqa, recipe, fallback, return_lse)
     )
-    return (output, lse) if return_lse else output
+    return output if lse is None or not return_lse else (output, lse)
 
 
 def attend(
@@ -179,6 +170,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    causal_offset: int = 0,
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
@@ -187,18 +179,55 @@ def attend(
 
     Args:
         attn_mask, is_causal: a query attends to what both allow.
+        causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
 
     Returns:
         (output, lse); lse has no elements without return_lse.
     """
-    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
+    output, lse = _attend(
+        *(query, key, value, attn_mask, dropout_p, is_causal, causal_offset, scale, enable_gqa),
+        *(recipe, fallback, return_lse),
+    )
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None or not return_lse else lse
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: str,
+    fallback: str | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do as `attend`; the lse may be None without return_lse."""
+    checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
+    is_causal = bool(is_causal)
+    slot = None
+    if not torch.compiler.is_compiling() and dropout_p == 0.0:
+        if torch._C._is_any_autocast_enabled() and isinstance(query, torch.Tensor):
+            query, key, value = exact.in_autocast_dtype(query, key, value)
+        grad = ops.wants_gradient(query, key, value, attn_mask)
+        options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
+        slot = prepared.find(query, key, value, attn_mask, "sage_attention", grad, *options)
+        if slot is not None and slot.prepared is not None:
+            slot.announce(slot.prepared.plan)
+            output, lse = slot.prepared(query, key, value, attn_mask)
+            record.notify_observers(
+                *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output)
+            )
+            return output, lse
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
-    is_causal = bool(is_causal)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
     valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
@@ -210,8 +239,11 @@ def attend(
                 f"{reason}: run under torch.no_grad() if no gradient is needed, or use "
                 'fallback="native" for exact attention with gradients'
             )
-        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
+        plan = _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
         output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
+        if slot is not None and plan is not None and not return_lse:
+            exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
+            slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
     elif wants_gradient:
         output, lse = training.attention(
             query,
@@ -224,24 +256,29 @@ def attend(
             fallback=checked_fallback,
             return_lse=return_lse,
         )
-    else:
+        if slot is not None and not return_lse:
+            prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
+            slot.prepare(partial(prepare, recipe, checked_fallback))
+    elif slot is None:
         output, lse = ops.attention(
             query,
             key,
             value,
             mask=mask,
             is_causal=is_causal,
+            causal_offset=causal_offset,
             scale=scale,
             recipe=recipe,
             fallback=checked_fallback,
             return_lse=return_lse,
         )
+    else:  # nothing watches operators
+        call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
+        plan = select(dispatch.request_of(call), checked_fallback)
+        output, lse = dispatch.run(call, plan)
+        slot.prepare(partial(prepared.prepare, call, plan, mask))
     if not torch.compiler.is_compiling():
-        record.notify_observers(
-            lambda layer, plan: record.AttentionCall(
-                layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
-            )
-        )
+        record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output, lse
 
 
@@ -280,14 +317,20 @@ def _record_exact(
     recipe: str,
     return_lse: bool,
     reason: str,
-) -> None:
-    """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`)."""
-    compiling = torch.compiler.is_compiling()
-    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
-    if recipe != "exact":
-        record.report_exact(request, reason, recipe)
-    elif request is not None:
-        record.file_plan(exact_plan(request))
+) -> Plan | None:
+    """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`).
+
+    Returns:
+        The plan, unless the call is being compiled.
+    """
+    if torch.compiler.is_compiling():
+        if recipe != "exact":
+            record.report_exact(None, reason, recipe)
+        return None
+    request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+    plan = exact_plan(request, *([] if recipe == "exact" else [("", reason)]))
+    record.file_plan(plan)
+    return plan
 
 
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -423,9 +466,5 @@ def _attend_to_blocks(
             query, key, value, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
         )
     if not torch.compiler.is_compiling():
-        record.notify_observers(
-            lambda layer, plan: record.AttentionCall(
-                layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
-            )
-        )
+        record.notify_observers(query, key, value, attn_mask, is_causal, 0, scale, enable_gqa, output)
     return output, lse

@@ -56,7 +56,7 @@ import sage_kernels.ops
 from sage_kernels.registry import Request, select
 sizes = (torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64)
 hopper = Request("sage2", "cuda", (9, 0), *sizes, "none", False, False, aligned=True)
-print(select(hopper).kernel, select(Request("sage2", "cuda", (8, 9), *sizes, "none", False, False)).reason)
+print(select(hopper, "error").kernel, select(Request("sage2", "cuda", (8, 9), *sizes, "none", False, False)).reason)
 """
     output = run(BLOCKED.format(names=["triton"]) + code)
     assert output.startswith("int8_forward_hopper ")

@@ -52,15 +52,20 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
         may be None if it is not wanted.
     """
-    plan = select(request_of(call), fallback)
-    _announce(plan)
+    return run(call, select(request_of(call), fallback))
+
+
+def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
+    announce(plan)
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(call.query.device.type, enabled=False):
         if call.is_empty:
             return call.new_outputs()
-        if plan.kernel == "sdpa":
-            return _attend_exactly(call) if call.lengths is None else _attend_one_by_one(_attend_exactly, call)
+        if plan.numerics == "exact":
+            attend_exactly = _attend_exactly if plan.kernel == "sdpa" else _attend_without_cudnn
+            return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
             return kernel.attend(call, quantizer)
@@ -93,7 +98,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
         KernelUnavailableError: no kernel with gradients serves the call.
     """
     plan = plan_training(request_of(call, grad=True), fallback)
-    _announce(plan)
+    announce(plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     # Autocast would round the float32 products of scales and means.
@@ -109,7 +114,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
             computes, does not count.
     """
     plan = select(request, fallback)
-    if plan.kernel == "sdpa":
+    if plan.numerics == "exact":
         raise KernelUnavailableError(
             f"no kernel computes gradients of recipe {request.recipe!r} here ({plan.reason}): use exact attention, or "
             'fallback="emulate" for the recipe\'s numerics'
@@ -123,7 +128,8 @@ def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tenso
         return get_backward(kernel).backward(call)
 
 
-def _announce(plan: Plan) -> None:
+def announce(plan: Plan) -> None:
+    """Tell the listeners what runs."""
     for listener in plan_listeners:
         listener(plan)
 
@@ -153,6 +159,33 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not call.return_lse:
         return output, None
     return output, exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=call.scale)
+
+
+def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN, unless it is off already.
+
+    The switch is PyTorch's own and holds for all threads: another thread's call may miss cuDNN meanwhile.
+    """
+    shared = call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
+    attend_exactly = _attend_groups_as_rows if shared else _attend_exactly
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return attend_exactly(call)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return attend_exactly(call)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _attend_groups_as_rows(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by `_attend_exactly` with the single queries that share keys and values as rows of one head.
+
+    Beside a mask, PyTorch would want keys and values repeated for each query of their group. The mask is one of keys.
+    """
+    batch, q_heads, _, head_dim = call.query.shape
+    rows = call.query.reshape(batch, call.key.shape[1], -1, head_dim)
+    output, lse = _attend_exactly(replace(call, query=rows))
+    return output.reshape(batch, q_heads, 1, -1), None if lse is None else lse.reshape(batch, q_heads, 1)
 
 
 def _attend_one_by_one(

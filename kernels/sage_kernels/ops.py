@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, exact  # noqa: F401 - `backends` registers the kernels
+from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backends` registers the kernels
 from .blocks import BlockList, check_blocks
 from .call import Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
-from .registry import Fallback
+from .registry import Fallback, select
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
@@ -78,6 +80,11 @@ def attention(
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
+    if blocks is None and not torch.compiler.is_compiling():
+        options = is_causal, causal_offset, scale, recipe, fallback, return_lse
+        slot = find_prepared(query, key, value, mask, *options)
+        if slot is not None and slot.prepared is not None and not wants_gradient(query, key, value, mask):
+            return _repeat(slot.prepared, query, key, value, mask)
     checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
     if blocks is not None:
@@ -161,6 +168,44 @@ def log_sum_exp(
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
+def find_prepared(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> prepared.Slot | None:
+    """Return what is known of calls of `attention` like this one; None if such a call is never prepared."""
+    options = is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
+    return prepared.find(query, key, value, mask, "attention", *options)
+
+
+def _repeat(
+    call: prepared.Prepared,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dispatch.announce(call.plan)
+    output, lse = call(query, key, value, mask)
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Return whether reverse-mode differentiation goes through a tensor."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
+
+
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Return whether forward-mode differentiation goes through a tensor; always False inside torch.compile."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
@@ -189,10 +234,34 @@ def _attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    slot = find_prepared(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
+    if slot is not None and slot.prepared is not None:
+        return _repeat(slot.prepared, query, key, value, mask)
+    call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
+    plan = select(dispatch.request_of(call), fallback)
+    output, lse = dispatch.run(call, plan)
+    if slot is not None:
+        slot.prepare(partial(prepared.prepare, call, plan, mask, tokens_first=True))
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
+def checked_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    return_lse: bool,
+) -> Call:
+    """Return a call of `attention` whose tensors fit each other; raise ValueError if they do not."""
     checks.check_tensors(query, key, value, mask)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
         mask = exact.mask_in_dtype(mask, torch.float32, exact.LARGEST_BIAS)  # kernels add masks in float32
-    call = Call(
+    return Call(
         query,
         key,
         value,
@@ -203,9 +272,6 @@ def _attention(
         softmax_scale(scale, query.shape[3]),
         return_lse=return_lse,
     )
-    output, lse = dispatch.attend(call, fallback)
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
 
 def _block_attention(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from . import costs
 from .call import BackwardCall, Call, Mask, MaskKind
 from .operands import KeyPadding, Saved
 from .recipe import Recipe, get_recipe
@@ -134,16 +136,20 @@ class Quantizer(Kernel, Protocol):
     def makes(self) -> type:
         """Return the class of the operands it makes, one in `operands`."""
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Any:
+    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
         """Transform and quantise Q, K and V as `reference.quantize_operands` does.
 
         Args:
             call: a call that is not empty.
             valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
+            spans: those of `read_padding`, which may have left it to this to write them; None: no padding.
         """
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of existing keys; `valid` is bool (batch or 1, kv_len), False where a key does not exist."""
+        """Return which keys exist, `valid` being bool (batch or 1, kv_len), False where one does not.
+
+        The spans may be written by `quantize` only, when it gets both.
+        """
 
 
 class Forward(Kernel, Protocol):
@@ -180,8 +186,7 @@ class Backward(Kernel, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
     asked: str
@@ -199,7 +204,8 @@ class Plan:
 
     Attributes:
         request: the request that the plan serves.
-        kernel: name of the forward kernel; "sdpa" is PyTorch's exact attention.
+        kernel: name of the forward kernel; "sdpa" is PyTorch's exact attention, and "sdpa_without_cudnn" the same but
+            for its cuDNN backend.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".
         passed_over: (recipe or "recipe by kernel", reason) for each that could not serve, in the order tried.
@@ -217,12 +223,12 @@ class Plan:
     backward: str = ""
     other_phases: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def is_fallback(self) -> bool:
         """Return whether the recipe that runs is not the one asked for."""
         return self.recipe != self.request.recipe
 
-    @property
+    @cached_property
     def reason(self) -> str:
         """Return why the recipe asked for does not run, in one line; "" if it does."""
         if not self.is_fallback:
@@ -232,7 +238,7 @@ class Plan:
             names.setdefault(reason, []).append(name)
         return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
 
-    @property
+    @cached_property
     def outcome(self) -> Outcome:
         """Return the plan without the call's sizes."""
         phases = (self.quantizer, self.backward)
@@ -242,6 +248,9 @@ class Plan:
 _quantizers: dict[str, Quantizer] = {}
 _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
+
+forgetters: list[Callable[[], None]] = []
+"""Functions called when `select` may choose other kernels from now on: they forget what it chose before."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
@@ -266,6 +275,8 @@ def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     kernels[kernel.name] = kernel
     select.cache_clear()
+    for forget in forgetters:
+        forget()
 
 
 def get_quantizer(name: str) -> Quantizer | None:
@@ -283,9 +294,27 @@ def get_backward(name: str) -> Backward:
     return _backwards[name]
 
 
-def exact_plan(request: Request, *passed_over: tuple[str, str]) -> Plan:
+def exact_plan(request: Request, *passed_over: tuple[str, str], kernel: str = "sdpa") -> Plan:
     """Return a plan of PyTorch's exact attention, with what was passed over for it."""
-    return Plan(request, "sdpa", "exact", "exact", passed_over)
+    return Plan(request, kernel, "exact", "exact", passed_over)
+
+
+def set_routing(enabled: bool) -> None:
+    """Set whether `select` takes exact attention where low bits would be slower; SAGE_KERNELS_ROUTING=0 starts without.
+
+    Without routing a kernel runs whatever it supports, at any cost: to judge a recipe's quality, or to measure kernels.
+    """
+    global _routing
+    _routing = enabled
+    select.cache_clear()
+
+
+def routing() -> bool:
+    """Return whether `select` takes exact attention where low bits would be slower."""
+    return _routing
+
+
+_routing = os.environ.get("SAGE_KERNELS_ROUTING") != "0"
 
 
 def _why_too_short(request: Request) -> str:
@@ -300,6 +329,20 @@ def _why_too_short(request: Request) -> str:
     return ""
 
 
+def _why_slower(plan: Plan) -> str:
+    """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
+    if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
+        return ""
+    return costs.why_slower(plan.request, costs.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer))
+
+
+def _exact_kernel(request: Request) -> str:
+    """Return the name of the exact kernel for a call that falls back to it."""
+    if not _routing or request.grad or request.device_type != "cuda":
+        return "sdpa"
+    return "sdpa_without_cudnn" if costs.is_slower_by_cudnn(request) else "sdpa"
+
+
 @lru_cache(maxsize=4096)
 def select(request: Request, fallback: Fallback = "native") -> Plan:
     """Choose the kernels for a request.
@@ -307,9 +350,10 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
     Args:
         request: the facts of the call.
         fallback: "native": the recipe natively, else the best recipe that this device runs natively, else exact
-            attention; on a CPU the recipe's emulation; very short calls without gradients run exact attention.
-            "emulate": the recipe's own numerics, natively or emulated, else exact attention. "error": the recipe
-            natively, or an error. A head_dim outside MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
+            attention; on a CPU the recipe's emulation; calls without gradients run exact attention where they are very
+            short, or where `costs` expects low bits to be slower. "emulate": the recipe's own numerics, natively or
+            emulated, else exact attention. "error": the recipe natively, or an error. A head_dim outside
+            MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
 
     Raises:
         ValueError: recipe or fallback is unknown.
@@ -322,7 +366,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         return exact_plan(request)
     too_short = _why_too_short(request) if fallback == "native" else ""
     if too_short:
-        return exact_plan(request, ("", too_short))
+        return exact_plan(request, ("", too_short), kernel=_exact_kernel(request))
     emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
     recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
     passed_over: list[tuple[str, str]] = []
@@ -341,12 +385,17 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
             if not phases.reason and (kernel.native or emulation):
                 numerics: Literal["native", "emulated"] = "native" if kernel.native else "emulated"
                 others = (phases.quantizer, phases.backward, phases.passed_over)
-                return Plan(request, kernel.name, recipe, numerics, tuple(passed_over), *others)
+                chosen = Plan(request, kernel.name, recipe, numerics, tuple(passed_over), *others)
+                slower = _why_slower(chosen) if fallback == "native" else ""
+                if not slower:
+                    return chosen
+                passed_over.append((f"{recipe} by {kernel.name}", slower))
+                return exact_plan(request, *passed_over, kernel=_exact_kernel(request))
             if kernel.native or phases.reason:
                 passed_over.append((f"{recipe} by {kernel.name}", phases.reason))
             else:
                 passed_over.append((recipe, 'not native here; fallback="emulate" gives its numerics'))
-    plan = exact_plan(request, *passed_over)
+    plan = exact_plan(request, *passed_over, kernel=_exact_kernel(request))
     if fallback == "error":
         raise KernelUnavailableError(
             f"no native kernel for recipe {request.recipe!r} on this {request.device_type} device ({plan.reason}); "

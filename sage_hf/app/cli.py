@@ -1,10 +1,11 @@
-"""The command line `sage-hf env | explain | generate | compare | bench`."""
+"""The command line `sage-hf env | explain | generate | compare | bench | tune | warmup`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from sage_hf.app.generate import DTYPES, GenerateOptions, format_outcome, genera
 from sage_hf.app.pipelines import pick_device
 from sage_hf.app.planning import nominal_request, plan
 from sage_hf.app.report import device_name, package_versions, text_table
+from sage_hf.app.warmup import HEAD_DIMS, warm_up
 from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
+from sage_hf.bench.tune import SECONDS, tune
 from sage_hf.config import SageConfig
 from sage_hf.sparse.config import Sparse
+from sage_kernels import costs
 from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import FALLBACKS, KernelUnavailableError, select
+from sage_kernels.registry import FALLBACKS, KernelUnavailableError, routing, select
 from sage_kernels.toolchain import triton_version
 
 
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="env | explain | generate | compare | bench"
+        dest="command", required=True, metavar="env | explain | generate | compare | bench | tune | warmup"
     )
     commands.add_parser("env", help="versions, GPUs, and which recipe runs natively on each")
     command = commands.add_parser("explain", help="which kernel each layer of a model will run here; loads no weights")
@@ -43,6 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_generate_arguments(command, compare=True)
     command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
     bench.add_arguments(command)
+    command = commands.add_parser("tune", help="measure in a minute what calls cost on this GPU, to choose kernels by")
+    command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
+    command.add_argument("--seconds", type=float, default=SECONDS, help=f"of measuring (default: {SECONDS:.0f})")
+    command.add_argument(
+        "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
+    )
+    command = commands.add_parser("warmup", help="compile the kernels of a recipe or configuration for this GPU")
+    command.add_argument("config", nargs="?", default="sage3", metavar="NAME_OR_JSON", help="default: sage3")
+    command.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, metavar="N", help="default: 64 128")
+    command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
     args = parser.parse_args(argv)
     return _run_guarded(args)
 
@@ -144,6 +158,8 @@ def _env(args: argparse.Namespace) -> None:
             rows.append([recipe, chosen.recipe, kernels, chosen.numerics, chosen.reason])
         print(f"\n{device}: {device_name(device)}")
         print(text_table(["recipe", "runs", "kernels", "numerics", "why"], rows))
+        if device.type == "cuda":
+            print(_costs_note(device))
     if triton_version() is None:
         print(
             "\nTriton is not installed, and most kernels are written in it: GPUs run exact attention, but for calls of "
@@ -151,6 +167,36 @@ def _env(args: argparse.Namespace) -> None:
         )
     if not devices:
         print("\nNo CUDA device: low-bit recipes are emulated, with their true numerics and without their speed.")
+
+
+def _costs_note(device: torch.device) -> str:
+    """Return a line that says by which table of costs calls choose between low bits and exact attention."""
+    if not routing():
+        return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel can serve a call"
+    table = costs.table_of(torch.cuda.get_device_capability(device))
+    if table is None:
+        return "costs: none measured, so low bits run in long calls only; `sage-hf tune` measures this GPU"
+    measured = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    return f"costs: {table.origin} ({table.gpu}, {measured})"
+
+
+def _gpu(name: str) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ValueError("this command needs a GPU, and PyTorch finds none here")
+    return torch.device(name)
+
+
+def _warmup(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    calls = warm_up(SageConfig.from_name(args.config), _gpu(args.device), args.head_dim)
+    print(f"ran {calls} calls in {time.perf_counter() - start:.0f} s; their kernels are in the caches")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    table = tune(_gpu(args.device), args.seconds, progress=lambda text: print(text, file=sys.stderr))
+    path = args.output or costs.tuned_path(table.gpu)
+    table.write(path)
+    print(f"wrote {path}: {len(table.curves)} curves of {table.gpu}")
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -205,7 +251,15 @@ def _config(args: argparse.Namespace) -> SageConfig:
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 
-_COMMANDS = {"env": _env, "explain": _explain, "generate": _generate, "compare": _generate, "bench": bench.execute}
+_COMMANDS = {
+    "env": _env,
+    "explain": _explain,
+    "generate": _generate,
+    "compare": _generate,
+    "bench": bench.execute,
+    "tune": _tune,
+    "warmup": _warmup,
+}
 
 
 if __name__ == "__main__":

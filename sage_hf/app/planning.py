@@ -22,13 +22,13 @@ from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError, Request, select
 
-NOMINAL_TOKENS = 4096
+NOMINAL_TOKENS = 16384  # more than those below which calls are routed to exact attention
 NOMINAL_HEADS = 32
 NOMINAL_HEAD_DIM = 64
 
 
 def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
-    """Return which kernel each layer of a pipeline or model will run, for calls of 4,096 tokens without a mask.
+    """Return which kernel each layer of a pipeline or model will run, for calls of 16,384 tokens without a mask.
 
     Args:
         pretrained: folder, or name on the Hub, of a diffusers pipeline or model or of a transformers model.

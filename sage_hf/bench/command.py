@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from sage_hf.app.files import replacing
-from sage_hf.bench import measure, measure_models, measure_training, plots, tables
+from sage_hf.bench import measure, measure_host, measure_models, measure_training, plots, tables
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS, ModelProvider
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.peers import PROVIDERS, Provider
@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"time steps of whole models with random weights, instead of attention: {ALL}, or of {_names(MODELS)}",
     )
+    parser.add_argument(
+        "--host", action="store_true", help="time what small calls cost on the host, instead of the GPU"
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
     parser.add_argument("--compiled", action="store_true", help="models with compiled blocks, too")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
@@ -58,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
-    With --training it is <gpu>-forward_backward.json, with --model <gpu>-models.json, without pictures.
+    With --training it is <gpu>-forward_backward.json, with --model <gpu>-models.json, and with --host
+    <gpu>-host.json, without pictures.
 
     Args:
         args: of `add_arguments`.
@@ -68,6 +72,9 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or arguments that
             exclude each other.
     """
+    if args.host:
+        _execute_host(args, commit)
+        return
     if args.model is not None:
         _execute_models(args, commit)
         return
@@ -122,6 +129,19 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
     )
     print(tables.model_text(result))
     print(f"\nwrote {_path(args.output, result, 'models')}")
+
+
+def _execute_host(args: argparse.Namespace, commit: str) -> None:
+    """Measure host time, write <gpu>-host.json and print a table."""
+    if args.training or args.compiled or any(x is not None for x in (args.model, args.shapes, args.providers)):
+        raise ValueError("--host times calls of one small shape: it takes --device and --output alone")
+    result = measure_host.run(
+        _gpu(args.device), commit=commit, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = _path(args.output, result, "host")
+    path.write_text(tables.to_json(result), encoding="utf-8")
+    print(f"{measure_host.text(result)}\n\nwrote {path}")
 
 
 def merged(result: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:

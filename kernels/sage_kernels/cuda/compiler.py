@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from ..cache import cache_folder
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
@@ -106,7 +108,7 @@ def compile(
         if cubin := _cached(program):
             return cubin
         if reason := _forbidden() or _missing():
-            raise CompileError(f"{program} is not in {_cache_folder()}, and {reason}")
+            raise CompileError(f"{program} is not in {cache_folder()}, and {reason}")
         path = program.path(_nvrtc_version())
         with _file_lock(path.with_suffix(".lock")):
             if cubin := _load(path):
@@ -170,11 +172,11 @@ class _Program:
 
     def path(self, nvrtc: tuple[int, int]) -> Path:
         """Return the file in the cache of what that version of NVRTC compiles."""
-        return _cache_folder() / f"{self.prefix}{nvrtc[0]}.{nvrtc[1]}.cubin"
+        return cache_folder() / f"{self.prefix}{nvrtc[0]}.{nvrtc[1]}.cubin"
 
     def versions(self) -> list[tuple[int, int]]:
         """Return the versions of NVRTC whose machine code is in the cache folder, or not stored, newest first."""
-        folder = _cache_folder()
+        folder = cache_folder()
         paths = [*folder.glob(f"{self.prefix}*.cubin"), *(path for path in _unstored if path.parent == folder)]
         found = (_VERSION.fullmatch(path.name.removeprefix(self.prefix)) for path in paths)
         return sorted({(int(match[1]), int(match[2])) for match in found if match}, reverse=True)
@@ -268,12 +270,6 @@ def _nvrtc_version() -> tuple[int, int]:
     result, major, minor = nvrtc.nvrtcVersion()
     checked("nvrtcVersion", (result,))
     return major, minor
-
-
-def _cache_folder() -> Path:
-    if folder := os.environ.get("SAGE_KERNELS_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-hf" / "cuda"
 
 
 @contextlib.contextmanager

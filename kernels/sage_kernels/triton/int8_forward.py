@@ -74,7 +74,7 @@ def _quantize_and_attend(
         config = int8_forward_config(capability, channels, call.recipe.pv, masked=True)
         tiles = mask_tiles(call, config.block_m, config.block_n)
         valid = tiles.valid
-    operands = quantizer.quantize(call, valid)
+    operands = quantizer.quantize(call, valid, None if padding is None else padding.spans)
     forward(operands, output, lse, call, capability, tiles=tiles, padding=padding)
     return operands
 

@@ -1,0 +1,320 @@
+"""Costs of attention calls on a GPU: measured tables, and whether low bits are faster than exact attention.
+
+A table holds one `Curve` for each runner (a low-bit recipe with its kernels, or one of PyTorch's backends), head_dim,
+kind of mask and causality. `sage-hf tune` measures the GPU at hand and stores its table in the user's cache folder;
+the folder `cost_tables` holds the tables that ship, by compute capability. Without a table, fixed limits decide.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .cache import cache_folder
+
+if TYPE_CHECKING:
+    from .registry import Request
+
+logger = logging.getLogger(__name__)
+
+SHIPPED = Path(__file__).parent / "cost_tables"
+BACKENDS = ("cudnn", "flash", "efficient")
+"""PyTorch's exact backends, as tables name them."""
+
+# What the host needs for a call, which hides behind the GPU's work only where that takes longer.
+LOW_BIT_HOST_US = 45.0
+EXACT_HOST_US = 20.0
+MARGIN = 0.98
+"""Share of exact attention's time from which low bits are not worth their error."""
+
+KEYS = 64
+"""Keys of a tile, in which `Curve` counts."""
+
+# Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, they gain from about
+# half as many keys on.
+UNMEASURED_Q_LEN = 1024
+UNMEASURED_KV_LEN = 4096
+UNMEASURED_SCORES = 2**28
+UNMEASURED_HEAD_DIMS = (33, 128)
+
+DECODED_QUERIES = 16
+"""Queries below which a call is a step of decoding: the next one has another number of keys."""
+
+NOMINAL_HEADS = 32
+_LENGTHS = tuple(round(2 ** (exponent / 4)) for exponent in range(32, 61))
+"""Tokens, 256 to 32,768, among which a break-even is sought."""
+
+_MASKED = {
+    "none": "",
+    "keys": ", with a mask of keys",
+    "bool": ", with a bool mask",
+    "additive": ", with an additive mask",
+}
+_EXACT_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call; `kv_heads` divides `q_heads`."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time of one runner's calls with one kind of mask.
+
+    A call is `items` of `rows` queries of one head, of which `slots` run at once, each over tiles of `KEYS` keys:
+
+        launch + token · (queries + keys) + rounds · (item + tile · tiles) + score · scores
+
+    in microseconds, where `rounds` are items / slots, at least 1, rounded up if `whole`; queries and keys are counted
+    over heads and batch, in thousands; scores, of one head and batch element, in millions.
+
+    Attributes:
+        head_dim: of the calls that were measured; the curve also serves smaller ones, down to the next curve's.
+        error: largest relative error at the points it was fitted to.
+    """
+
+    runner: str
+    head_dim: int
+    mask: str
+    causal: bool
+    rows: int
+    slots: int
+    whole: bool
+    launch: float
+    token: float
+    item: float
+    tile: float
+    score: float
+    error: float = 0.0
+
+    def us(self, sizes: Sizes) -> float:
+        """Return the time of a call in microseconds."""
+        weights = (self.launch, self.token, self.item, self.tile, self.score)
+        return sum(
+            w * f for w, f in zip(weights, features(sizes, self.causal, self.rows, self.slots, self.whole), strict=True)
+        )
+
+
+def features(
+    sizes: Sizes, causal: bool, rows: int, slots: int, whole: bool
+) -> tuple[float, float, float, float, float]:
+    """Return what the weights of a `Curve` are multiplied by: (1, tokens, rounds, rounds · tiles, scores)."""
+    q_len, kv_len = sizes.q_len, sizes.kv_len
+    items = sizes.batch * sizes.q_heads * -(-q_len // rows)
+    rounds = float(-(-items // slots)) if whole else max(1.0, items / slots)
+    tiles = -(-kv_len // KEYS)
+    worked = rounds * tiles
+    if causal:
+        # A row sees half of the last q_len keys and all before them; the longest rows are worked through first.
+        seen = 1.0 - (min(q_len, kv_len) - min(rows, q_len)) / (2.0 * kv_len)
+        worked = max(items / slots * tiles * seen, tiles)
+    tokens = sizes.batch * (sizes.q_heads * q_len + 2 * sizes.kv_heads * kv_len) * 1e-3
+    return 1.0, tokens, rounds, worked, q_len * kv_len * 1e-6
+
+
+@dataclass(frozen=True)
+class Table:
+    """Costs that were measured on one GPU.
+
+    Attributes:
+        gpu, capability: name and compute capability of the GPU.
+        versions: of torch, triton and cuDNN, and the date.
+        curves: one for each runner, kind of mask, causality and head_dim.
+        origin: where the table was read from.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+    versions: Mapping[str, str]
+    curves: tuple[Curve, ...]
+    origin: str = ""
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[str, str, bool], list[Curve]]:
+        kinds: dict[tuple[str, str, bool], list[Curve]] = {}
+        for curve in sorted(self.curves, key=lambda curve: curve.head_dim):
+            kinds.setdefault((curve.runner, curve.mask, curve.causal), []).append(curve)
+        return kinds
+
+    def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | None:
+        """Return the curve of the least head_dim measured that is not below this one; None without any."""
+        curves = self._by_kind.get((runner, mask, causal), ())
+        return next((curve for curve in curves if head_dim <= curve.head_dim), None)
+
+    def exact(self, mask: str, causal: bool, head_dim: int) -> list[Curve]:
+        """Return the curves of those exact backends that were measured for such calls."""
+        found = (self.curve(backend, mask, causal, head_dim) for backend in BACKENDS)
+        return [curve for curve in found if curve is not None]
+
+    def write(self, path: Path) -> None:
+        """Write the table as JSON; `read_table` reads it. Folders are made."""
+        facts = {"gpu": self.gpu, "capability": list(self.capability), "versions": dict(self.versions)}
+        curves = [
+            {
+                name: float(f"{value:.5g}") if isinstance(value, float) else value
+                for name, value in asdict(curve).items()
+            }
+            for curve in self.curves
+        ]
+        lines = ",\n".join(f"  {json.dumps(curve)}" for curve in curves)
+        text = json.dumps(facts)[:-1] + f', "curves": [\n{lines}\n]}}\n'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{fact:.5g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
+
+
+def read_table(path: Path) -> Table:
+    """Read what `Table.write` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such table.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        major, minor = content["capability"]
+        curves = tuple(Curve(**curve) for curve in content["curves"])
+        return Table(content["gpu"], (major, minor), content["versions"], curves, str(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no table of costs ({type(error).__name__}: {error})") from error
+
+
+def tuned_path(gpu: str) -> Path:
+    """Return the file in the user's cache folder of the table that `sage-hf tune` makes for a GPU with this PyTorch."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    version = re.sub(r"[^0-9.]+.*", "", torch.__version__)
+    return cache_folder() / "costs" / f"{name}-torch{version}.json"
+
+
+@lru_cache(maxsize=16)
+def table_of(capability: tuple[int, int] | None) -> Table | None:
+    """Return the table for GPUs of that compute capability: the tuned one of the first such GPU here, else the shipped.
+
+    None if there is neither. `registry.select` remembers its choices: clear its cache along with this one's.
+    """
+    if capability is None:
+        return None
+    paths = [SHIPPED / f"{capability[0]}.{capability[1]}.json"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if torch.cuda.get_device_capability(index) == capability:
+            paths.insert(0, tuned_path(torch.cuda.get_device_name(index)))
+            break
+    for path in paths:
+        try:
+            return read_table(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            logger.warning("a table of costs is ignored: %s", error)
+    return None
+
+
+def low_bit_runner(recipe: str, kernel: str, quantizer: str) -> str:
+    """Return the runner's name of a recipe with its kernels."""
+    return f"{recipe} by {kernel}, {quantizer}"
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return the sizes of a request."""
+    return Sizes(
+        batch=request.batch,
+        q_heads=request.q_heads,
+        kv_heads=request.kv_heads,
+        q_len=request.q_len,
+        kv_len=request.kv_len,
+        head_dim=max(request.head_dim, request.v_head_dim),
+    )
+
+
+def why_slower(request: Request, runner: str) -> str:
+    """Return why low bits by `runner` would not be faster than exact attention; "" if they are.
+
+    They always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which it
+    computes apart.
+    """
+    if request.packed or request.return_lse or request.device_type != "cuda":
+        return ""
+    table = table_of(request.capability)
+    sizes, kind = sizes_of(request), (request.mask, request.is_causal)
+    low_bit = table and table.curve(runner, *kind, sizes.head_dim)
+    rivals = table.exact(*kind, sizes.head_dim) if table else []
+    if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
+        return _why_not_unmeasured(request, sizes)
+    if is_faster(low_bit, rivals, sizes):
+        return ""
+    return _limit(low_bit, tuple(rivals))
+
+
+def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Sizes) -> bool:
+    """Return whether low bits are faster than the fastest exact backend, host time included."""
+    exact_us = max(min(curve.us(sizes) for curve in exact), EXACT_HOST_US)
+    return max(low_bit.us(sizes), LOW_BIT_HOST_US) < MARGIN * exact_us
+
+
+@lru_cache(maxsize=256)
+def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
+    """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
+    heads, head_dim = NOMINAL_HEADS, low_bit.head_dim
+    gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[low_bit.mask]}"
+    if all(gains):
+        return f"exact attention is faster here for few heads or tokens {kind}"
+    if not gains[-1]:
+        return f"exact attention is faster here {kind}"
+    tokens = _LENGTHS[len(gains) - gains[::-1].index(False)]
+    return f"exact attention is faster here below about {float(f'{tokens:.2g}'):,.0f} tokens of {heads} heads {kind}"
+
+
+def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
+    """Return which limit for kinds of calls that were not measured this one is below; "" if none."""
+    advice = "no costs were measured for such calls: `sage-hf tune` measures this GPU"
+    if request.mask in ("bool", "additive"):
+        return f"a mask of scores; {advice}"
+    low, high = UNMEASURED_HEAD_DIMS
+    if not low <= sizes.head_dim <= high:
+        return f"head_dim outside {low}…{high}; {advice}"
+    scores = sizes.batch * sizes.q_heads * sizes.q_len * sizes.kv_len
+    if sizes.q_len < UNMEASURED_Q_LEN or sizes.kv_len < UNMEASURED_KV_LEN or scores < UNMEASURED_SCORES:
+        return (
+            f"fewer than {UNMEASURED_Q_LEN:,} queries, {UNMEASURED_KV_LEN:,} keys or {UNMEASURED_SCORES:,} scores; "
+            f"{advice}"
+        )
+    return ""
+
+
+def is_slower_by_cudnn(request: Request) -> bool:
+    """Return whether an exact call is faster by another of PyTorch's backends than cuDNN's, and one can serve it.
+
+    cuDNN makes a plan for every new length, so for steps of decoding it never pays.
+    """
+    ungrouped = request.q_heads == request.kv_heads or request.mask != "none"
+    served = ungrouped or request.head_dim == request.v_head_dim
+    if request.dtype not in _EXACT_DTYPES or not served:
+        return False
+    if request.q_len < DECODED_QUERIES:
+        return True
+    table, sizes = table_of(request.capability), sizes_of(request)
+    rivals = table.exact(request.mask, request.is_causal, sizes.head_dim) if table else []
+    us = {curve.runner: max(curve.us(sizes), EXACT_HOST_US) for curve in rivals}
+    # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
+    other = us.get("flash", us.get("efficient"))
+    return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]

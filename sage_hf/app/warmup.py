@@ -1,0 +1,46 @@
+"""Compilation of a configuration's kernels before the first render needs them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from sage_hf.app.planning import nominal_request
+from sage_hf.bench.calls import Kind, Point, compile_kernels
+from sage_hf.config import SageConfig
+from sage_kernels.costs import Sizes
+from sage_kernels.registry import select
+
+HEAD_DIMS = (64, 128)
+LENGTHS = (1024, 4096, 16384)
+"""Lengths of which each may have a kernel of its own."""
+KINDS: tuple[Kind, ...] = ("none", "causal", "keys")
+
+
+def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] = HEAD_DIMS) -> int:
+    """Compile, in several processes, the kernels of all recipes of a configuration, and keep them in the caches.
+
+    Args:
+        config: the recipes; where one is not native, what stands in for it is compiled, and of exact attention nothing.
+        device: a CUDA device.
+        head_dims: of the models to come.
+
+    Returns:
+        The number of calls that were run for it: of each recipe, without a mask, causal and with padded keys.
+
+    Raises:
+        ValueError: device is no CUDA device.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"kernels are compiled on the GPU that runs them, and {device} is none: pass --device cuda")
+    excepted = [*(rule.recipe for rule in config.layers), *(rule.recipe for rule in config.steps)]
+    named = dict.fromkeys([config.recipe, config.training or config.recipe, *excepted])
+    native = dict.fromkeys(select(nominal_request(recipe, device)).recipe for recipe in named)
+    recipes = [recipe for recipe in native if recipe != "exact"]
+    points = [
+        Point(Sizes(1, 2, 2, tokens, tokens, head_dim), kind)
+        for kind, tokens, head_dim in itertools.product(KINDS, LENGTHS, head_dims)
+    ]
+    return compile_kernels(device, itertools.product(recipes, points))

@@ -1,0 +1,163 @@
+"""Attention calls of chosen sizes on a GPU: their tensors, and the first run of each, which compiles its kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as FuturesTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_kernels import costs, dispatch, ops, training
+from sage_kernels.call import Call, Mask
+from sage_kernels.costs import Sizes
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import KernelUnavailableError
+
+Kind = Literal["none", "causal", "keys", "causal_keys", "bool", "additive"]
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+assert tuple(BACKENDS) == costs.BACKENDS
+
+COMPILING_PROCESSES = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """Call to measure: bfloat16, laid out as (batch, tokens, heads, head_dim) in memory, as models make it."""
+
+    sizes: Sizes
+    kind: Kind = "none"
+
+    @property
+    def mask(self) -> str:
+        """Return the kind of mask, as `call.Mask` has it."""
+        return {"causal": "none", "causal_keys": "keys"}.get(self.kind, self.kind)
+
+    @property
+    def causal(self) -> bool:
+        """Return whether the call is causal."""
+        return self.kind in ("causal", "causal_keys")
+
+    @property
+    def operations(self) -> float:
+        """Return the call's operations, those of masked scores included."""
+        sizes = self.sizes
+        return 4.0 * sizes.batch * sizes.q_heads * sizes.q_len * sizes.kv_len * sizes.head_dim
+
+
+def draw(device: torch.device, point: Point) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return query, key, value and mask of a point, the same ones at every call."""
+    sizes = point.sizes
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(heads: int, tokens: int) -> Tensor:
+        shape = (sizes.batch, tokens, heads, sizes.head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2)
+
+    query = normal(sizes.q_heads, sizes.q_len)
+    key, value = normal(sizes.kv_heads, sizes.kv_len), normal(sizes.kv_heads, sizes.kv_len)
+    return query, key, value, _mask(device, point, generator)
+
+
+def prepare(device: torch.device, point: Point) -> Callable[[str], Callable[[], object]]:
+    """Draw a point's tensors; return what makes a call of them by a recipe's name or an exact backend's."""
+    query, key, value, mask = draw(device, point)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe("exact"),
+        Mask.of(mask, point.sizes.kv_len),
+        is_causal=point.causal,
+        scale=point.sizes.head_dim**-0.5,
+    )
+
+    def exactly(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            dispatch.attend(call, "native")
+
+    def of(name: str) -> Callable[[], object]:
+        if name in BACKENDS:
+            return lambda: exactly(BACKENDS[name])
+        return lambda: ops.attention(
+            query, key, value, mask=mask, is_causal=point.causal, recipe=name, fallback="error"
+        )
+
+    return of
+
+
+def _mask(device: torch.device, point: Point, generator: torch.Generator) -> Tensor | None:
+    """Return a mask of the point's kind that lets most scores live, as padding and learnt biases do."""
+    sizes = point.sizes
+    if point.mask == "keys":
+        padding = torch.arange(sizes.batch, device=device) % 4 * (sizes.kv_len // 8) + sizes.kv_len // 16
+        lengths = sizes.kv_len - padding
+        return (torch.arange(sizes.kv_len, device=device) < lengths[:, None])[:, None, None]
+    shape = (1, 1, sizes.q_len, sizes.kv_len)
+    if point.kind == "bool":
+        return torch.rand(shape, generator=generator, device=device) < 0.9
+    if point.kind == "additive":
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    return None
+
+
+def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]], seconds: float | None = None) -> int:
+    """Run each (recipe, point) once in one of several processes, so that later ones find its kernels in the caches.
+
+    Args:
+        device: a CUDA device.
+        calls: a recipe with gradients also runs its backward pass, where it has one for such calls. The sizes of batch
+            and heads are left out of account.
+        seconds: how long to go on beginning calls; default until all have run.
+
+    Returns:
+        The number of calls that ran.
+    """
+    small = {
+        (recipe, replace(point, sizes=replace(point.sizes, batch=1, q_heads=2, kv_heads=2))): None
+        for recipe, point in calls
+    }
+    processes = min(COMPILING_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(_run_once, device, *call) for call in small]
+        with suppress(FuturesTimeoutError):
+            for _ in as_completed(futures, timeout=seconds):
+                pass
+        pool.shutdown(wait=True, cancel_futures=True)
+    return sum(not future.cancelled() and future.exception() is None and future.result() for future in futures)
+
+
+def _run_once(device: torch.device, recipe: str, point: Point) -> bool:
+    """Run a call; return whether the recipe is native for it."""
+    query, key, value, mask = draw(device, point)
+    try:
+        if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
+            with torch.no_grad():
+                ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe, fallback="error")
+        else:
+            valid = None if mask is None else mask[:, 0, 0]
+            output, _ = training.attention(
+                query.requires_grad_(),
+                key,
+                value,
+                valid=valid,
+                is_causal=point.causal,
+                recipe=recipe,
+                fallback="error",
+            )
+            output.sum().backward()
+    except KernelUnavailableError:
+        return False
+    torch.cuda.synchronize(device)
+    return True

@@ -1,0 +1,188 @@
+"""Measurement of what attention calls cost on one GPU, for the tables of `sage_kernels.costs`."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import date
+
+import torch
+
+from sage_hf.app.planning import nominal_request
+from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare
+from sage_hf.bench.fit_costs import Measured, fit
+from sage_kernels import costs
+from sage_kernels.costs import Sizes, Table
+from sage_kernels.registry import select
+from sage_kernels.toolchain import triton_version
+
+RECIPES = ("sage3", "sage2", "sage1")
+LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+MASKS: tuple[Kind, ...] = ("bool", "additive")
+
+MEDIUM, LONG = 2048, 8192
+"""Keys from which on a kernel may be another one."""
+
+SECONDS = 30.0
+COMPILING_SECONDS = 40.0
+
+# A runner is timed for about this long at each point, in replays of one graph of several calls.
+TIMED_MS = 1.5
+REPLAYS = 3
+MAX_CALLS = 20
+MAX_OPERATIONS = 4e12
+
+
+def points() -> list[Point]:
+    """Return the calls that are measured, in an order that is drawn, so that the first ones are of all kinds."""
+    found: list[Point] = []
+
+    def add(kind: Kind, batch: int, heads: int, q_len: int, kv_len: int, head_dim: int, group: int = 1) -> None:
+        point = Point(Sizes(batch, heads, heads // group, q_len, kv_len, head_dim), kind)
+        if point.operations <= MAX_OPERATIONS:
+            found.append(point)
+
+    for head_dim in (128, 64):
+        for n, (batch, heads) in itertools.product(LENGTHS, ((1, 24), (4, 32), (1, 8))):
+            add("none", batch, heads, n, n, head_dim)
+        for q_len, kv_len in itertools.product((1024, 4096, 17776), (77, 256, 512, 1024)):
+            add("none", 1, 24, q_len, kv_len, head_dim)
+        for n in LENGTHS[1::2]:
+            add("causal", 1, 32, n, n, head_dim, group=4)
+            add("causal", 4, 16, n, n, head_dim)
+            add("keys", 1, 24, n, n, head_dim)
+            add("keys", 8, 12, n, n, head_dim)
+            add("causal_keys", 4, 32, n, n, head_dim, group=4)
+    for head_dim, n in itertools.product((256, 80, 96), (1024, 4096, 8192)):
+        add("none", 2, 16, n, n, head_dim)
+    for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192), MASKS):
+        add(kind, 2, 16, n, n, head_dim)
+    found = list(dict.fromkeys(found))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
+    """Measure a GPU, and return its table; `Table.write` stores it.
+
+    Args:
+        device: a CUDA device that does nothing else meanwhile.
+        seconds: how long to measure, after kernels were compiled; the calls that are left then are left out.
+        progress: called with a text for each stage.
+
+    Raises:
+        ValueError: device is no CUDA device, or nothing could be measured.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
+    todo = points()
+    progress("compiling kernels")
+    compile_kernels(device, _calls_to_compile(todo), COMPILING_SECONDS)
+    progress(f"measuring {len(todo)} calls")
+    found = list(measure_points(device, todo, seconds))
+    if not found:
+        raise ValueError("nothing could be measured on this GPU in time")
+    properties = torch.cuda.get_device_properties(device)
+    curves = fit(found, properties.multi_processor_count)
+    return Table(properties.name, (properties.major, properties.minor), versions(), curves)
+
+
+def _calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
+    """Return one call for each kernel, as far as kinds of calls tell kernels apart."""
+    calls: dict[tuple[str, str, int, bool, bool], tuple[str, Point]] = {}
+    for recipe, point in itertools.product(RECIPES, todo):
+        kv_len = point.sizes.kv_len
+        kind = (recipe, point.kind, point.sizes.head_dim, kv_len < MEDIUM, kv_len < LONG)
+        calls.setdefault(kind, (recipe, point))
+    return list(calls.values())
+
+
+def versions() -> dict[str, str]:
+    """Return what a table's figures depend on beside the GPU."""
+    triton = triton_version()
+    return {
+        "torch": torch.__version__,
+        "triton": ".".join(map(str, triton)) if triton else "",
+        "cudnn": str(torch.backends.cudnn.version() or ""),
+        "date": date.today().isoformat(),
+    }
+
+
+def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) -> Iterator[Measured]:
+    """Time each point's runners, until the seconds are over; a runner that refuses a point is left out."""
+    end = time.perf_counter() + seconds
+    with quiet(), torch.cuda.device(device), torch.no_grad():
+        _heat(device)
+        for point in todo:
+            if time.perf_counter() > end:
+                return
+            call_of = prepare(device, point)
+            for name in (*RECIPES, *BACKENDS):
+                try:
+                    runner = name if name in BACKENDS else runner_of(device, point, name)
+                    us = gpu_us(call_of(name))
+                except (RuntimeError, ValueError):  # not for such calls, or no memory
+                    torch.cuda.synchronize(device)
+                    continue
+                yield Measured(runner, point.mask, point.causal, point.sizes, us)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Spare captures a search of all of Python's objects for garbage, and the reader PyTorch's reasons for refusals."""
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        gc.unfreeze()
+
+
+def runner_of(device: torch.device, point: Point, recipe: str) -> str:
+    """Return the runner's name in a table of a recipe's kernels for a point.
+
+    Raises:
+        KernelUnavailableError: the recipe is not native here.
+    """
+    facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": False}
+    plan = select(nominal_request(recipe, device, **facts), "error")
+    return costs.low_bit_runner(recipe, plan.kernel, plan.quantizer)
+
+
+def gpu_us(call: Callable[[], object]) -> float:
+    """Return the GPU's time for a call in microseconds, without the host's: replays of a graph of several calls."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    count = max(1, min(MAX_CALLS, int(TIMED_MS / start.elapsed_time(end))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times) / count * 1e3
+
+
+def _heat(device: torch.device) -> None:
+    """Work until the GPU's clocks are those of a busy one."""
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    for _ in range(200):
+        torch.mm(x, x)
+    torch.cuda.synchronize(device)

@@ -1,0 +1,122 @@
+"""`sage-hf tune`: what it measures, and the table that it fits and writes."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sage_hf.app import warmup
+from sage_hf.app.cli import main
+from sage_hf.bench import tune
+from sage_hf.bench.fit_costs import Measured, fit
+from sage_kernels import costs
+from sage_kernels.costs import Curve, Sizes
+
+TRUE = Curve("x", 128, "none", False, 128, 264, True, launch=8, token=0.01, item=1.5, tile=0.3, score=0)
+
+
+def sizes_of_calls(count, head_dim=128):
+    draw = random.Random(0)
+    lengths = (256, 1000, 2048, 5000, 16384)
+    for _ in range(count):
+        yield Sizes(draw.choice((1, 2, 4)), 24, 24, draw.choice(lengths), draw.choice((77, *lengths)), head_dim)
+
+
+def measured_by(curve, count, noise=0.0):
+    draw = random.Random(1)
+    for sizes in sizes_of_calls(count, curve.head_dim):
+        us = curve.us(sizes) * draw.uniform(1 - noise, 1 + noise)
+        yield Measured(curve.runner, curve.mask, curve.causal, sizes, us)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_fit_predicts_other_calls_as_well_as_its_points_were_measured(causal):
+    true = replace(TRUE, causal=causal)
+    (found,) = fit(measured_by(true, 40, noise=0.02), multiprocessors=132)
+    assert found.error < 0.06
+    for sizes in sizes_of_calls(80):
+        assert found.us(sizes) == pytest.approx(true.us(sizes), rel=0.06)
+
+
+def test_a_kind_of_few_points_is_another_one_of_its_runner_scaled():
+    few = replace(TRUE, head_dim=96, launch=6, token=0.0075, item=1.125, tile=0.225)
+    curves = fit([*measured_by(TRUE, 40), *measured_by(few, 3)], multiprocessors=132)
+    assert [curve.head_dim for curve in curves] == [96, 128]
+    for sizes in sizes_of_calls(20, 96):
+        assert curves[0].us(sizes) == pytest.approx(few.us(sizes), rel=0.02)
+
+
+def test_few_points_of_an_unknown_runner_give_no_curve():
+    assert fit(measured_by(TRUE, 3), multiprocessors=132) == ()
+
+
+def test_the_points_cover_what_models_call():
+    points = tune.points()
+    kinds = {point.kind: (point.mask, point.causal) for point in points}
+    assert set(kinds) == {"none", "causal", "keys", "causal_keys", "bool", "additive"}
+    assert kinds["causal"] == ("none", True) and kinds["causal_keys"] == ("keys", True)
+    assert {64, 80, 96, 128, 256} <= {point.sizes.head_dim for point in points}
+    assert any(point.sizes.kv_len == 77 for point in points)
+    assert len(points) == len(set(points))
+    assert len(set(kinds.values())) == len(kinds)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is made believe, whose calls take what `TRUE` says, low-bit ones half as long and 40 µs longer."""
+    properties = SimpleNamespace(name="NVIDIA RTX 4090", major=8, minor=9, multi_processor_count=128)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def measure(device, points, seconds):
+        for point in points:
+            us = replace(TRUE, causal=point.causal).us(point.sizes)
+            yield Measured("flash", point.mask, point.causal, point.sizes, us)
+            yield Measured("sage2 by kernel, quantizer", point.mask, point.causal, point.sizes, us / 2 + 40)
+
+    monkeypatch.setattr(tune, "measure_points", measure)
+    monkeypatch.setattr(tune, "compile_kernels", lambda device, calls, seconds: None)
+
+
+def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    assert main(["tune"]) == 0
+    path = costs.tuned_path("NVIDIA RTX 4090")
+    assert f"wrote {path}" in capsys.readouterr().out
+    table = costs.read_table(path)
+    assert (table.gpu, table.capability, table.versions["torch"]) == ("NVIDIA RTX 4090", (8, 9), torch.__version__)
+    short, long = (Sizes(1, 24, 24, n, n, 128) for n in (512, 16384))
+    rivals = table.exact("none", False, 128)
+    low_bit = table.curve("sage2 by kernel, quantizer", "none", False, 128)
+    assert not costs.is_faster(low_bit, rivals, short)
+    assert costs.is_faster(low_bit, rivals, long)
+
+
+def test_tune_writes_to_the_file_that_is_named(gpu, tmp_path):
+    assert main(["tune", "--output", str(tmp_path / "table.json")]) == 0
+    assert costs.read_table(tmp_path / "table.json").curves
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("tune", "warmup"):
+        assert main([command]) == 2
+        assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_a_gpu_on_which_nothing_runs_is_told_so(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "measure_points", lambda device, points, seconds: [])
+    assert main(["tune"]) == 2
+    assert "nothing could be measured" in capsys.readouterr().err
+
+
+def test_warmup_runs_each_recipe_of_a_configuration_once_for_each_kernel(gpu, monkeypatch, capsys):
+    compiled = []
+    monkeypatch.setattr(warmup, "compile_kernels", lambda device, calls: compiled.extend(calls) or len(compiled))
+    assert main(["warmup", "train-int8-infer-fp4", "--head-dim", "128"]) == 0
+    assert {recipe for recipe, _ in compiled} == {"sage2", "sage_bwd"}  # sage2 is what stands in for sage3 there
+    assert {point.kind for _, point in compiled} == {"none", "causal", "keys"}
+    assert {point.sizes.head_dim for _, point in compiled} == {128}
+    assert f"ran {len(compiled)} calls" in capsys.readouterr().out

@@ -1,0 +1,303 @@
+"""Which calls take exact attention because low bits would be slower, and what is said about it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import backends, costs, dispatch, exact, ops, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.costs import Curve, Sizes, Table
+from sage_kernels.cuda import compiler
+from sage_kernels.registry import Request, exact_plan, select
+from sage_kernels.triton import registration
+from tests.helpers.kernels import StandInForward, only_the_reference
+
+H200 = (9, 0)
+REQUEST = Request("sage2", "cuda", H200, torch.bfloat16, 1, 32, 32, 8192, 8192, 128, 128, "none", False, False)
+RUNNER = costs.low_bit_runner("sage2", "low_bit", "")
+
+
+def curve(runner, launch=0.0, tile=0.0, **facts):
+    kind = {"head_dim": 128, "mask": "none", "causal": False, "rows": 128, "slots": 132, "whole": False, **facts}
+    return Curve(runner, **kind, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
+
+
+# 32 heads of n tokens are n / 4 items, of n / 64 tiles each: both need 62 µs with 1,848 tokens.
+LOW_BIT, CUDNN = curve(RUNNER, launch=50.0, tile=0.12), curve("cudnn", tile=0.62)
+
+
+@pytest.fixture
+def use_table(routed, monkeypatch):
+    """One low-bit kernel, and a table of these curves; None: no table."""
+
+    def use(*curves):
+        table = Table("a GPU", H200, {}, curves, "here") if curves else None
+        monkeypatch.setattr(costs, "table_of", lambda capability: table)
+        select.cache_clear()
+
+    with only_the_reference():
+        registry.register_forward(StandInForward("low_bit", "sage2"))
+        yield use
+    select.cache_clear()
+
+
+def with_tokens(tokens, **facts):
+    return replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
+
+
+def test_low_bits_run_where_the_table_says_that_they_are_faster(use_table):
+    use_table(LOW_BIT, CUDNN)
+    assert select(with_tokens(8192)).recipe == "sage2"
+    plan = select(with_tokens(1024))
+    assert (plan.kernel, plan.recipe, plan.numerics) == ("sdpa", "exact", "exact")
+    limit = "exact attention is faster here below about 2,000 tokens of 32 heads at head_dim 128"
+    assert plan.reason == f"sage2 by low_bit: {limit}"
+
+
+def test_reasons_name_the_limit_so_that_calls_of_all_sizes_share_one(use_table):
+    use_table(LOW_BIT, CUDNN)
+    assert len({select(with_tokens(n, batch=b)).reason for n in (256, 300, 1000) for b in (1, 2)}) == 1
+
+
+def test_a_kind_of_call_that_never_gains_is_said_to(use_table):
+    facts = {"mask": "keys", "causal": True}
+    use_table(curve(RUNNER, tile=0.7, **facts), curve("cudnn", tile=0.62, **facts))
+    reason = select(with_tokens(32768, mask="keys", is_causal=True)).reason
+    assert reason.endswith("exact attention is faster here at head_dim 128, causal, with a mask of keys")
+
+
+@pytest.mark.parametrize("fallback", ["error", "emulate"])
+def test_the_other_fallbacks_force_the_recipe(use_table, fallback):
+    use_table(LOW_BIT, CUDNN)
+    assert select(with_tokens(1024), fallback).recipe == "sage2"
+
+
+def test_routing_can_be_switched_off(use_table):
+    use_table(LOW_BIT, CUDNN)
+    registry.set_routing(False)
+    assert select(with_tokens(1024)).recipe == "sage2"
+    assert not registry.routing()
+
+
+def test_a_cpu_emulates_at_any_length(use_table):
+    use_table(LOW_BIT, CUDNN)
+    assert select(with_tokens(128, recipe="sage1", device_type="cpu", capability=None)).kernel == "reference"
+
+
+@pytest.mark.parametrize("facts", [{"packed": True}, {"return_lse": True}])
+def test_what_exact_attention_serves_badly_is_not_routed(use_table, facts):
+    """Packed sequences would run one by one, and the LSE would be computed apart."""
+    use_table(LOW_BIT, CUDNN)
+    assert select(with_tokens(1024, **facts)).recipe == "sage2"
+
+
+def test_training_is_not_routed(routed):
+    """Its numerics would change from one batch to the next."""
+    request = with_tokens(128, recipe="sage_bwd", grad=True)
+    registry.set_routing(True)
+    routed_plan = select(request)
+    registry.set_routing(False)
+    assert routed_plan == select(request)
+
+
+def test_host_time_counts_where_the_gpu_has_less_to_do(use_table):
+    use_table(curve(RUNNER, launch=5.0), curve("cudnn", launch=30.0))
+    assert select(with_tokens(512)).recipe == "exact"
+
+
+def test_without_a_table_only_long_calls_run_in_low_bits(use_table):
+    use_table()
+    assert select(with_tokens(8192)).recipe == "sage2"
+    assert select(with_tokens(8192, mask="keys", is_causal=True)).recipe == "sage2"
+    for short in (
+        {"q_len": 1023},
+        {"kv_len": 4095},
+        {"q_heads": 1, "kv_heads": 1},
+        {"mask": "bool"},
+        {"mask": "additive"},
+        {"head_dim": 256, "v_head_dim": 256},
+        {"head_dim": 32, "v_head_dim": 32},
+    ):
+        reason = select(replace(with_tokens(8192), **short)).reason
+        assert "sage-hf tune" in reason, short
+
+
+def test_a_kind_of_call_that_the_table_lacks_follows_the_rules_without_a_table(use_table):
+    use_table(LOW_BIT, CUDNN)
+    assert "sage-hf tune" in select(with_tokens(1024, mask="keys")).reason
+    assert select(with_tokens(8192, mask="keys")).recipe == "sage2"
+    assert "sage-hf tune" in select(with_tokens(1024, dtype=torch.float32)).reason
+
+
+def test_a_curve_serves_smaller_head_dims_down_to_the_next_curve():
+    table = Table("a GPU", H200, {}, (curve("flash", head_dim=64), curve("flash", head_dim=128)))
+    assert [table.curve("flash", "none", False, d).head_dim for d in (40, 64, 65, 128)] == [64, 64, 128, 128]
+    assert table.curve("flash", "none", False, 129) is None
+
+
+def test_time_grows_with_rounds_of_items_and_their_tiles():
+    one = Curve("x", 128, "none", False, rows=128, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0)
+    of = lambda q_len, kv_len: one.us(Sizes(1, 10, 10, q_len, kv_len, 128))  # noqa: E731
+    assert of(1280, 64) == 5 + 2 + 1
+    assert of(1281, 64) == 5 + 2 * (2 + 1)
+    assert of(1280, 640) == 5 + 2 + 10
+
+
+def test_causality_halves_long_calls_and_not_those_of_one_round():
+    causal, full = (Curve("x", 64, "none", c, 64, 10, False, 0, 0, 0, 1, 0) for c in (True, False))
+    long, short = Sizes(8, 8, 8, 8192, 8192, 64), Sizes(1, 1, 1, 512, 512, 64)
+    assert causal.us(long) / full.us(long) == pytest.approx(0.5, abs=0.01)
+    assert causal.us(short) == full.us(short)
+
+
+def test_a_table_reads_back_as_written(tmp_path):
+    table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, CUDNN))
+    path = tmp_path / "new" / "table.json"
+    table.write(path)
+    assert costs.read_table(path) == replace(table, origin=str(path))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"gpu": "x", "capability": [9, 0], "versions": {}, "curves": [{}]}'])
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="no table of costs"):
+        costs.read_table(path)
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """Path of the table tuned for a GPU that is made believe."""
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA RTX 4090")
+    costs.table_of.cache_clear()
+    yield costs.tuned_path("NVIDIA RTX 4090")
+    costs.table_of.cache_clear()
+
+
+def test_a_tuned_table_is_found_and_a_broken_one_is_said_and_ignored(tuned, caplog):
+    assert tuned.name.startswith("nvidia-rtx-4090-torch2.")
+    assert costs.table_of((8, 9)) is None
+    tuned.parent.mkdir()
+    tuned.write_text("{")
+    costs.table_of.cache_clear()
+    assert costs.table_of((8, 9)) is None and "ignored" in caplog.text
+    Table("NVIDIA RTX 4090", (8, 9), {}, (CUDNN,)).write(tuned)
+    costs.table_of.cache_clear()
+    assert costs.table_of((8, 9)).origin == str(tuned)
+
+
+def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(use_table):
+    use_table(LOW_BIT, CUDNN)
+    assert select(replace(REQUEST, q_len=1)).kernel == "sdpa_without_cudnn"
+    assert select(replace(REQUEST, q_len=1, device_type="cpu", capability=None)).kernel == "sdpa"
+    assert select(replace(REQUEST, q_len=1, dtype=torch.float32)).kernel == "sdpa"
+    assert select(replace(REQUEST, q_len=1, recipe="exact")).kernel == "sdpa"  # asked for: PyTorch's own choice
+    grouped = replace(REQUEST, q_len=1, kv_heads=8, v_head_dim=64)
+    assert select(grouped).kernel == "sdpa"  # else PyTorch would have its unfused attention only
+
+
+def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table):
+    use_table(LOW_BIT, CUDNN, curve("flash", launch=20.0, tile=0.2))
+    assert select(with_tokens(512)).kernel == "sdpa"
+    assert select(with_tokens(1536)).kernel == "sdpa_without_cudnn"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pytorchs_switch_of_cudnn_is_off_for_such_a_call_only_and_left_as_it_was(monkeypatch, enabled):
+    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    seen = []
+
+    def sdpa(query, key, value, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(seen) > 1:
+            raise RuntimeError("no memory")
+        return query
+
+    monkeypatch.setattr(exact, "sdpa", sdpa)
+    query = torch.randn(1, 1, 4, 32)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        ops.attention(query, query, query)
+        with pytest.raises(RuntimeError, match="no memory"):
+            ops.attention(query, query, query)
+        assert seen == [False, False]
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_them(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 32, generator=generator) for heads, n in ((8, 1), (2, 40), (2, 40)))
+    mask = (torch.arange(40) >= torch.tensor([[3], [7]]))[:, None, None]
+    expected, expected_lse = ops.attention(query, key, value, mask=mask, recipe="exact", return_lse=True)
+    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    given, sdpa = [], exact.sdpa
+    monkeypatch.setattr(
+        exact, "sdpa", lambda query, key, value, **options: given.append(key) or sdpa(query, key, value, **options)
+    )
+    found, lse = ops.attention(query, key, value, mask=mask, return_lse=True)
+    assert given[0].shape == key.shape and found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize(("value", "routed"), [("0", False), ("1", True), (None, True)])
+def test_the_environment_can_start_a_process_without_routing(value, routed):
+    environment = {name: text for name, text in os.environ.items() if name != "SAGE_KERNELS_ROUTING"}
+    environment |= {} if value is None else {"SAGE_KERNELS_ROUTING": value}
+    code = "from sage_kernels import registry; print(registry.routing())"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(routed)
+
+
+# (recipe's kind of call, tokens …): batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal.
+LOSERS = {
+    "Flux at 512²": (1, 24, 24, 1536, 1536, 128, "none", False),
+    "256 tokens": (1, 24, 24, 256, 256, 128, "none", False),
+    "77 text keys": (2, 10, 10, 4096, 77, 64, "none", False),
+    "512 text keys": (1, 24, 24, 17776, 512, 128, "none", False),
+    "padded texts": (16, 12, 12, 512, 512, 64, "keys", False),
+    "bias of each head": (2, 16, 16, 4096, 4096, 64, "additive", False),
+    "head_dim 256": (2, 16, 16, 4096, 4096, 256, "none", False),
+    "4k tokens of 10 heads": (1, 10, 10, 4096, 4096, 64, "none", False),
+    "short causal": (1, 32, 8, 512, 512, 128, "none", True),
+}
+WINNERS = {
+    "HunyuanVideo with its mask": (1, 24, 24, 119056, 119056, 128, "keys", False),
+    "HunyuanVideo": (1, 24, 24, 119056, 119056, 128, "none", False),
+    "CogVideoX-2B": (2, 30, 30, 17776, 17776, 64, "none", False),
+    "Wan 1.3B": (1, 12, 12, 32760, 32760, 128, "none", False),
+    "Llama's prefill": (1, 32, 8, 32768, 32768, 128, "none", True),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSERS, *WINNERS])
+def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(routed, monkeypatch, name):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
+    costs.table_of.cache_clear()
+    select.cache_clear()
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal = (LOSERS | WINNERS)[name]
+    sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    facts = {**sizes, "head_dim": head_dim, "v_head_dim": head_dim, "mask": mask, "is_causal": causal, "aligned": True}
+    plan = select(replace(REQUEST, **facts))
+    select.cache_clear()
+    assert plan.recipe == ("exact" if name in LOSERS else "sage2"), plan.reason
+
+
+def test_tables_that_ship_are_read_without_complaint():
+    paths = list(costs.SHIPPED.glob("*.json"))
+    assert paths
+    for path in paths:
+        table = costs.read_table(path)
+        assert path.stem == ".".join(map(str, table.capability))
+        assert {curve.runner for curve in table.curves} >= set(costs.BACKENDS)
