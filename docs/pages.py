@@ -213,6 +213,7 @@ def measure_commands() -> str:
 python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
