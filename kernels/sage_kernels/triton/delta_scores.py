@@ -19,7 +19,8 @@ from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
-MOST_MEANS = 128  # of a program
+MOST_MEANS = 64  # of a program
+TILES = 4  # of keys, that a program multiplies its means by
 
 
 def delta_scores(
@@ -53,7 +54,7 @@ def delta_scores(
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
         delta_scores_of_means,
-        (ceil_div(columns, keys), ceil_div(blocks, means), pairs),
+        (ceil_div(columns, TILES * keys), ceil_div(blocks, means), pairs),
         query_mean=operands.query_mean,
         query_tensor_scale=operands.query_tensor_scale,
         key=key,
@@ -80,11 +81,12 @@ def delta_scores(
         CHANNELS=channels,
         BLOCK_M=means,
         BLOCK_N=keys,
+        TILES=TILES,
         SPLIT=split,
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
-        num_warps=8 if means * keys > 64 * 128 else 4,
+        num_warps=4,
         num_stages=1,
     )
 
@@ -120,13 +122,14 @@ def delta_scores_of_means(
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the scores of BLOCK_M blocks' means and BLOCK_N keys of one (batch, q head)."""
-    first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
+    """Compute the scores of BLOCK_M blocks' means and TILES tiles of BLOCK_N keys of one (batch, q head)."""
+    pair = tl.program_id(2)
     batch, head = first_sequence + (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     kv_head, kv_heads = head // group, q_heads // group
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
@@ -137,29 +140,34 @@ def delta_scores_of_means(
     channel = tl.arange(0, CHANNELS)
     mean = tl.load(query_mean + row[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0)
     factor = tl.load(query_tensor_scale + row, mask=inside, other=1.0)
-    if first_column < kv_len:
-        # The operand holds this token at this position.
-        position = tl.arange(0, BLOCK_N)
-        token = first_column + position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
-        if HAS_VALID:
-            valid += batch * valid_stride
-        key += batch * stride_batch + kv_head * stride_head
+    inverse = tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)
+    k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
+    k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
+    if SPLIT:
+        high = mean.to(key.dtype.element_ty)
+        low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
+        shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
+    if HAS_VALID:
+        valid += batch * valid_stride
+    key += batch * stride_batch + kv_head * stride_head
+    key_tensor_scale += operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
+    position = tl.arange(0, BLOCK_N)
+    # The operand holds this token at this position.
+    token = position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
+    into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + position[None, :]
+    first_tile = tl.program_id(0) * TILES
+    for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(kv_len, BLOCK_N))):
+        first_column = tile * BLOCK_N
         k, counts = load_tokens(
-            key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
-        )
-        k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
-        k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
+            key, valid, k_start, first_column + token, kv_len, channel, channels, stride_token, stride_channel,
+            HAS_VALID,
+        )  # fmt: skip
         if SPLIT:
-            high = mean.to(key.dtype.element_ty)
-            low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
             keys = tl.trans(k.to(key.dtype.element_ty))
             scores = tl.dot(low, keys, acc=tl.dot(high, keys))
-            shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
             scores = tl.where(counts[None, :], scores - shift[:, None], 0.0)
         else:
             k = tl.where(counts[:, None], k - k_mean[None, :], 0.0)
             scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
-        k_block = operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
-        scores = scores / factor[:, None] / tl.load(key_tensor_scale + k_block + first_column // BLOCK_ROWS)
-        into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + position[None, :]
-        tl.store(into, scores, mask=inside[:, None])
+        of_key = tl.div_rn(1.0, tl.load(key_tensor_scale + first_column // BLOCK_ROWS))
+        tl.store(into + first_column, scores * inverse[:, None] * of_key, mask=inside[:, None])
