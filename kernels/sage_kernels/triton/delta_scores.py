@@ -20,7 +20,6 @@ from ..operands import NVFP4Operands
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MOST_MEANS = 64  # of a program
-TILES = 4  # of keys, that a program multiplies its means by
 
 
 def delta_scores(
@@ -54,7 +53,7 @@ def delta_scores(
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
         delta_scores_of_means,
-        (ceil_div(columns, TILES * keys), ceil_div(blocks, means), pairs),
+        (ceil_div(columns, keys), ceil_div(blocks, means), pairs),
         query_mean=operands.query_mean,
         query_tensor_scale=operands.query_tensor_scale,
         key=key,
@@ -81,7 +80,6 @@ def delta_scores(
         CHANNELS=channels,
         BLOCK_M=means,
         BLOCK_N=keys,
-        TILES=TILES,
         SPLIT=split,
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
@@ -122,14 +120,13 @@ def delta_scores_of_means(
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the scores of BLOCK_M blocks' means and TILES tiles of BLOCK_N keys of one (batch, q head)."""
-    pair = tl.program_id(2)
+    """Compute the scores of BLOCK_M blocks' means and BLOCK_N keys of one (batch, q head)."""
+    first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
     batch, head = first_sequence + (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     kv_head, kv_heads = head // group, q_heads // group
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
@@ -140,34 +137,29 @@ def delta_scores_of_means(
     channel = tl.arange(0, CHANNELS)
     mean = tl.load(query_mean + row[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0)
     factor = tl.load(query_tensor_scale + row, mask=inside, other=1.0)
-    inverse = tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)
-    k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
-    k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
-    if SPLIT:
-        high = mean.to(key.dtype.element_ty)
-        low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
-        shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
-    if HAS_VALID:
-        valid += batch * valid_stride
-    key += batch * stride_batch + kv_head * stride_head
-    key_tensor_scale += operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
-    position = tl.arange(0, BLOCK_N)
-    # The operand holds this token at this position.
-    token = position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
-    into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + position[None, :]
-    first_tile = tl.program_id(0) * TILES
-    for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(kv_len, BLOCK_N))):
-        first_column = tile * BLOCK_N
+    if first_column < kv_len:
+        # The operand holds this token at this position.
+        position = tl.arange(0, BLOCK_N)
+        token = first_column + position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
+        if HAS_VALID:
+            valid += batch * valid_stride
+        key += batch * stride_batch + kv_head * stride_head
         k, counts = load_tokens(
-            key, valid, k_start, first_column + token, kv_len, channel, channels, stride_token, stride_channel,
-            HAS_VALID,
-        )  # fmt: skip
+            key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
+        )
+        k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
+        k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
         if SPLIT:
+            high = mean.to(key.dtype.element_ty)
+            low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
             keys = tl.trans(k.to(key.dtype.element_ty))
             scores = tl.dot(low, keys, acc=tl.dot(high, keys))
+            shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
             scores = tl.where(counts[None, :], scores - shift[:, None], 0.0)
         else:
             k = tl.where(counts[:, None], k - k_mean[None, :], 0.0)
             scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
-        of_key = tl.div_rn(1.0, tl.load(key_tensor_scale + first_column // BLOCK_ROWS))
-        tl.store(into + first_column, scores * inverse[:, None] * of_key, mask=inside[:, None])
+        k_block = operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
+        scores = scores / factor[:, None] / tl.load(key_tensor_scale + k_block + first_column // BLOCK_ROWS)
+        into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + position[None, :]
+        tl.store(into, scores, mask=inside[:, None])
