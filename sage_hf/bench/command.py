@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 import torch
 
 from sage_hf.app.files import replacing
-from sage_hf.bench import grid_tables, measure, measure_grid, measure_models, measure_training, plots, tables
+from sage_hf.bench import (
+    grid_tables,
+    measure,
+    measure_grid,
+    measure_models,
+    measure_phases,
+    measure_training,
+    plots,
+    tables,
+)
 from sage_hf.bench.grid import POINTS
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS, ModelProvider
 from sage_hf.bench.models import MODELS, Model
@@ -60,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part", default="1/1", metavar="I/N", help="of the grid, the I-th of N parts (default: the whole)"
     )
     parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
+    parser.add_argument(
+        "--phases", action="store_true", help="time statistics, quantising and attention of our calls apart"
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
     parser.add_argument("--compiled", action="store_true", help="models with compiled blocks, too")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
@@ -70,7 +82,7 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
     With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json, without pictures; with --grid
-    <gpu>-grid.json and a heat map.
+    <gpu>-grid.json and a heat map; with --phases <gpu>-phases.json.
 
     Args:
         args: of `add_arguments`.
@@ -80,6 +92,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or arguments that
             exclude each other.
     """
+    if sum((args.grid, args.phases, args.model is not None)) > 1:
+        raise ValueError("--grid, --phases and --model exclude each other")
     if args.grid:
         _execute_grid(args, commit)
         return
@@ -90,14 +104,19 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         raise ValueError("--layers and --compiled need --model")
     if args.part != "1/1" or args.resume:
         raise ValueError("--part and --resume need --grid")
+    if args.phases and (args.training or args.providers is not None):
+        raise ValueError("--phases times the forward passes of our recipes: it takes no --training or --providers")
     shapes = [Shape.parse(text) for text in args.shape]
     if args.shapes is not None or not shapes:
         shapes = _chosen("--shapes", args.shapes, TRAINING_SHAPES if args.training else SHAPES) + shapes
+    if args.phases:
+        _execute_phases(args, shapes, commit)
+        return
     providers = _chosen("--providers", args.providers, TRAINING_PROVIDERS if args.training else PROVIDERS)
     device = _gpu(args.device)
     plots.require_matplotlib()
     run = measure_training.run if args.training else measure.run
-    result = run(device, shapes, providers, commit, lambda line: print(line, file=sys.stderr, flush=True))
+    result = run(device, shapes, providers, commit, _progress)
     args.output.mkdir(parents=True, exist_ok=True)
     benchmark = "forward_backward" if args.training else "forward"
     path = _path(args.output, result, benchmark)
@@ -132,7 +151,7 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
         models,
         providers,
         commit,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        _progress,
         args.layers,
         args.compiled,
         write,
@@ -141,15 +160,28 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
     print(f"\nwrote {_path(args.output, result, 'models')}")
 
 
+def _execute_phases(args: argparse.Namespace, shapes: Sequence[Shape], commit: str) -> None:
+    """Measure the phases of our calls, and write <gpu>-phases.json."""
+    device = _gpu(args.device)
+    result = measure_phases.run(device, shapes, commit, _progress)
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = _path(args.output, result, "phases")
+    path.write_text(tables.to_json(result), encoding="utf-8")
+    print(tables.phases_text(result))
+    print(f"\nwrote {path}")
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _execute_grid(args: argparse.Namespace, commit: str) -> None:
     """Measure points of the grid, and write <gpu>-grid.json as they come.
 
     Rows that this file has of other points stay, if machine, versions and commit are the same.
     """
-    if args.model is not None or args.shape or args.providers is not None or args.layers is not None or args.compiled:
-        raise ValueError(
-            "--grid has its own calls and providers: it takes no --model, --shape, --providers or --layers"
-        )
+    if args.shape or args.providers is not None or args.layers is not None or args.compiled:
+        raise ValueError("--grid has its own calls and providers: it takes no --shape, --providers or --layers")
     kinds = list(dict.fromkeys(point.kind for point in POINTS))
     if unknown := set(args.shapes or ()).difference(kinds):
         raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; choose from: {'; '.join(kinds)}")
@@ -173,7 +205,7 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
         with replacing(path) as part:
             part.write_text(tables.to_json(grid_tables.merged(result, kept)), encoding="utf-8")
 
-    measure_grid.run(device, points, commit, lambda line: print(line, file=sys.stderr, flush=True), write)
+    measure_grid.run(device, points, commit, _progress, write)
     result = json.loads(path.read_text(encoding="utf-8"))
     print(grid_tables.text(result))
     picture = plots.plot_grid(result, path.with_suffix(".png"))

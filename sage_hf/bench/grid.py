@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -157,16 +157,16 @@ def _mask(point: Point, lengths: Tensor | None, generator: torch.Generator, devi
 
 def _capped(point: Point) -> Point:
     """Return the point with a smaller batch, then with fewer heads, if it has more than MOST_OPERATIONS."""
-    batch, q_heads, kv_heads = point.batch, point.q_heads, point.kv_heads
-    each = point.operations / (batch * q_heads) * (3.5 if point.training else 1)
-    while batch > 1 and batch * q_heads * each > MOST_OPERATIONS:
-        batch //= 2
-    group = q_heads // kv_heads
-    while kv_heads > 1 and batch * q_heads * each > MOST_OPERATIONS:
-        kv_heads = kv_heads // 2
-        q_heads = kv_heads * group
-    fields = {**vars(point), "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
-    return Point(**fields)
+    batch, kv_heads, group = point.batch, point.kv_heads, point.q_heads // point.kv_heads
+    of_a_head = point.operations / (batch * point.q_heads) * (3.5 if point.training else 1)
+    while batch * kv_heads * group > max(1, MOST_OPERATIONS / of_a_head):
+        if batch > 1:
+            batch //= 2
+        elif kv_heads > 1:
+            kv_heads //= 2
+        else:
+            group //= 2
+    return replace(point, batch=batch, q_heads=kv_heads * group, kv_heads=kv_heads)
 
 
 def _square(kind: str, batch: int, heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> Point:

@@ -187,6 +187,21 @@ def text(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *_unavailable(result)])
 
 
+def phases_text(result: dict[str, Any]) -> str:
+    """Return a table of the result of `measure_phases.run` for a terminal, and what could not run."""
+    header = ["call", "of", "phase", "ms", "of a copy's bandwidth"]
+    cells = []
+    for row in result["rows"]:
+        if "ms" in row:
+            share = f"{row['copy_share']:.0%}" if "copy_share" in row else MISSING
+            cells.append([str(shape_of(row)), row["what"], row["phase"], f"{row['ms']:.4f}", share])
+    missing = [
+        f"  {row['shape']}, {row['what']}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row
+    ]
+    parts = [f"Phases on {result['gpu']}. {_versions(result)}", text_table(header, cells)]
+    return "\n\n".join([*parts, *(["\n".join(["Not measured:", *missing])] if missing else [])])
+
+
 def rows_of(result: dict[str, Any], provider: Provider) -> dict[Shape, dict[str, Any]]:
     """Return the rows that one provider measured, by shape."""
     return {
