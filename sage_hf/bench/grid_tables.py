@@ -1,4 +1,4 @@
-"""What the grid's rows say together: shares, means and the worst calls, as text, Markdown and cells of the heat map."""
+"""Tables of the grid: shares, means and the worst calls, as text, as Markdown and as cells of the heat map."""
 
 from __future__ import annotations
 
