@@ -19,7 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from sage_hf.bench import measure, tables
 from sage_hf.bench.peers import PROVIDERS, Provider
+from sage_hf.bench.warming import call_in_processes
 from sage_kernels import dispatch, exact, ops
 from sage_kernels.recipe import RECIPES, Recipe, without_remedies
 from sage_kernels.registry import Plan
@@ -138,6 +139,23 @@ def alike(cases: Sequence[Case]) -> list[list[Case]]:
         size = max(1, BATCH_ELEMENTS // (group[0].kv_heads * group[0].kv_len * group[0].head_dim))
         found += [group[start : start + size] for start in range(0, len(group), size)]
     return found
+
+
+def warm(cases: Sequence[Case]) -> None:
+    """Compile on a GPU, in several processes, what the INT8 recipes need for the cases."""
+    sizes = {(case.q_len, case.kv_len, case.head_dim, isinstance(case, Sinks) and case.causal): case for case in cases}
+    names = [name for name in OURS if RECIPES[name].qk == "int8"]
+    call_in_processes(
+        _compile, [(case, name, plain) for name in names for plain in (False, True) for case in sizes.values()]
+    )
+
+
+@torch.no_grad()
+def _compile(what: tuple[Case, str, bool]) -> None:
+    case, name, plain = what
+    recipe = replace(without_remedies(RECIPES[name]), name=f"{name} without remedies") if plain else RECIPES[name]
+    with registered(recipe) if plain else nullcontext():
+        attend(case.draw("cuda").to(torch.bfloat16), recipe.name)
 
 
 @torch.no_grad()
@@ -254,7 +272,10 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(tables.to_json({**facts, "rows": merged(rows, kept, cases)}), encoding="utf-8")
 
-    rows = run(device, [case for case in cases if case.name not in there], PEERS if on_gpu else (), write)
+    missing = [case for case in cases if case.name not in there]
+    if on_gpu:
+        warm(missing)
+    rows = run(device, missing, PEERS if on_gpu else (), write)
     print(markdown(merged(rows, kept, cases)))
     if path is not None:
         print(f"wrote {path}", file=sys.stderr)

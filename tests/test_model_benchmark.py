@@ -149,7 +149,7 @@ def test_a_cpu_measures_every_kind_of_step(monkeypatch):
     )
     rows = {(row["name"], row["provider"]): row for row in result["rows"]}
     assert [name for name, _ in dict.fromkeys((row["name"], "") for row in result["rows"])] == list(names)
-    assert len(written) == 4 and written == sorted(set(written)) and len(lines) == 4 + len(result["rows"])
+    assert len(written) == 4 and written == sorted(set(written)) and len(lines) == 2 * 4 + len(result["rows"])
     for name in names:
         training = name.endswith(("training", "training-8k"))
         ours = rows[name, "sage_hf:sage_bwd" if training else "sage_hf:sage2"]

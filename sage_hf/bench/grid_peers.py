@@ -22,6 +22,7 @@ Attend = Callable[[Arguments], Callable[[], Tensor]]
 
 MOST_MATH_SCORES = 2**25
 """Number of scores from which PyTorch's own arithmetic is hopeless."""
+FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
 LARGE = 1e11
 """Operations from which the kernels that are never the fastest are not tried where a faster one takes the call."""
 
@@ -61,10 +62,14 @@ def _flash(arguments: Arguments) -> Callable[[], Tensor]:
 
 def _fa3(arguments: Arguments) -> Callable[[], Tensor]:
     import_module("fa3_fwd._C")
+    point = arguments.point
+    if point.head_dim not in FA3_HEAD_DIMS:  # At others it may read beyond its operands.
+        raise RuntimeError(f"fa3_fwd is tried at the head_dims of its kernels only: {FA3_HEAD_DIMS}")
     # Tokens before heads, by strides, without a copy.
     tensors = [x.transpose(1, 2) for x in (arguments.query, arguments.key, arguments.value)]
-    options: dict[str, Any] = {"softmax_scale": arguments.point.head_dim**-0.5, "num_splits": 0}
-    match arguments.point.mask:
+    # 0 splits: its own choice, which matters for few queries.
+    options: dict[str, Any] = {"softmax_scale": point.head_dim**-0.5, "num_splits": 0 if point.q_len <= 64 else 1}
+    match point.mask:
         case "causal" | "lower_right":  # The last query is at the last key.
             options["is_causal"] = True
         case "lengths":

@@ -7,13 +7,10 @@ pass that a call needs; and that of the host, which is the wall time until a cal
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch import Tensor
 from sage_hf.bench.grid import POINTS, Arguments, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, TRAINING_GRID_PROVIDERS, GridProvider, watch
 from sage_hf.bench.measure import facts, reason
+from sage_hf.bench.warming import PROCESSES, call_in_processes
 
 # A provider is replayed for about WINDOW_MS at a point, in turns with the others: once to warm up, then TURNS times.
 WINDOW_MS = 20.0
@@ -36,7 +34,6 @@ HOST_MS = 4.0
 MAX_HOST_CALLS = 15
 
 WRITE_SECONDS = 2.0
-WARM_PROCESSES = 12
 
 
 def run(
@@ -65,6 +62,9 @@ def run(
         - "recipe", "kernel", "reason": what ran for ours, and why not the recipe asked for;
         - "rel_l1": relative L1 distance of our output from the best one's; it shows that both computed the same;
         or "unavailable": the reason why ours or all others could not be timed.
+
+    Raises:
+        RuntimeError: a kernel failed in a way that leaves the process without a GPU; the row of its point is written.
     """
     result: dict[str, Any] = {**facts(device, commit), "rows": []}
     if warms:
@@ -75,7 +75,13 @@ def run(
     with torch.cuda.device(device), Queue(device).entered() as queue:
         for point in points:
             started = time.perf_counter()
-            row = measure_point(point, queue)
+            try:
+                row = measure_point(point, queue)
+                queue.synchronize()
+            except RuntimeError as error:  # No later call of this process would run.
+                result["rows"].append(point.sizes | {"unavailable": reason(error)})
+                write(result)
+                raise RuntimeError(f"the GPU failed at {point}; what is missing can be timed by --resume") from error
             result["rows"].append(row)
             progress(f"{point}: {told(row)} ({time.perf_counter() - started:.2f} s)")
             if time.perf_counter() - written > WRITE_SECONDS:
@@ -97,20 +103,14 @@ def told(row: dict[str, Any]) -> str:
 
 def warm(points: Sequence[Point]) -> None:
     """Run ours once at every point, in several processes, so that the caches on disk hold what is compiled."""
-    with ProcessPoolExecutor(
-        min(WARM_PROCESSES, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        # Neighbours need the same kernels: far from each other they are compiled at the same time.
-        stride = max(1, len(points) // WARM_PROCESSES)
-        futures = [pool.submit(_call_once, point) for start in range(stride) for point in points[start::stride]]
-        for future in as_completed(futures):
-            future.result()
+    # Neighbours need the same kernels: far from each other they are compiled at the same time.
+    stride = max(1, len(points) // PROCESSES)
+    call_in_processes(_call_once, [point for start in range(stride) for point in points[start::stride]])
 
 
 def _call_once(point: Point) -> None:
     (provider,) = (one for one in _providers(point) if one.ours)
-    # A failure is met again by the measurement, and the row says so.
-    with contextlib.suppress(Exception), torch.set_grad_enabled(point.training):
+    with torch.set_grad_enabled(point.training):
         Call(provider, draw(point, torch.device("cuda")))()
         torch.cuda.synchronize()
 
@@ -225,6 +225,10 @@ class Queue:
             yield self
             self._stream.synchronize()
             keeper.reset()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU; raise RuntimeError if it failed."""
+        self._stream.synchronize()
 
     def once_ms(self, call: Callable[[], object]) -> float:
         """Return the time of one call, with that of the host."""
