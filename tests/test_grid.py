@@ -1,7 +1,9 @@
 """The grid of calls, its timing beside others, what is made of its rows; and the phases of our calls."""
 
+import contextlib
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
 from sage_hf.bench.measure_grid import Timed, measure_point
 from sage_hf.bench.measure_phases import WHOLE, Span, phases
+from sage_hf.bench.warming import call_in_processes
 
 CPU = torch.device("cpu")
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
@@ -182,6 +185,31 @@ class _Watch:
         return None
 
 
+def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
+    class Broken(FakeQueue):
+        def __init__(self, device):
+            super().__init__()
+            self.points = 0
+
+        def entered(self):
+            return contextlib.nullcontext(self)
+
+        def synchronize(self):
+            self.points += 1
+            if self.points == 2:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    written = []
+    monkeypatch.setattr(measure_grid, "Queue", Broken)
+    monkeypatch.setattr(measure_grid, "facts", lambda device, commit: FACTS)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    points = [tiny(point) for point in FORWARD[:3]]
+    with pytest.raises(RuntimeError, match=f"failed at {points[1]}; what is missing"):
+        measure_grid.run(CPU, points, progress=lambda line: None, write=written.append, warms=False)
+    first, second = written[-1]["rows"]
+    assert first["ours_ms"] == 1.0 and "illegal memory access" in second["unavailable"]
+
+
 def test_every_provider_of_the_grid_has_a_name_of_its_own():
     assert len({one.name for one in GRID_PROVIDERS}) == len(GRID_PROVIDERS)
     assert [one.name for one in GRID_PROVIDERS if one.ours] == ["sage_hf:sage2"]
@@ -280,6 +308,12 @@ def test_a_phase_counts_from_the_end_of_the_one_before():
     assert [ms for ms, _ in phases([gap]).values()] == pytest.approx([3e-3, 5e-3])
 
 
+def test_what_is_called_in_other_processes_is_called_once_and_may_fail(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b", "a")]  # The last one is there already.
+    call_in_processes(os.mkdir, folders)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
     shape = measure_phases.Shape("small", 1, 2, 2, 100, 64)
     spans = [[Span("statistics", 0.0, 10.0), Span("quantize", 10.0, 30.0)]]
@@ -292,5 +326,8 @@ def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
     assert shares["statistics"]["copy_share"] == pytest.approx(read / 10e-6 / 1e10)
     assert {one["what"] for one in rows} == {"sage1", "sage2", "operands of sage2"}
     assert all("copy_share" not in one for one in rows if one["what"] == "sage2")
-    text = tables.phases_text({**FACTS, "rows": [*rows, {"shape": "x", "what": "all", "unavailable": "E: no"}]})
-    assert "x, all: E: no" in text and f"{shares['quantize']['copy_share']:.0%}" in text
+    result = {**FACTS, "copy_bandwidth": 1e10, "rows": [*rows, {"shape": "x", "what": "all", "unavailable": "E: no"}]}
+    share = f"{shares['quantize']['copy_share']:.0%}"
+    assert "x, all: E: no" in tables.phases_text(result) and share in tables.phases_text(result)
+    line = next(line for line in tables.phases_markdown(result).splitlines() if "operands of sage2" in line)
+    assert line.startswith("| 1×2×100×64 | operands of sage2 | 0.0100 | 0.0200 | – | 0.0300 | ") and share in line

@@ -176,7 +176,7 @@ def _progress(line: str) -> None:
 
 
 def _execute_grid(args: argparse.Namespace, commit: str) -> None:
-    """Measure points of the grid, and write <gpu>-grid.json as they come.
+    """Measure points of the grid, write <gpu>-grid.json as they come, and draw it if matplotlib is installed.
 
     Rows that this file has of other points stay, if machine, versions and commit are the same.
     """
@@ -192,7 +192,6 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
     ]
     points = points[_part(args.part, len(points))]
     device = _gpu(args.device)
-    plots.require_matplotlib()
     args.output.mkdir(parents=True, exist_ok=True)
     path = _path(args.output, measure.facts(device, commit), "grid")
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -208,8 +207,8 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
     measure_grid.run(device, points, commit, _progress, write)
     result = json.loads(path.read_text(encoding="utf-8"))
     print(grid_tables.text(result))
-    picture = plots.plot_grid(result, path.with_suffix(".png"))
-    print(f"\nwrote {path}, {picture.name}")
+    picture = f", {plots.plot_grid(result, path.with_suffix('.png')).name}" if plots.has_matplotlib() else ""
+    print(f"\nwrote {path}{picture}")
 
 
 def _part(text: str, count: int) -> slice:

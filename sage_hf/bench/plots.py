@@ -26,9 +26,14 @@ GRID_SPAN = 2.5  # of the heat map: this many times as fast, or as slow, has the
 LABEL_GAP = 0.045  # smallest distance between labels, as a fraction of the height of the axes
 
 
+def has_matplotlib() -> bool:
+    """Return whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def require_matplotlib() -> None:
     """Raise ValueError if matplotlib is not installed, and say how to install it."""
-    if find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise ValueError('the plot needs matplotlib: pip install "sage-hf[benchmarks]"')
 
 

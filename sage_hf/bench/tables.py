@@ -187,19 +187,39 @@ def text(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *_unavailable(result)])
 
 
+def phases_markdown(result: dict[str, Any]) -> str:
+    """Return the result of `measure_phases.run` as a Markdown table."""
+    caption = (
+        f"On {result['gpu']}, from a profiler's trace; a phase counts from the end of the one before. Shares are of "
+        f"the bandwidth of a copy, {result['copy_bandwidth'] * 1e-12:.2f} TB/s, whose bytes are counted alike. "
+        f"{_versions(result)}"
+    )
+    return f"{_markdown_table(*_phases(result))}\n\n{caption}"
+
+
 def phases_text(result: dict[str, Any]) -> str:
-    """Return a table of the result of `measure_phases.run` for a terminal, and what could not run."""
-    header = ["call", "of", "phase", "ms", "of a copy's bandwidth"]
-    cells = []
-    for row in result["rows"]:
-        if "ms" in row:
-            share = f"{row['copy_share']:.0%}" if "copy_share" in row else MISSING
-            cells.append([str(shape_of(row)), row["what"], row["phase"], f"{row['ms']:.4f}", share])
+    """Return the result of `measure_phases.run` as a table for a terminal, and what could not run."""
     missing = [
         f"  {row['shape']}, {row['what']}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row
     ]
-    parts = [f"Phases on {result['gpu']}. {_versions(result)}", text_table(header, cells)]
+    parts = [f"Phases on {result['gpu']}. {_versions(result)}", text_table(*_phases(result))]
     return "\n\n".join([*parts, *(["\n".join(["Not measured:", *missing])] if missing else [])])
+
+
+def _phases(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "ms" in row:
+            found.setdefault((str(shape_of(row)), row["what"]), {})[row["phase"]] = row
+    phases = ("statistics", "quantize", "attention", "whole")
+    copied = ("statistics", "quantize", "whole")
+    header = ["call", "of", *(f"{phase}, ms" for phase in phases), *(f"{phase}, of a copy" for phase in copied)]
+    cells = []
+    for names, rows in found.items():
+        times = (f"{rows[phase]['ms']:.4f}" if phase in rows else MISSING for phase in phases)
+        shares = (rows.get(phase, {}).get("copy_share") for phase in copied)
+        cells.append([*names, *times, *(MISSING if share is None else f"{share:.0%}" for share in shares)])
+    return header, cells
 
 
 def rows_of(result: dict[str, Any], provider: Provider) -> dict[Shape, dict[str, Any]]:
