@@ -33,6 +33,8 @@ def main(description: str | None = __doc__, **defaults: object) -> None:
             print(grid_tables.markdown(result))
             return
         if args.model:
+            if tables.model_gains(result):
+                plots.plot_models(result, args.render.with_suffix(".png"))
             print(f"{tables.model_gain(result)}\n\n{tables.model_speed(result)}")
             return
         plots.plot(result, args.render.with_suffix(".png"))

@@ -72,7 +72,8 @@ def model_gain() -> str:
         return "The steps of whole models are not in a results file yet; the table below times attention alone."
     result = read_result(MODELS)
     every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
-    return "\n\n".join((tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
+    drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
+    return "\n\n".join((drawn, tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
 
 
 def measured_models() -> str:
@@ -303,6 +304,8 @@ def main() -> None:
         return
     for name in ("nvidia-h200-forward", "nvidia-h200-forward_backward"):
         plots.plot(read_result(name), RESULTS / f"{name}.png")
+    if has_result(MODELS):
+        plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
     if has_result(GRID):
         plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
     for page in PAGES:

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
-    With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json, without pictures; with --grid
+    With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json and a picture; with --grid
     <gpu>-grid.json and a heat map; with --phases <gpu>-phases.json.
 
     Args:
@@ -157,7 +157,11 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
         write,
     )
     print(tables.model_text(result))
-    print(f"\nwrote {_path(args.output, result, 'models')}")
+    path = _path(args.output, result, "models")
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    drawn = plots.has_matplotlib() and tables.model_gains(whole)
+    picture = f", {plots.plot_models(whole, path.with_suffix('.png')).name}" if drawn else ""
+    print(f"\nwrote {path}{picture}")
 
 
 def _execute_phases(args: argparse.Namespace, shapes: Sequence[Shape], commit: str) -> None:

@@ -1,4 +1,4 @@
-"""Plots of a benchmark's JSON: speed against length, speed against error, speed of training, and of every call."""
+"""Plots of a benchmark's JSON: speed against length, speed against error, speed of training, every call, models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_hf.bench import grid_tables
+from sage_hf.bench import grid_tables, tables
 from sage_hf.bench.peers import Provider
 from sage_hf.bench.shapes import Shape
 from sage_hf.bench.tables import common_shape, heading, is_training, measured
@@ -89,6 +89,45 @@ def plot_grid(result: dict[str, Any], path: Path) -> Path:
     axes.set(xlabel="tokens: queries or keys, whichever are more")
     axes.spines[:].set_visible(False)
     figure.suptitle(f"Speed of attention relative to the fastest exact one on {result['gpu']}: 1 is as fast")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def plot_models(result: dict[str, Any], path: Path) -> Path:
+    """Draw how much faster a step of each model is, eager and compiled, to a file; return the file.
+
+    Raises:
+        ValueError: matplotlib is not installed, or no model was measured as it comes and with ours.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    gains = tables.model_gains(result)
+    if not gains:
+        raise ValueError("no model was measured as it comes and with ours, so there is nothing to plot")
+    speeds: dict[str, dict[str, float]] = {}
+    for (model, mode), (before, after, _) in gains.items():
+        speeds.setdefault(model, {})[mode] = before / after
+    names = sorted(speeds, key=lambda model: max(speeds[model].values()))
+    modes = list(dict.fromkeys(mode for _, mode in gains))
+    figure = Figure(figsize=(9.5, 1.4 + 0.32 * len(names) * len(modes)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(modes)
+    for index, mode in enumerate(modes):
+        rows = [row for row, name in enumerate(names) if mode in speeds[name]]
+        found = [speeds[names[row]][mode] for row in rows]
+        places = [row + ((len(modes) - 1) / 2 - index) * height for row in rows]
+        filling = OUR_COLOR if mode == "eager" else "w"
+        bars = axes.barh(places, found, height * 0.9, label=mode, color=filling, edgecolor=OUR_COLOR)
+        axes.bar_label(bars, [f"{speed:.2f}" for speed in found], padding=3, fontsize=8)
+    axes.axvline(1.0, color=OTHER_COLOR, lw=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="speed of a step relative to the model as it comes")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.1, y=0.02)
+    if len(modes) > 1:
+        axes.legend(loc="lower right", frameon=False)
+    figure.suptitle(f"Whole models on {result['gpu']}, with sage-hf")
     figure.savefig(path, dpi=120)
     return path
 

@@ -84,14 +84,10 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
         most: largest number of rows (at least 2), evenly from the largest gain to the smallest; None: all rows, in the
             order of the result.
     """
-    times = _model_times(result)
-    gains: list[tuple[float, list[str]]] = []
-    for (model, mode), model_times in times.items():
-        ours = {name: ms for name, ms in model_times.items() if name.startswith("sage_hf:")}
-        if "default" in model_times and ours:
-            before, name = model_times["default"], min(ours, key=ours.__getitem__)
-            after, recipe = ours[name], f"`{name.removeprefix('sage_hf:')}`"
-            gains.append((before / after, [model, mode, _ms(before), _ms(after), recipe, f"{before / after:.2f}×"]))
+    gains = [
+        (before / after, [model, mode, _ms(before), _ms(after), f"`{recipe}`", f"{before / after:.2f}×"])
+        for (model, mode), (before, after, recipe) in model_gains(result).items()
+    ]
     note = ""
     if most is not None and len(gains) > most:
         note = f", {most} of {len(gains)} measured, from the largest gain to the smallest"
@@ -100,6 +96,20 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
     header = ["model", "mode", "as it comes, ms a step", "with sage-hf, ms a step", "recipe", "faster by"]
     table = _markdown_table(header, [cells for _, cells in gains])
     return f"{table}\n\nWhole models on {result['gpu']}{note}. {_versions(result)}"
+
+
+def model_gains(result: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float, str]]:
+    """Return (model, with its layers if not all ran; mode) -> (ms as it comes, ms with our fastest recipe, recipe).
+
+    A model without both is left out.
+    """
+    found = {}
+    for key, times in _model_times(result).items():
+        ours = {name: ms for name, ms in times.items() if name.startswith("sage_hf:")}
+        if "default" in times and ours:
+            fastest = min(ours, key=ours.__getitem__)
+            found[key] = times["default"], ours[fastest], fastest.removeprefix("sage_hf:")
+    return found
 
 
 def model_speed(result: dict[str, Any]) -> str:
