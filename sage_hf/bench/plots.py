@@ -86,7 +86,7 @@ def plot_grid(result: dict[str, Any], path: Path) -> Path:
                 axes.text(x, y, f"{speed:.2f}", ha="center", va="center", fontsize=8, color="w" if strong else "k")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(kinds)), kinds)
-    axes.set(xlabel="tokens: queries or keys, whichever are more")
+    axes.set(xlabel="tokens from … on: queries or keys, whichever are more")
     axes.spines[:].set_visible(False)
     figure.suptitle(f"Speed of attention relative to the fastest exact one on {result['gpu']}: 1 is as fast")
     figure.savefig(path, dpi=120)
