@@ -22,6 +22,8 @@ MOST_OPERATIONS = 6e12
 """Largest number of multiplications and additions of a call, without regard to its mask."""
 SIZES = ("kind", "batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "mask")
 """Names of a point's attributes in a row of the result, in their order."""
+CACHED = ("decoding", "chunked prefill")
+"""Kinds whose K and V come from a cache."""
 WINDOW = 1024
 DOCUMENT = 700
 """Length of the documents that share a sequence."""
@@ -78,7 +80,7 @@ class Arguments:
     """The tensors of a point on a device, with its mask in every form that a provider may take.
 
     Attributes:
-        query, key, value: bfloat16 (batch, heads, tokens, head_dim).
+        query, key, value: bfloat16 (batch, heads, tokens, head_dim), laid out as models do.
         point: whose tensors these are.
         mask: bool or bfloat16, broadcastable to (batch, q_heads, q_len, kv_len); None without a mask and where
             `is_causal` says it.
@@ -111,15 +113,20 @@ class Arguments:
 
 
 def draw(point: Point, device: torch.device) -> Arguments:
-    """Draw standard normal tensors, the same ones at every call; Q, K and V require gradients for training."""
+    """Draw standard normal tensors, the same ones at every call; Q, K and V require gradients for training.
+
+    In memory, tokens come before heads, as projections leave them; heads before tokens in the K and V of a cache.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
-    def normal(heads: int, tokens: int) -> Tensor:
-        size = (point.batch, heads, tokens, point.head_dim)
-        return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+    def normal(heads: int, tokens: int, heads_first: bool = False) -> Tensor:
+        size = (heads, tokens) if heads_first else (tokens, heads)
+        x = torch.randn(point.batch, *size, point.head_dim, generator=generator, device=device, dtype=torch.bfloat16)
+        return x if heads_first else x.transpose(1, 2)
 
+    cached = point.kind in CACHED
     query = normal(point.q_heads, point.q_len)
-    key, value = normal(point.kv_heads, point.kv_len), normal(point.kv_heads, point.kv_len)
+    key, value = (normal(point.kv_heads, point.kv_len, cached) for _ in range(2))
     gradient = normal(point.q_heads, point.q_len) if point.training else None
     for x in (query, key, value):
         x.requires_grad_(point.training)
