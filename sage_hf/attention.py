@@ -166,6 +166,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    causal_offset: int = 0,
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
@@ -174,6 +175,7 @@ def attend(
 
     Args:
         attn_mask, is_causal: a query attends to what both allow.
+        causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
 
     Returns:
         (output, lse); lse has no elements without return_lse.
@@ -218,6 +220,7 @@ def attend(
             value,
             mask=mask,
             is_causal=is_causal,
+            causal_offset=causal_offset,
             scale=scale,
             recipe=recipe,
             fallback=checked_fallback,
@@ -226,7 +229,7 @@ def attend(
     if not torch.compiler.is_compiling():
         record.notify_observers(
             lambda layer, plan: record.AttentionCall(
-                layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
+                layer, query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output, plan
             )
         )
     return output, lse

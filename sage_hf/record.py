@@ -38,7 +38,7 @@ class AttentionCall:
 
     Attributes:
         layer: the module on whose behalf the call was made, or None.
-        query, key, value, attn_mask, is_causal, scale, enable_gqa: the arguments.
+        query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
         output: (batch, q_heads, q_len, v_head_dim).
         plan: what ran.
     """
@@ -49,6 +49,7 @@ class AttentionCall:
     value: torch.Tensor
     attn_mask: torch.Tensor | None
     is_causal: bool
+    causal_offset: int
     scale: float | None
     enable_gqa: bool
     output: torch.Tensor

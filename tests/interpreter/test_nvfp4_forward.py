@@ -84,7 +84,7 @@ def test_causal_rows_see_the_keys_up_to_theirs(q_len, kv_len):
     check(query, key, value, is_causal=True)
 
 
-@pytest.mark.parametrize("offset", [-40, 130])
+@pytest.mark.parametrize("offset", [-40, pytest.param(130, marks=pytest.mark.audit)])
 def test_a_causal_offset_is_a_mask(offset):
     query, key, value = random_inputs(200, 270, q_heads=2)
     row, column = torch.arange(200)[:, None], torch.arange(270)
@@ -118,7 +118,7 @@ def test_boolean_masks_of_every_broadcast_shape(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.audit)])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.audit), True])
 def test_additive_masks_are_added(dtype, is_causal):
     query, key, value = random_inputs(140, 150, batch=1, q_heads=2, dtype=dtype)
     generator = torch.Generator().manual_seed(2)
@@ -216,7 +216,7 @@ def test_packed_sequences_are_attended_as_if_alone(monkeypatch, delta_share):
         assert torch.equal(output[:, :, rows], alone[0]) and torch.equal(lse[:, :, rows], alone[1])
 
 
-@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("block_n", [pytest.param(64, marks=pytest.mark.audit), 128])
 def test_every_tile_gives_the_error_of_its_reference(monkeypatch, block_n):
     monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(64, block_n, 4, 2))
     check(*random_inputs(70, 300))
