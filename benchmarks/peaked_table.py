@@ -13,6 +13,7 @@ peer), "rel_l1" and, for recipes, "remedies" and "kernel".
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -143,11 +144,10 @@ def alike(cases: Sequence[Case]) -> list[list[Case]]:
 
 def warm(cases: Sequence[Case]) -> None:
     """Compile on a GPU, in several processes, what the INT8 recipes need for the cases."""
-    sizes = {(case.q_len, case.kv_len, case.head_dim, isinstance(case, Sinks) and case.causal): case for case in cases}
     names = [name for name in OURS if RECIPES[name].qk == "int8"]
-    call_in_processes(
-        _compile, [(case, name, plain) for name in names for plain in (False, True) for case in sizes.values()]
-    )
+    # One of each kernel comes before others of it, which would wait for the same compiler.
+    groups = sorted(alike(cases), key=lambda group: group[0].kv_len)
+    call_in_processes(_compile, itertools.product((group[0] for group in groups), names, (False, True)))
 
 
 @torch.no_grad()

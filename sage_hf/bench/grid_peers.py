@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import record
+from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.grid import Arguments, Point
 
@@ -22,7 +23,6 @@ Attend = Callable[[Arguments], Callable[[], Tensor]]
 
 MOST_MATH_SCORES = 2**25
 """Number of scores from which PyTorch's own arithmetic is hopeless."""
-FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
 LARGE = 1e11
 """Operations from which the kernels that are never the fastest are not tried where a faster one takes the call."""
 
@@ -63,8 +63,6 @@ def _flash(arguments: Arguments) -> Callable[[], Tensor]:
 def _fa3(arguments: Arguments) -> Callable[[], Tensor]:
     import_module("fa3_fwd._C")
     point = arguments.point
-    if point.head_dim not in FA3_HEAD_DIMS:  # At others it may read beyond its operands.
-        raise RuntimeError(f"fa3_fwd is tried at the head_dims of its kernels only: {FA3_HEAD_DIMS}")
     # Tokens before heads, by strides, without a copy.
     tensors = [x.transpose(1, 2) for x in (arguments.query, arguments.key, arguments.value)]
     # 0 splits: its own choice, which matters for few queries.
@@ -85,6 +83,10 @@ def _ours(recipe: str) -> Attend:
     def attend(arguments: Arguments) -> Callable[[], Tensor]:
         query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.mask
         is_causal, grouped = arguments.is_causal, arguments.grouped
+        if arguments.point.mask == "lower_right":  # as for transformers, whose masks say so
+            offset = arguments.point.kv_len - arguments.point.q_len
+            options: dict[str, Any] = {"causal_offset": offset, "recipe": recipe, "fallback": "native"}
+            return lambda: attend_with_offset(query, key, value, None, 0.0, True, None, grouped, **options)[0]
         return lambda: sage_attention(
             query, key, value, mask, is_causal=is_causal, enable_gqa=grouped, recipe=recipe, fallback="native"
         )

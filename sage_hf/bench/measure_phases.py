@@ -6,6 +6,7 @@ so a phase counts from the end of the one before.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from sage_hf.bench.measure import copy_bandwidth, draw, facts, reason
 from sage_hf.bench.peers import quantizers
 from sage_hf.bench.shapes import SHAPES, Shape
+from sage_hf.bench.warming import call_in_processes
 from sage_kernels import ops
 
 RECIPES = ("sage1", "sage2")
@@ -55,6 +57,8 @@ def run(
         also "bytes", which it reads and writes, and "copy_share", how much of the copy's bandwidth that is;
         or, if it cannot run, "unavailable": the reason.
     """
+    kinds = {(shape.head_dim, shape.causal): shape for shape in shapes}
+    call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
     with torch.cuda.device(device), torch.no_grad():
         result: dict[str, Any] = {**facts(device, commit), "copy_bandwidth": copy_bandwidth(device), "rows": []}
         for shape in shapes:
@@ -76,13 +80,13 @@ def _measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list
     }
     try:
         query, key, value = draw(shape, "biased", device)
-        known = quantizers(query, key, value)
+        known = quantizers(query, key, value, RECIPES)
     except Exception as error:  # It may fail in any way: the row says how.
         return [sizes | {"what": "all", "unavailable": reason(error)}]
     calls: dict[str, tuple[Callable[[], object], int]] = {
         recipe: (_whole(query, key, value, shape.causal, recipe), 0) for recipe in RECIPES
     }
-    calls |= {name: found for name, found in known.items() if any(recipe in name for recipe in RECIPES)}
+    calls |= known
     rows: list[dict[str, Any]] = []
     read = key.nbytes + value.nbytes  # by the statistics
     for what, (call, moved) in calls.items():
@@ -98,6 +102,16 @@ def _measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list
                 row |= {"bytes": by_phase[phase], "copy_share": by_phase[phase] / (ms * 1e-3) / bandwidth}
             rows.append(row)
     return rows
+
+
+@torch.no_grad()
+def _call_once(what: tuple[Shape, str]) -> None:
+    shape, recipe = what
+    inputs = draw(shape, "normal", torch.device("cuda"))
+    _whole(*inputs, shape.causal, recipe)()
+    for call, _ in quantizers(*inputs, [recipe]).values():
+        call()
+    torch.cuda.synchronize()
 
 
 def _whole(

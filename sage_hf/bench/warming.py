@@ -14,7 +14,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-PROCESSES = 12
+PROCESSES = 16
 
 
 def call_in_processes(function: Callable[[Item], object], items: Iterable[Item]) -> None:
