@@ -274,7 +274,9 @@ def main() -> None:
 
     missing = [case for case in cases if case.name not in there]
     if on_gpu:
+        started = time.perf_counter()
         warm(missing)
+        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     rows = run(device, missing, PEERS if on_gpu else (), write)
     print(markdown(merged(rows, kept, cases)))
     if path is not None:

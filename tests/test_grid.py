@@ -317,7 +317,9 @@ def test_what_is_called_in_other_processes_is_called_once_and_may_fail(tmp_path)
 def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
     shape = measure_phases.Shape("small", 1, 2, 2, 100, 64)
     spans = [[Span("statistics", 0.0, 10.0), Span("quantize", 10.0, 30.0)]]
-    monkeypatch.setattr(measure_phases, "quantizers", lambda *arguments: {"operands of sage2": (lambda: None, 200_000)})
+    monkeypatch.setattr(
+        measure_phases, "quantizers", lambda *arguments, only_preferred: {"operands of sage2": (lambda: None, 200_000)}
+    )
     monkeypatch.setattr(measure_phases, "trace", lambda call: spans)
     rows = measure_phases._measure_shape(shape, CPU, 1e10)
     shares = {one["phase"]: one for one in rows if one["what"] == "operands of sage2"}

@@ -58,7 +58,7 @@ def run(
         or, if it cannot run, "unavailable": the reason.
     """
     kinds = {(shape.head_dim, shape.causal): shape for shape in shapes}
-    call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
+    call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES, (False, True)))
     with torch.cuda.device(device), torch.no_grad():
         result: dict[str, Any] = {**facts(device, commit), "copy_bandwidth": copy_bandwidth(device), "rows": []}
         for shape in shapes:
@@ -80,7 +80,7 @@ def _measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list
     }
     try:
         query, key, value = draw(shape, "biased", device)
-        known = quantizers(query, key, value, RECIPES)
+        known = quantizers(query, key, value, RECIPES, only_preferred=True)
     except Exception as error:  # It may fail in any way: the row says how.
         return [sizes | {"what": "all", "unavailable": reason(error)}]
     calls: dict[str, tuple[Callable[[], object], int]] = {
@@ -105,12 +105,14 @@ def _measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list
 
 
 @torch.no_grad()
-def _call_once(what: tuple[Shape, str]) -> None:
-    shape, recipe = what
+def _call_once(what: tuple[Shape, str, bool]) -> None:
+    """Call a recipe, or its quantisers alone."""
+    shape, recipe, quantizes = what
     inputs = draw(shape, "normal", torch.device("cuda"))
-    _whole(*inputs, shape.causal, recipe)()
-    for call, _ in quantizers(*inputs, [recipe]).values():
-        call()
+    if quantizes:
+        quantizers(*inputs, [recipe], only_preferred=True)
+    else:
+        _whole(*inputs, shape.causal, recipe)()
     torch.cuda.synchronize()
 
 

@@ -327,12 +327,12 @@ PROVIDERS: tuple[Provider, ...] = (
 
 
 def quantizers(
-    query: Tensor, key: Tensor, value: Tensor, recipes: Sequence[str] = tuple(QUANTIZERS)
+    query: Tensor, key: Tensor, value: Tensor, recipes: Sequence[str] = tuple(QUANTIZERS), only_preferred: bool = False
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return the quantisers of some recipes: name -> (function that quantises a call's operands, bytes that it moves).
 
-    Those named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means), and
-    each operand is written once.
+    With `only_preferred` the portable ones are left out where this GPU has others. Those named "K and V" leave Q to the
+    attention kernel. Q is read once, K and V twice (first for their means), and each operand is written once.
     """
     from sage_kernels.cuda import quantize as hopper
 
@@ -340,8 +340,9 @@ def quantizers(
     calls: dict[str, Callable[[], Any]] = {}
     for recipe in recipes:
         call = _call(query, key, value, False, recipe)
-        calls[f"operands of {recipe}"] = partial(_quantizer(QUANTIZERS[recipe]).quantize, call)
         preferred = select(request_of(call)).quantizer
+        if not only_preferred or preferred != "int8_quantize_hopper":
+            calls[f"operands of {recipe}"] = partial(_quantizer(QUANTIZERS[recipe]).quantize, call)
         if recipe != "sage3" and preferred == "int8_quantize_hopper":
             calls[f"operands of {recipe}, Hopper"] = partial(_quantizer(preferred).quantize, call)
             if recipe == "sage2":  # whose attention kernel may quantise Q
