@@ -135,6 +135,7 @@ def peaked_errors() -> str:
         shown = [row for row in result["rows"] if row["tensor"] not in left_out]
         where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
         more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
+        more += f"; {result['note']}" if "note" in result else ""
         texts.append(f"{where}{more}:\n\n{peaked_table.markdown(shown)}")
     return "\n\n".join([*texts, sources(PEAKED_ON_GPU, "cpu-peaked")])
 

@@ -258,10 +258,11 @@ def test_parts_are_the_whole_and_rows_of_other_parts_stay():
 
 
 def test_the_command_times_what_is_asked_for_and_resumes(monkeypatch, tmp_path, capsys):
-    asked = []
+    asked, warmed = [], []
 
-    def run(device, points, commit, progress, write):
+    def run(device, points, commit, progress, write, warms):
         asked.append(points)
+        warmed.append(warms)
         write({**FACTS, "rows": [row(point) for point in points[:2]]})
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -269,7 +270,7 @@ def test_the_command_times_what_is_asked_for_and_resumes(monkeypatch, tmp_path, 
     monkeypatch.setattr(measure_grid, "run", run)
     arguments = ["bench", "--grid", "--shapes", "window", "documents", "--output", str(tmp_path)]
     assert main([*arguments, "--part", "1/2"]) == 0
-    assert main([*arguments, "--resume"]) == 0
+    assert main([*arguments, "--resume", "--cached"]) == 0 and warmed == [True, False]
     chosen = [point for point in POINTS if point.kind in ("window", "documents")]
     assert asked[0] == chosen[: len(chosen) // 2] and asked[1] == chosen[2:]
     path = tmp_path / "nvidia-h200-grid.json"
@@ -293,7 +294,7 @@ def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
     assert "unknown nothing; choose from: self-attention; " in refused("--grid", "--shapes", "nothing")
     assert "it takes no --shape, --providers" in refused("--grid", "--providers", "cudnn")
     assert "--part 2" in refused("--grid", "--part", "2")
-    assert "--part and --resume need --grid" in refused("--resume")
+    assert "--part, --resume and --cached need --grid" in refused("--resume")
     assert "it takes no --training" in refused("--phases", "--training")
 
 

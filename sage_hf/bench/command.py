@@ -70,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
     parser.add_argument(
+        "--cached", action="store_true", help="of the grid, compile nothing beforehand: an earlier run has"
+    )
+    parser.add_argument(
         "--phases", action="store_true", help="time statistics, quantising and attention of our calls apart"
     )
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
@@ -102,8 +105,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         return
     if args.layers is not None or args.compiled:
         raise ValueError("--layers and --compiled need --model")
-    if args.part != "1/1" or args.resume:
-        raise ValueError("--part and --resume need --grid")
+    if args.part != "1/1" or args.resume or args.cached:
+        raise ValueError("--part, --resume and --cached need --grid")
     if args.phases and (args.training or args.providers is not None):
         raise ValueError("--phases times the forward passes of our recipes: it takes no --training or --providers")
     shapes = [Shape.parse(text) for text in args.shape]
@@ -208,7 +211,7 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
         with replacing(path) as part:
             part.write_text(tables.to_json(grid_tables.merged(result, kept)), encoding="utf-8")
 
-    measure_grid.run(device, points, commit, _progress, write)
+    measure_grid.run(device, points, commit, _progress, write, warms=not args.cached)
     result = json.loads(path.read_text(encoding="utf-8"))
     print(grid_tables.text(result))
     picture = f", {plots.plot_grid(result, path.with_suffix('.png')).name}" if plots.has_matplotlib() else ""
