@@ -23,7 +23,7 @@ class BlockList(NamedTuple):
         counts: int32 (batch or 1, q_heads or 1, blocks of rows), the number of tiles listed; 0: the rows attend to
             nothing, so their output is 0 and their lse -inf.
         tiles: int32 (batch or 1, q_heads or 1, blocks of rows, places): the first `counts` of a block are its tiles,
-            each once, in any order, of which kernels make no use; further places hold anything.
+            each once, in any order; further places hold anything.
         block_m: rows a block, 64 or 128.
         block_n: keys a tile, 64 or 128.
     """
@@ -78,7 +78,7 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor) -> N
     """Raise TypeError or ValueError for a list that does not fit a call.
 
     Values of lists on a GPU are not checked, because the host would have to wait for them, and none inside a compiled
-    graph.
+    graph. A GPU kernel leaves out tiles that do not exist.
 
     Args:
         blocks: a list for query (batch, q_heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim).

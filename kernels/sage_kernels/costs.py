@@ -86,6 +86,7 @@ class Curve:
 
     Attributes:
         head_dim: of the calls that were measured; the curve also serves smaller ones, down to the next curve's.
+        ragged, odd: factors of the time where the number of keys is no multiple of KEYS, and where of 8 neither.
         error: largest relative error at the points it was fitted to.
     """
 
@@ -101,6 +102,8 @@ class Curve:
     item: float
     tile: float
     score: float
+    ragged: float = 1.0
+    odd: float = 1.0
     error: float = 0.0
 
     def us(self, sizes: Sizes) -> float:

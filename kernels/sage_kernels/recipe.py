@@ -50,7 +50,8 @@ class Recipe:
             (transforms.balance).
         heavy_keys: number of keys, the first of each sequence, that are attended to in the caller's dtype. Where a
             sequence begins with a sink, a key that holds much of every row's weight, P of the other keys then has a
-            scale of their own. A call without more keys than that has none. Not with `backward`.
+            scale of their own. A call without more keys than that has none, nor has one with a block list. Not with
+            `backward`.
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q, K and V: codes from amax/6 to each further scale that is tried

@@ -9,12 +9,12 @@ from statistics import median
 
 import torch
 
-from sage_kernels.costs import Curve, Sizes, features
+from sage_kernels.costs import KEYS, Curve, Sizes, features
 
 ROWS = (64, 128, 192, 256)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
 FEWEST_POINTS = 5
-"""Points from which a curve gets weights of its own; with fewer it is another curve of its runner, scaled."""
+"""Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
         kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
     curves: list[Curve] = []
     for _, points in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        if len(points) >= FEWEST_POINTS:
-            curves.append(_fit_curve(points, multiprocessors))
+        whole = [one for one in points if one.sizes.kv_len % KEYS == 0]
+        if len(whole) >= FEWEST_POINTS:
+            curves.append(_with_factors(_fit_curve(whole, multiprocessors), points))
             continue
         alike = [curve for curve in curves if curve.runner == points[0].runner]
-        alike = alike or curves
-        if alike:
-            curves.append(min((_scaled(curve, points) for curve in alike), key=lambda curve: curve.error))
+        if alike := alike or curves:
+            curves.append(min((_scaled(curve, whole or points) for curve in alike), key=lambda curve: curve.error))
+            curves[-1] = _with_factors(curves[-1], points)
     return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dim)))
 
 
@@ -61,7 +62,17 @@ def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
             kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
             best = residual, Curve(*kind, rows, slots * multiprocessors, whole, *weights)
     assert best is not None
-    return _with_error(best[1], points)
+    return best[1]
+
+
+def _with_factors(curve: Curve, points: Sequence[Measured]) -> Curve:
+    """Return the curve with the factors and the error that the points show."""
+    plain = replace(curve, ragged=1.0, odd=1.0)
+    ragged = [one.us / plain.us(one.sizes) for one in points if one.sizes.kv_len % KEYS and one.sizes.kv_len % 8 == 0]
+    odd = [one.us / plain.us(one.sizes) for one in points if one.sizes.kv_len % 8]
+    factors = {"ragged": median(ragged) if ragged else curve.ragged, "odd": median(odd) if odd else curve.odd}
+    found = replace(curve, **factors)
+    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))
 
 
 def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
@@ -92,11 +103,9 @@ def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
 def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
     """Return a curve of the points' kind whose times are another's by their median ratio."""
     first = points[0]
-    alike = replace(curve, head_dim=first.sizes.head_dim, mask=first.mask, causal=first.causal)
+    kind = {"head_dim": first.sizes.head_dim, "mask": first.mask, "causal": first.causal}
+    alike = replace(curve, runner=first.runner, **kind)
     ratio = median(one.us / alike.us(one.sizes) for one in points)
     names = ("launch", "token", "item", "tile", "score")
-    return _with_error(replace(alike, **{name: ratio * getattr(alike, name) for name in names}), points)
-
-
-def _with_error(curve: Curve, points: Sequence[Measured]) -> Curve:
-    return replace(curve, error=max(abs(curve.us(one.sizes) / one.us - 1) for one in points))
+    found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
+    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))

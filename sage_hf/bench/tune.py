@@ -24,6 +24,7 @@ from sage_kernels.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
 LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+RAGGED = (1000, 1301, 3592, 4429)  # multiples of 8 only, or of nothing
 MASKS: tuple[Kind, ...] = ("bool", "additive")
 
 MEDIUM, LONG = 2048, 8192
@@ -59,9 +60,14 @@ def points() -> list[Point]:
             add("keys", 1, 24, n, n, head_dim)
             add("keys", 8, 12, n, n, head_dim)
             add("causal_keys", 4, 32, n, n, head_dim, group=4)
-    for head_dim, n in itertools.product((256, 80, 96), (1024, 4096, 8192)):
+        for n in RAGGED:
+            add("none", 1, 24, n, n, head_dim)
+            add("causal", 1, 32, n, n, head_dim, group=4)
+            add("keys", 4, 12, n, n, head_dim)
+            add("causal_keys", 4, 32, n, n, head_dim, group=4)
+    for head_dim, n in itertools.product((256, 80, 96, 40), (1024, 4096, 8192)):
         add("none", 2, 16, n, n, head_dim)
-    for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192), MASKS):
+    for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192, *RAGGED[:2]), MASKS):
         add(kind, 2, 16, n, n, head_dim)
     found = list(dict.fromkeys(found))
     random.Random(0).shuffle(found)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sage_hf.sparse.layer import SparseLayer, running
+from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 
 from .backends import backend_member
 from .errors import UnsupportedAttentionError
@@ -142,10 +142,12 @@ class DispatchLayer(Layer):
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         stand_in = _StandIn(self.original, backend)
-        if sage.sparse is None or torch.compiler.is_compiling():
-            return type(self.original).__call__(stand_in, attn, *args, **kwargs)
-        with running(sage.sparse):
-            return type(self.original).__call__(stand_in, attn, *args, **kwargs)
+        if sage.sparse is not None and not torch.compiler.is_compiling():
+            with running(sage.sparse):
+                return type(self.original).__call__(stand_in, attn, *args, **kwargs)
+        if sage.sparse is not None:
+            say_that_graphs_are_dense()
+        return type(self.original).__call__(stand_in, attn, *args, **kwargs)
 
 
 def calls_dispatch(processor: Any) -> bool:

@@ -154,7 +154,7 @@ class SparseLayer:
         """
         arguments = {"recipe": recipe, "fallback": fallback, **options}
         if torch.compiler.is_compiling():
-            _say_that_graphs_are_dense()
+            say_that_graphs_are_dense()
             return sage_attention(query, key, value, attn_mask, **arguments)
         if reason := self._why_dense(query, key, value, attn_mask, recipe, fallback, options):
             self.kept.dense[reason] += 1
@@ -263,5 +263,6 @@ def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:
 
 @tracing.assume_constant_result
 @cache
-def _say_that_graphs_are_dense() -> None:
+def say_that_graphs_are_dense() -> None:
+    """Log once, when the first layer with sparse attention is compiled, that such layers attend densely."""
     logger.warning("sparse attention runs eagerly only: inside a compiled graph these layers attend densely")

@@ -195,10 +195,12 @@ def tile_mass(
     """
     if rows is not None:
         query = query[:, :, rows]
-    group = query.shape[1] // key.shape[1]
-    scores = query.float() @ key.float().repeat_interleave(group, 1).mT * _scale(scale, query)
-    weights = scores.softmax(-1)
-    return F.pad(weights, (0, -key.shape[2] % block_n)).unflatten(-1, (-1, block_n)).sum(-1)
+    group, parts = query.shape[1] // key.shape[1], []
+    for head in range(key.shape[1]):  # one at a time, for less memory
+        queries = query[:, head * group : (head + 1) * group].float()
+        weights = (queries @ key[:, head : head + 1].float().mT * _scale(scale, query)).softmax(-1)
+        parts.append(F.pad(weights, (0, -key.shape[2] % block_n)).unflatten(-1, (-1, block_n)).sum(-1))
+    return torch.cat(parts, 1)
 
 
 def kept_mass(

@@ -91,3 +91,13 @@ def test_a_list_of_many_tiles_is_sorted_in_parts():
     count, number, *listed = block_tiles(call, 64).tiles[0, 0, 0].tolist()
     assert sorted(listed[:count]) == list(range(900))
     assert listed[count:number] == [900]
+
+
+def test_tiles_that_do_not_exist_are_left_out():
+    """As numbers on a GPU, which the host does not read, may name them."""
+    inputs = draw(q_heads=1, q_len=16)
+    blocks = draw_blocks(1, 1, 16, 330)
+    tiles = torch.tensor([[[[-1, 2, 99, 0]]]], dtype=torch.int32)
+    call = call_of(inputs, "sage2", blocks._replace(counts=torch.full_like(blocks.counts, 7), tiles=tiles))
+    count, number, *listed = block_tiles(call, 128).tiles[0, 0, 0].tolist()
+    assert (listed[:count], listed[count:number]) == ([0], [2])

@@ -45,9 +45,12 @@ class HopperQuantizer:
     def quantize(
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
     ) -> Int8Operands:
-        """Quantise; see `quantize.quantize_operands`. With `valid` come spans, which are written."""
-        padding = None if valid is None or spans is None else KeyPadding(valid, spans)
-        return quantize.quantize_operands(call, padding)
+        """Quantise; see `quantize.quantize_operands`. With `valid` come spans, which are written, or it raises."""
+        if valid is None:
+            return quantize.quantize_operands(call)
+        if spans is None:
+            raise ValueError(f"{self.name} reads `valid` only with the spans of `read_padding`")
+        return quantize.quantize_operands(call, KeyPadding(valid, spans))
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
         """Return which keys exist, with room for their spans, which `quantize` writes."""

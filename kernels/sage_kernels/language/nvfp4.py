@@ -72,12 +72,15 @@ def mask_from(column, x):
 
 
 @triton.jit
-def mask_bits(mask, row, column, q_len, kv_len, stride_row, stride_column):
-    """Load a boolean mask: int32 (m, n/8), whose bit i allows row (m,) to attend to key column + i, column (n/8,)."""
+def mask_bits(mask, row, column, q_len, limit, stride_row, stride_column):
+    """Load a boolean mask: int32 (m, n/8), whose bit i allows row (m,) to attend to key column + i, column (n/8,).
+
+    Keys from `limit` on, a scalar or (m, 1), are not allowed.
+    """
     at = mask + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
     bits = tl.zeros((row.shape[0], column.shape[0]), tl.int32)
     for i in tl.static_range(8):
-        inside = (row < q_len)[:, None] & (column + i < kv_len)[None, :]
+        inside = (row < q_len)[:, None] & ((column + i)[None, :] < limit)
         bits |= tl.load(at + i * stride_column, mask=inside, other=0).to(tl.int32) << i
     return bits
 
@@ -90,24 +93,24 @@ def mask_by_bits(bits, x):
 
 
 @triton.jit
-def mask_biases(mask, row, column, q_len, kv_len, stride_row, stride_column):
+def mask_biases(mask, row, column, q_len, limit, stride_row, stride_column):
     """Load an additive mask for scores in base 2: eight float32 (m, n/8), of key column + 0 … 7; see `mask_bits`."""
-    row_inside = (row < q_len)[:, None]
+    inside = (row < q_len)[:, None]
     at = mask + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
-    b0 = _mask_bias(at, 0, row_inside, column, kv_len, stride_column)
-    b1 = _mask_bias(at, 1, row_inside, column, kv_len, stride_column)
-    b2 = _mask_bias(at, 2, row_inside, column, kv_len, stride_column)
-    b3 = _mask_bias(at, 3, row_inside, column, kv_len, stride_column)
-    b4 = _mask_bias(at, 4, row_inside, column, kv_len, stride_column)
-    b5 = _mask_bias(at, 5, row_inside, column, kv_len, stride_column)
-    b6 = _mask_bias(at, 6, row_inside, column, kv_len, stride_column)
-    b7 = _mask_bias(at, 7, row_inside, column, kv_len, stride_column)
+    b0 = _mask_bias(at, 0, inside, column, limit, stride_column)
+    b1 = _mask_bias(at, 1, inside, column, limit, stride_column)
+    b2 = _mask_bias(at, 2, inside, column, limit, stride_column)
+    b3 = _mask_bias(at, 3, inside, column, limit, stride_column)
+    b4 = _mask_bias(at, 4, inside, column, limit, stride_column)
+    b5 = _mask_bias(at, 5, inside, column, limit, stride_column)
+    b6 = _mask_bias(at, 6, inside, column, limit, stride_column)
+    b7 = _mask_bias(at, 7, inside, column, limit, stride_column)
     return b0, b1, b2, b3, b4, b5, b6, b7
 
 
 @triton.jit
-def _mask_bias(at, i: tl.constexpr, row_inside, column, kv_len, stride_column):
-    inside = row_inside & (column + i < kv_len)[None, :]
+def _mask_bias(at, i: tl.constexpr, inside, column, limit, stride_column):
+    inside = inside & ((column + i)[None, :] < limit)
     return base_2(tl.load(at + i * stride_column, mask=inside, other=float("-inf")))
 
 

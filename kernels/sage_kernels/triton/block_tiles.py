@@ -107,7 +107,7 @@ def find_tiles(
     listed = place < number
     tile = tl.load(tiles + (place // PARTS).to(tl.int64) * stride_place, mask=listed, other=0) * PARTS + place % PARTS
     first, last = tile * BLOCK_N, tile * BLOCK_N + BLOCK_N - 1
-    seen = listed & (first < kv_len)
+    seen = listed & (tile >= 0) & (first < kv_len)
     whole = seen & (last < kv_len)
     if CAUSAL:
         seen = seen & (first <= last_row + causal_offset)
@@ -149,7 +149,7 @@ def sort_tiles(
     entries += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * places
     tiles += batch * tiles_stride_batch + head * tiles_stride_head + block.to(tl.int64) * tiles_stride_row
     number = tl.load(counts + batch * counts_stride_batch + head * counts_stride_head + block * counts_stride_row)
-    number *= PARTS
+    number = tl.minimum(number * PARTS, places - 3)
     if PADDED:
         state += batch * state_stride
     first_row = block * BLOCK_M

@@ -19,7 +19,7 @@ from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
-MOST_MEANS = 128  # of a program
+MOST_MEANS = 64  # of a program
 
 
 def delta_scores(
@@ -84,7 +84,7 @@ def delta_scores(
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
-        num_warps=8 if means * keys > 64 * 128 else 4,
+        num_warps=4,
         num_stages=1,
     )
 

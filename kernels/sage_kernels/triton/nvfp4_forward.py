@@ -226,30 +226,31 @@ def attend_tile(
             factor = 1.0
         else:
             factor = max_or_nan(factor, FLOAT32_MIN_NORMAL)  # -inf · 0 would be NaN
-        # Were the branches' results the scores, they would leave the layout of the matrix instructions.
-        if MASK == "bool" and NATIVE:
-            bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+        limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
+        if MASK == "none":
             if needs_mask != 0:
-                column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
-                bits = mask_bits(mask, row, column, q_len, kv_len, mask_stride_row, mask_stride_column)
-            s = mask_by_bits(bits, s)
-        elif MASK == "additive" and NATIVE:
-            zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
-            b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
-            if needs_mask != 0:
-                column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
-                b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
-                    mask, row, column, q_len, kv_len, mask_stride_row, mask_stride_column
-                )
-            s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
-        elif MASK != "none" and needs_mask != 0:
+                s = mask_from(limit - tile * BLOCK_N, s)
+        elif NATIVE:
+            # Were the branches' results the scores, they would leave the layout of the matrix instructions.
+            column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
+            if MASK == "bool":
+                bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+                if needs_mask != 0:
+                    bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
+                s = mask_by_bits(bits, s)
+            else:
+                zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
+                b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
+                if needs_mask != 0:
+                    b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
+                        mask, row, column, q_len, limit, mask_stride_row, mask_stride_column
+                    )
+                s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
+        elif needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             s = mask_scores(
-                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, False, MASK
+                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
             )
-        if needs_mask != 0 and (MASK == "none" or CAUSAL):
-            limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
-            s = mask_from(limit - tile * BLOCK_N, s)
     shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
     v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)

@@ -72,9 +72,6 @@ constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
 // scores of keys without their mean have mean 0; and their weights are erased before these are summed.
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
-// In an item's last tile, half of the scores may be left out: without heavy keys, those left of a multiple of BLOCK_N
-// end with half a tile.
-constexpr bool HALVES = ERASES && BLOCK_N == 128;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
@@ -323,7 +320,7 @@ struct Consumer {
   }
 
   // Find a tile's scales and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
-  template <int ODD, bool MASKED, bool HALF = false>
+  template <int ODD, bool MASKED>
   DEVICE void find_maxima(int number) {
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++) {
@@ -340,7 +337,7 @@ struct Consumer {
     }
     float largest[2] = {-INFINITE, -INFINITE};
 #pragma unroll
-    for (int part = 0; part < (HALF ? 1 : SEGMENTS); part++) {
+    for (int part = 0; part < SEGMENTS; part++) {
       int x[4] = {NO_KEY, NO_KEY, NO_KEY, NO_KEY};  // two chains for each row
 #pragma unroll
       for (int i = 0; i < SCORES; i += 4) {
@@ -407,14 +404,13 @@ struct Consumer {
     }
   }
   // `await_products` waits until the matrix products have read the weights of the last tile.
-  template <int ODD, bool MASKED, bool HALF = false, typename Await>
+  template <int ODD, bool MASKED, typename Await>
   DEVICE void weigh_scores(Await await_products) {
-    constexpr int LAST = (HALF ? CHUNKS / 2 : CHUNKS) - 1;
     begin_chunk<ODD, MASKED>(0);
 #pragma unroll
-    for (int c = 0; c <= LAST; c++) {
+    for (int c = 0; c < CHUNKS; c++) {
       exponentiate_chunk(c);
-      if (c < LAST) begin_chunk<ODD, MASKED>(c + 1);
+      if (c + 1 < CHUNKS) begin_chunk<ODD, MASKED>(c + 1);
       if (c == PRODUCTS_DONE) {
         pin(scores);
         await_products();
@@ -424,7 +420,7 @@ struct Consumer {
         pack_chunk(c - 1);
       }
     }
-    pack_chunk(LAST);
+    pack_chunk(CHUNKS - 1);
     pin(weights);
   }
 
@@ -512,7 +508,7 @@ struct Consumer {
   }
 
   // P·V of the last tile runs while this tile's scores become weights.
-  template <int ODD, bool MASKED, bool HALF = false>
+  template <int ODD, bool MASKED>
   DEVICE void step(int tile) {
     fence_products();
     begin_scores(ODD);
@@ -521,8 +517,8 @@ struct Consumer {
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
-    find_maxima<ODD, MASKED, HALF>(tile);
-    weigh_scores<ODD, MASKED, HALF>([&] {
+    find_maxima<ODD, MASKED>(tile);
+    weigh_scores<ODD, MASKED>([&] {
       // The compiler moves no wait for products above these, which are branches.
       if (tile + 1 < item.tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
       wait(barriers.v_full[ODD], parity);
@@ -861,30 +857,18 @@ struct Consumer {
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
       const int whole = begin_item();
       int tile = 1;
-      const bool half = HALVES && item.tiles > 1 && (a.kv_len - 1) % BLOCK_N < BLOCK_N / 2;
-      const int end = item.tiles - half;
 #pragma unroll 1
-      for (; tile + 1 < (HALVES ? end : whole); tile += 2) {
+      for (; tile + 1 < whole; tile += 2) {
         step<1, false>(tile);
         parity ^= 1;
         step<0, false>(tile + 1);
       }
 #pragma unroll 1
-      for (; tile < end; tile++) {
+      for (; tile < item.tiles; tile++) {
         step<1, !ERASES>(tile);
-        if (++tile == end) break;
+        if (++tile == item.tiles) break;
         parity ^= 1;
         step<0, !ERASES>(tile);
-      }
-      if constexpr (HALVES) {
-        if (half) {
-          if (tile % 2) {
-            step<1, false, true>(tile);
-          } else {
-            parity ^= 1;
-            step<0, false, true>(tile);
-          }
-        }
       }
       end_item(round);
       parity ^= 1;
