@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sage_hf.bench import grid_tables, models, plots, tables
+from sage_hf.bench import grid_tables, measure_host, models, plots, tables
 from sage_kernels.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +34,8 @@ GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
+HOST = "nvidia-h200-host"
+"""Name of the result with the host time of calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
 TREES = ("sage_hf", "kernels/sage_kernels")
@@ -106,6 +108,13 @@ def phases() -> str:
     if not has_result(PHASES):
         return "Phases are not in a results file yet."
     return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
+
+
+def host() -> str:
+    """Return a table of the host time of calls."""
+    if not has_result(HOST):
+        return "Host times are not in a results file yet."
+    return f"{measure_host.markdown(read_result(HOST))}\n\n{sources(HOST)}"
 
 
 def attention_gain() -> str:
@@ -303,6 +312,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "grid": grid,
     "phases": phases,
+    "host": host,
     "training-speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),

@@ -44,7 +44,8 @@ def test_the_command_writes_rows_and_prints_a_table(monkeypatch, tmp_path, capsy
     assert main(["bench", "--host", "--output", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "nvidia-h200-host.json").read_text())["rows"] == rows
     printed = capsys.readouterr().out
-    assert "plain     40    15    -" in printed and "key_mask  -     -     -" in printed
+    assert "plain     40    15    –" in printed and "key mask  –     –     –" in printed
+    assert "| plain | 40 | 15 | – |" in measure_host.markdown({"rows": rows})
 
 
 def test_the_command_takes_no_shapes(capsys, monkeypatch):

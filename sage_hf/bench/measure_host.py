@@ -169,11 +169,21 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
 
 def text(result: dict[str, Any]) -> str:
     """Return a table for a terminal: µs of a call, by route and provider."""
+    return f"µs of a call on the host of {result['gpu']}\n\n{text_table(['', *PROVIDERS], _cells(result))}"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the same table for a page."""
+    header = ["µs of a call", *(f"`{provider}`" for provider in PROVIDERS)]
+    lines = [header, ["---"] * len(header), *_cells(result)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(result: dict[str, Any]) -> list[list[str]]:
     cells: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
-        cells.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "-"
-    rows = [[route, *(by.get(provider, "-") for provider in PROVIDERS)] for route, by in cells.items()]
-    return f"µs of a call on the host of {result['gpu']}\n\n{text_table(['', *PROVIDERS], rows)}"
+        cells.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "–"
+    return [[route.replace("_", " "), *(by.get(one, "–") for one in PROVIDERS)] for route, by in cells.items()]
 
 
 def synchronize(device: torch.device) -> None:
