@@ -35,7 +35,7 @@ VARIANTS: dict[str, Recipe] = {
     "+ denominators from quantised P": replace(SAGE3, balance=False),
     "+ balance (`sage3`)": SAGE3,
     "`sage3` without smooth Q": replace(SAGE3, smooth_q=False),
-    "`sage3` with two scales, amax to 6 or 4": replace(SAGE3, scale_steps=(0, 4)),
+    "`sage3` with two scales, amax to 6 or 4": replace(SAGE3, scale_steps=(4,)),
     "INT8·FP8, no smooth V": replace(SAGE2, smooth_v=False),
     "INT8·FP8, smooth V (`sage2`)": SAGE2,
     "INT8·FP16 (`sage1`)": RECIPES["sage1"],

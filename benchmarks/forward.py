@@ -15,7 +15,7 @@ from pathlib import Path
 
 from record import git_commit
 
-from sage_hf.bench import command, plots, tables
+from sage_hf.bench import command, grid_tables, plots, tables
 
 
 def main(description: str | None = __doc__, **defaults: object) -> None:
@@ -28,7 +28,13 @@ def main(description: str | None = __doc__, **defaults: object) -> None:
     args = parser.parse_args()
     if args.render:
         result = json.loads(args.render.read_text(encoding="utf-8"))
+        if args.grid:
+            plots.plot_grid(result, args.render.with_suffix(".png"))
+            print(grid_tables.markdown(result))
+            return
         if args.model:
+            if tables.model_gains(result):
+                plots.plot_models(result, args.render.with_suffix(".png"))
             print(f"{tables.model_gain(result)}\n\n{tables.model_speed(result)}")
             return
         plots.plot(result, args.render.with_suffix(".png"))

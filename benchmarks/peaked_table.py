@@ -1,35 +1,38 @@
 """Measure errors where attention is peaked, with and without the recipes' remedies, and of others' kernels beside them.
 
 python benchmarks/peaked_table.py --output benchmarks/results                  # on this GPU: our kernels and peers
+python benchmarks/peaked_table.py --resume --output benchmarks/results         # the rest, after it was cut short
 python benchmarks/peaked_table.py --device cpu --output benchmarks/results     # the reference, on shorter tensors
 python benchmarks/peaked_table.py --render benchmarks/results/cpu-peaked.json  # print the table of a JSON
 
 Errors are relative L1 errors of the output against exact attention in float64, Σ|O - O'| / Σ|O|, on the tensors of
-`peaked`. The JSON is <device>-peaked.json; a row has "tensor", "provider" (a recipe or a peer), "rel_l1" and, for
-recipes, "remedies" and "kernel".
+`peaked`. The JSON is <device>-peaked.json, written as the rows come; a row has "tensor", "provider" (a recipe or a
+peer), "rel_l1" and, for recipes, "remedies" and "kernel".
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peaked import CASES, SMALL_CASES, Case, Inputs
+from peaked import CASES, SMALL_CASES, Case, Inputs, Sinks
 from record import cpu_facts, git_commit
 from torch import Tensor
 
 from sage_hf.bench import measure, tables
 from sage_hf.bench.peers import PROVIDERS, Provider
+from sage_hf.bench.warming import call_in_processes
 from sage_kernels import dispatch, exact, ops
 from sage_kernels.recipe import RECIPES, Recipe, without_remedies
 from sage_kernels.registry import Plan
@@ -47,6 +50,9 @@ PEERS = tuple(
     }
 )
 LABELS = {provider.name: provider.label for provider in PEERS}
+TENSORS = ("query", "key", "value")
+BATCH_ELEMENTS = 2**28
+"""Largest number of elements of K in a batch of cases: the emulation takes about 40 bytes for each."""
 ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
 """Peers whose causal attention aligns the last query with the last key; others' call has as many queries as keys."""
 
@@ -89,8 +95,8 @@ def attend(inputs: Inputs, recipe: str) -> tuple[Tensor, str]:
     return output, plans[0].kernel
 
 
-def measure_recipe(inputs: Inputs, truth: Tensor, name: str) -> list[dict[str, Any]]:
-    """Return the recipe's row, or two if it has remedies: without them and with them."""
+def measure_recipe(inputs: Inputs, truths: Tensor, name: str) -> list[list[dict[str, Any]]]:
+    """Return the recipe's rows for each sample of a batch: without its remedies and, if it has any, with them."""
     recipe = RECIPES[name]
     plain = replace(without_remedies(recipe), name=f"{name} without remedies")
     with registered(plain):
@@ -98,8 +104,11 @@ def measure_recipe(inputs: Inputs, truth: Tensor, name: str) -> list[dict[str, A
     if without_remedies(recipe) != recipe:
         outputs[True] = attend(inputs, name)
     return [
-        {"provider": name, "remedies": remedies, "kernel": kernel, "rel_l1": relative_l1(truth, output)}
-        for remedies, (output, kernel) in outputs.items()
+        [
+            {"provider": name, "remedies": remedies, "kernel": kernel, "rel_l1": relative_l1(truth, output[index])}
+            for remedies, (output, kernel) in outputs.items()
+        ]
+        for index, truth in enumerate(truths)
     ]
 
 
@@ -116,36 +125,101 @@ def measure_peer(inputs: Inputs, truth: Tensor, peer: Provider) -> dict[str, Any
     return row | {"rel_l1": relative_l1(truth, output)}
 
 
-@torch.no_grad()
-def run(device: torch.device, cases: Sequence[Case], peers: Sequence[Provider]) -> list[dict[str, Any]]:
-    """Return the rows of all cases, in float32 on a CPU and in bfloat16 on a GPU."""
-    rows: list[dict[str, Any]] = []
-    seconds: dict[str, float] = defaultdict(float)
+def alike(cases: Sequence[Case]) -> list[list[Case]]:
+    """Return the cases in groups of equal sizes and causality, of at most BATCH_ELEMENTS elements of K each.
+
+    The recipes run a group as one batch, whose samples do not know each other: the emulation takes most of its time to
+    launch what it computes.
+    """
+    groups: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
-        inputs = case.draw(device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
-        truth, _ = exact.attention(*inputs[:3], is_causal=inputs.is_causal, causal_offset=inputs.causal_offset)
-        for provider in (*OURS, *peers):
+        causal = isinstance(case, Sinks) and case.causal
+        groups[case.q_len, case.kv_len, case.q_heads, case.kv_heads, case.head_dim, causal].append(case)
+    found = []
+    for group in groups.values():
+        size = max(1, BATCH_ELEMENTS // (group[0].kv_heads * group[0].kv_len * group[0].head_dim))
+        found += [group[start : start + size] for start in range(0, len(group), size)]
+    return found
+
+
+def warm(cases: Sequence[Case]) -> None:
+    """Compile on a GPU, in several processes, what the INT8 recipes need for the cases."""
+    names = [name for name in OURS if RECIPES[name].qk == "int8"]
+    # One of each kernel comes before others of it, which would wait for the same compiler.
+    groups = sorted(alike(cases), key=lambda group: group[0].kv_len)
+    call_in_processes(_compile, itertools.product((group[0] for group in groups), names, (False, True)))
+
+
+@torch.no_grad()
+def _compile(what: tuple[Case, str, bool]) -> None:
+    case, name, plain = what
+    recipe = replace(without_remedies(RECIPES[name]), name=f"{name} without remedies") if plain else RECIPES[name]
+    with registered(recipe) if plain else nullcontext():
+        attend(case.draw("cuda").to(torch.bfloat16), recipe.name)
+
+
+@torch.no_grad()
+def run(
+    device: torch.device,
+    cases: Sequence[Case],
+    peers: Sequence[Provider],
+    write: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Return the rows of all cases, in float32 on a CPU and in bfloat16 on a GPU.
+
+    Args:
+        device: where to.
+        cases: the tensors.
+        peers: others' kernels to measure beside our recipes.
+        write: called with the rows so far after each group of `alike` cases.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {}
+    seconds: dict[str, float] = defaultdict(float)
+
+    def found() -> list[dict[str, Any]]:
+        return [row for case in cases for row in rows.get(case.name, ())]
+
+    for group in alike(cases):
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        samples = [case.draw(device).to(dtype) for case in group]
+        batch = samples[0]._replace(**{name: torch.cat([getattr(one, name) for one in samples]) for name in TENSORS})
+        truths, _ = exact.attention(*batch[:3], is_causal=batch.is_causal, causal_offset=batch.causal_offset)
+        rows |= {case.name: [] for case in group}
+        for name in OURS:
             started = time.perf_counter()
-            if isinstance(provider, str):
-                found, name = measure_recipe(inputs, truth, provider), provider
-            else:
-                found, name = [measure_peer(inputs, truth, provider)], provider.name
-            rows += [{"tensor": case.name, **row} for row in found]
+            for case, of_sample in zip(group, measure_recipe(batch, truths, name), strict=True):
+                rows[case.name] += [{"tensor": case.name, **row} for row in of_sample]
             seconds[name] += time.perf_counter() - started
-        print(f"{case.name}: {_summary(rows, case.name)}", file=sys.stderr, flush=True)
+        del batch
+        for peer in peers:
+            started = time.perf_counter()
+            for case, inputs, truth in zip(group, samples, truths, strict=True):
+                rows[case.name].append({"tensor": case.name, **measure_peer(inputs, truth[None], peer)})
+            seconds[peer.name] += time.perf_counter() - started
+        for case in group:
+            print(f"{case.name}: {_summary(rows[case.name])}", file=sys.stderr, flush=True)
+        write(found())
     for peer in peers:
-        reasons = {row["unavailable"] for row in rows if row["provider"] == peer.name and "unavailable" in row}
+        reasons = {row["unavailable"] for row in found() if row["provider"] == peer.name and "unavailable" in row}
         for why in sorted(reasons):
             print(f"note: {peer.name} is missing where: {why}", file=sys.stderr)
     print("seconds: " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()), file=sys.stderr)
-    return rows
+    return found()
 
 
-def _summary(rows: Sequence[dict[str, Any]], tensor: str) -> str:
+def merged(
+    rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], cases: Sequence[Case]
+) -> list[dict[str, Any]]:
+    """Return the rows with those kept of other tensors, in the order of the cases; others follow."""
+    new = {row["tensor"] for row in rows}
+    order = {case.name: index for index, case in enumerate(cases)}
+    together = [*rows, *(row for row in kept if row["tensor"] not in new)]
+    return sorted(together, key=lambda row: order.get(row["tensor"], len(order)))
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
     return ", ".join(
-        f"{row['provider']}{'*' if row.get('remedies') else ''} {row['rel_l1']:.4f}"
-        for row in rows
-        if row["tensor"] == tensor and "rel_l1" in row
+        f"{row['provider']}{'*' if row.get('remedies') else ''} {row['rel_l1']:.4f}" for row in rows if "rel_l1" in row
     )
 
 
@@ -171,6 +245,9 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="measure only tensors whose name contains it")
     parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the JSON (default: none is written)")
+    parser.add_argument(
+        "--resume", action="store_true", help="measure only tensors that the JSON of the same machine and commit lacks"
+    )
     parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: print the table of this file")
     args = parser.parse_args()
     if args.render:
@@ -181,13 +258,28 @@ def main() -> None:
     commit = git_commit() if args.commit is None else args.commit
     facts: dict[str, Any] = measure.facts(device, commit) if on_gpu else cpu_facts() | {"commit": commit}
     cases = [case for case in (CASES if on_gpu else SMALL_CASES) if args.only in case.name]
-    rows = run(device, cases, PEERS if on_gpu else ())
-    print(markdown(rows))
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        slug = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower()) if on_gpu else "cpu"
-        path = args.output / f"{slug}-peaked.json"
-        path.write_text(tables.to_json({**facts, "rows": rows}), encoding="utf-8")
+    slug = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower()) if on_gpu else "cpu"
+    path = args.output / f"{slug}-peaked.json" if args.output else None
+    kept: list[dict[str, Any]] = []
+    if args.resume and path is not None and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if {**before, "rows": [], "date": ""} == {**facts, "rows": [], "date": ""}:
+            kept = before["rows"]
+    there = {row["tensor"] for row in kept}
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(tables.to_json({**facts, "rows": merged(rows, kept, cases)}), encoding="utf-8")
+
+    missing = [case for case in cases if case.name not in there]
+    if on_gpu:
+        started = time.perf_counter()
+        warm(missing)
+        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    rows = run(device, missing, PEERS if on_gpu else (), write)
+    print(markdown(merged(rows, kept, cases)))
+    if path is not None:
         print(f"wrote {path}", file=sys.stderr)
 
 

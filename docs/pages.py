@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sage_hf.bench import models, plots, tables
+from sage_hf.bench import grid_tables, models, plots, tables
 from sage_kernels.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +28,12 @@ RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MODELS = "nvidia-h200-models"
 """Name of the result with the times of whole models' steps."""
+SPARSE = "nvidia-h200-sparse"
+"""Name of the result with the speed over block lists."""
+GRID = "nvidia-h200-grid"
+"""Name of the result with the times of every kind of call."""
+PHASES = "nvidia-h200-phases"
+"""Name of the result with the times of the phases of our calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
 TREES = ("sage_hf", "kernels/sage_kernels")
@@ -59,16 +65,17 @@ def read_result(name: str) -> dict[str, Any]:
 
 def gain() -> str:
     """Return a table of what a user gains: steps of five models if models were measured, else calls of attention."""
-    return tables.model_gain(read_result(MODELS), most=5) if has_models() else attention_gain()
+    return tables.model_gain(read_result(MODELS), most=5) if has_result(MODELS) else attention_gain()
 
 
 def model_gain() -> str:
     """Return a table of the time of a step of every measured model."""
-    if not has_models():
+    if not has_result(MODELS):
         return "The steps of whole models are not in a results file yet; the table below times attention alone."
     result = read_result(MODELS)
     every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
-    return "\n\n".join((tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
+    drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
+    return "\n\n".join((drawn, tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
 
 
 def measured_models() -> str:
@@ -81,9 +88,24 @@ def measured_models() -> str:
     return "\n".join(rows)
 
 
-def has_models() -> bool:
-    """Return whether there is a result of whole models."""
-    return (RESULTS / f"{MODELS}.json").exists()
+def has_result(name: str) -> bool:
+    """Return whether there is a result of that name."""
+    return (RESULTS / f"{name}.json").exists()
+
+
+def grid() -> str:
+    """Return the heat map and the tables of every kind of call."""
+    if not has_result(GRID):
+        return "Calls of every kind are not in a results file yet."
+    message = "Speed of attention by kind of call and tokens, relative to the fastest exact attention"
+    return "\n\n".join((picture(GRID, message), grid_tables.markdown(read_result(GRID)), sources(GRID)))
+
+
+def phases() -> str:
+    """Return a table of the phases of our calls."""
+    if not has_result(PHASES):
+        return "Phases are not in a results file yet."
+    return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
 
 
 def attention_gain() -> str:
@@ -94,6 +116,29 @@ def attention_gain() -> str:
 def speed() -> str:
     """Return a table of every provider's forward speed at every shape."""
     return tables.markdown(read_result("nvidia-h200-forward"))
+
+
+def sparse_speed() -> str:
+    """Return a table of the speed over block lists, if it is measured."""
+    if not (RESULTS / f"{SPARSE}.json").exists():
+        return "The speed over block lists is not in a results file yet."
+    result = read_result(SPARSE)
+    columns = ("tokens", "head_dim", "list of", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in result["rows"]:
+        sizes = (f"{row['q_len']:,}", row["head_dim"], f"{row['block_m']}×{row['block_n']}", f"{row['skipped']:.0%}")
+        speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
+        error = f"{row['rel_l1']:.4f}" if "rel_l1" in row else "–"
+        cells = (*sizes, f"`{row['provider']}`", *speed, error)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random"
+    head = f"{where}; quantising and sorting of lists included, routing not:"
+    parts = ["| tokens | part | ms |", "|---|---|---|"]
+    parts += [f"| {row['q_len']:,} | {row['part']} | {row['ms']:.2f} |" for row in result["routing"]]
+    before = (
+        "What comes before it, in PyTorch: each router at a quarter of the tiles, and Q, K, V and the output reordered:"
+    )
+    return "\n\n".join((head, "\n".join(lines), before, "\n".join(parts), sources(SPARSE)))
 
 
 def training_speed() -> str:
@@ -115,6 +160,7 @@ def peaked_errors() -> str:
         shown = [row for row in result["rows"] if row["tensor"] not in left_out]
         where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
         more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
+        more += f"; {result['note']}" if "note" in result else ""
         texts.append(f"{where}{more}:\n\n{peaked_table.markdown(shown)}")
     return "\n\n".join([*texts, sources(PEAKED_ON_GPU, "cpu-peaked")])
 
@@ -187,7 +233,10 @@ def measure_commands() -> str:
     return f"""```bash
 python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/grid.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -241,6 +290,7 @@ def _about(path: Path) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "gain": gain,
+    "sparse-speed": sparse_speed,
     "model-gain": model_gain,
     "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(
@@ -251,6 +301,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
             sources("nvidia-h200-forward"),
         )
     ),
+    "grid": grid,
+    "phases": phases,
     "training-speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),
@@ -280,6 +332,10 @@ def main() -> None:
         return
     for name in ("nvidia-h200-forward", "nvidia-h200-forward_backward"):
         plots.plot(read_result(name), RESULTS / f"{name}.png")
+    if has_result(MODELS):
+        plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
+    if has_result(GRID):
+        plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 

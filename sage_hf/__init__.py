@@ -15,6 +15,7 @@ from sage_hf.attention import sage_attention, set_default_fallback
 from sage_hf.config import SageConfig
 from sage_hf.diffusers.install import install
 from sage_hf.explain import explain
+from sage_hf.sparse.config import Sparse
 from sage_hf.transformers import register
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _PROCESSORS = (
 
 __all__ = [
     "SageConfig",
+    "Sparse",
     "apply",
     "explain",
     "record_layer_errors",

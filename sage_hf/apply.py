@@ -16,6 +16,7 @@ from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.config import SageConfig
 from sage_hf.names import name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
+from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import get_recipe
 
@@ -131,7 +132,7 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """Return the change of a diffusers model: a processor for each layer, and a hook that follows denoising steps."""
-    from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, exchange_processor
+    from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, check_whole, exchange_processor
 
     processors = {}
     for name, layer in target.layers.items():
@@ -142,17 +143,25 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise
-    schedule = None
-    if config.steps:
-        timestep_argument(getattr(target.model, "_orig_mod", target.model))
+    schedule = sparse = None
+    denoiser = getattr(target.model, "_orig_mod", target.model)
+    if config.sparse is not None:
+        check_whole(denoiser)
+        sparse = SparseModel(config.sparse, denoiser)
+        for name, processor in processors.items():
+            processor.sparse = SparseLayer(sparse, config.sparse.is_dense(name))
+    if config.steps or (config.sparse is not None and config.sparse.dense_steps):
+        timestep_argument(denoiser)
         follow = {name: processor for name, processor in processors.items() if config.layer_rule(name) is None}
-        schedule = StepSchedule(config, follow, pipe)
+        schedule = StepSchedule(config, follow, pipe, None if sparse is None else sparse.set_step)
 
     def change(undo: list[Callable[[], None]]) -> None:
         for name, processor in processors.items():
             undo.append(exchange_processor(target.layers[name], processor))
         if schedule is not None:
             undo.append(schedule.attach(target.model).remove)
+        if sparse is not None:
+            undo.append(sparse.attach(target.model).remove)
 
     return change
 
@@ -160,6 +169,8 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
 def _transformers_change(target: Target, config: SageConfig) -> Change:
     """Return the change of a transformers model: its `attn_implementation`, and each layer's recipe on its module."""
     model: Any = getattr(target.model, "_orig_mod", target.model)
+    if config.sparse is not None:
+        raise ValueError(f"sparse: {type(model).__name__} is no diffusers model, whose self-attention alone is routed")
     if config.steps:
         timestep_argument(model)
     # The implementation's name decides which masks transformers makes: those for gradients if a layer's recipe has any.

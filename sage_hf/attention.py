@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, overload
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 
 from sage_hf import record
-from sage_kernels import checks, exact, ops, training
+from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
+from sage_kernels.blocks import BlockList, check_blocks, exact_attention
+from sage_kernels.call import Mask
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Request, exact_plan
+from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
 
 
 def set_default_fallback(fallback: str) -> None:
@@ -65,6 +69,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: Literal[False] = False,
+    blocks: BlockList | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -82,6 +87,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: Literal[True],
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -98,6 +104,7 @@ def sage_attention(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -118,6 +125,8 @@ def sage_attention(
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
+        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
+            attn_mask may only say which keys exist. The first keys are then in few bits too, and gradients are exact.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
@@ -140,20 +149,15 @@ def sage_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
-    output, lse = attend(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=return_lse,
+    if blocks is not None:
+        sparse = _attend_to_blocks(
+            blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
+        )
+        return sparse if return_lse else sparse[0]
+    output, lse = _attend(
+        *(query, key, value, attn_mask, dropout_p, is_causal, 0, scale, enable_gqa, recipe, fallback, return_lse)
     )
-    return (output, lse) if return_lse else output
+    return output if lse is None or not return_lse else (output, lse)
 
 
 def attend(
@@ -166,6 +170,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    causal_offset: int = 0,
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
@@ -174,18 +179,55 @@ def attend(
 
     Args:
         attn_mask, is_causal: a query attends to what both allow.
+        causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
 
     Returns:
         (output, lse); lse has no elements without return_lse.
     """
-    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
+    output, lse = _attend(
+        *(query, key, value, attn_mask, dropout_p, is_causal, causal_offset, scale, enable_gqa),
+        *(recipe, fallback, return_lse),
+    )
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None or not return_lse else lse
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: str,
+    fallback: str | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do as `attend`; the lse may be None without return_lse."""
+    checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
+    is_causal = bool(is_causal)
+    slot = None
+    if not torch.compiler.is_compiling() and dropout_p == 0.0:
+        if torch._C._is_any_autocast_enabled() and isinstance(query, torch.Tensor):
+            query, key, value = exact.in_autocast_dtype(query, key, value)
+        grad = ops.wants_gradient(query, key, value, attn_mask)
+        options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
+        slot = prepared.find(query, key, value, attn_mask, "sage_attention", grad, *options)
+        if slot is not None and slot.prepared is not None:
+            slot.announce(slot.prepared.plan)
+            output, lse = slot.prepared(query, key, value, attn_mask)
+            record.notify_observers(
+                *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output)
+            )
+            return output, lse
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
-    is_causal = bool(is_causal)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
     valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
@@ -197,8 +239,11 @@ def attend(
                 f"{reason}: run under torch.no_grad() if no gradient is needed, or use "
                 'fallback="native" for exact attention with gradients'
             )
-        _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
+        plan = _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
         output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
+        if slot is not None and plan is not None and not return_lse:
+            exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
+            slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
     elif wants_gradient:
         output, lse = training.attention(
             query,
@@ -211,24 +256,29 @@ def attend(
             fallback=checked_fallback,
             return_lse=return_lse,
         )
-    else:
+        if slot is not None and not return_lse:
+            prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
+            slot.prepare(partial(prepare, recipe, checked_fallback))
+    elif slot is None:
         output, lse = ops.attention(
             query,
             key,
             value,
             mask=mask,
             is_causal=is_causal,
+            causal_offset=causal_offset,
             scale=scale,
             recipe=recipe,
             fallback=checked_fallback,
             return_lse=return_lse,
         )
+    else:  # nothing watches operators
+        call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
+        plan = dispatch.plan_of(call, checked_fallback)
+        output, lse = dispatch.run(call, plan)
+        slot.prepare(partial(prepared.prepare, call, plan, mask))
     if not torch.compiler.is_compiling():
-        record.notify_observers(
-            lambda layer, plan: record.AttentionCall(
-                layer, query, key, value, attn_mask, is_causal, scale, enable_gqa, output, plan
-            )
-        )
+        record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output, lse
 
 
@@ -267,14 +317,20 @@ def _record_exact(
     recipe: str,
     return_lse: bool,
     reason: str,
-) -> None:
-    """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`)."""
-    compiling = torch.compiler.is_compiling()
-    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
-    if recipe != "exact":
-        record.report_exact(request, reason, recipe)
-    elif request is not None:
-        record.file_plan(exact_plan(request))
+) -> Plan | None:
+    """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`).
+
+    Returns:
+        The plan, unless the call is being compiled.
+    """
+    if torch.compiler.is_compiling():
+        if recipe != "exact":
+            record.report_exact(None, reason, recipe)
+        return None
+    request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+    plan = exact_plan(request, *([] if recipe == "exact" else [("", reason)]))
+    record.file_plan(plan)
+    return plan
 
 
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -363,3 +419,52 @@ def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
         )
+
+
+def _attend_to_blocks(
+    blocks: BlockList,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    recipe: str,
+    fallback: str | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `sage_attention` over a block list; return (output, lse), the lse empty if it is not wanted."""
+    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
+    backward = get_recipe(recipe).backward
+    checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
+    query, key, value = exact.in_autocast_dtype(query, key, value)
+    _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    kind, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]).kind, bool(is_causal), ""
+    if recipe != "exact" and _wants_gradient(query, key, value):
+        forward_only = f"{recipe} is forward only and gradients are wanted"
+        reason = forward_only if backward is None else "gradients over a block list are exact"
+        if checked_fallback == "error":
+            raise KernelUnavailableError(f"{reason}: run under torch.no_grad() if no gradient is needed")
+    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
+    if recipe == "exact" or reason:
+        check_blocks(blocks, query, key)  # otherwise the operator does
+        request = None
+        if not torch.compiler.is_compiling():
+            request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+            request = replace(request, mask=kind)
+        if reason:
+            record.report_exact(request, reason, recipe)
+        elif request is not None:
+            record.file_plan(exact_plan(request))
+        output, found = exact_attention(query, key, value, blocks, **options)
+        lse = query.new_empty(0, dtype=torch.float32) if found is None else found
+    else:
+        output, lse = ops.attention(
+            query, key, value, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
+        )
+    if not torch.compiler.is_compiling():
+        record.notify_observers(query, key, value, attn_mask, is_causal, 0, scale, enable_gqa, output)
+    return output, lse

@@ -1,8 +1,10 @@
-"""The attributes that sage_hf sets on modules of other libraries; it sets no others.
+"""The attributes that sage_hf sets on objects of other libraries; it sets no others.
 
 LAYER is set on diffusers' attention modules that a shared processor serves: (that processor, the module's `Layer`).
 The others are set on attention modules of transformers. RECIPE, TRAINING and FALLBACK, which a user may set too, name
 the recipe, the recipe in training mode and the fallback; IMPLEMENTATION is the `attn_implementation` they belong to.
+CAUSAL_OFFSET is set on masks that transformers makes: (the offset of the causality that is all a mask holds, the
+mask's version at that time).
 """
 
 LAYER = "_sage_layer"
@@ -10,3 +12,4 @@ RECIPE = "sage_recipe"
 TRAINING = "sage_training"
 FALLBACK = "sage_fallback"
 IMPLEMENTATION = "sage_implementation"
+CAUSAL_OFFSET = "_sage_causal_offset"

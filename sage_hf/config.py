@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sage_hf.sparse.config import Sparse
 from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.registry import FALLBACKS
 
@@ -72,6 +73,7 @@ class SageConfig:
         steps: exceptions by denoising step; the first match wins.
         training: name of the recipe of layers in training mode; None: the same as in evaluation mode.
         note: comment for human readers; it has no effect.
+        sparse: which tiles self-attention of a diffusers model computes; None: all.
 
     Raises:
         ValueError: a recipe or fallback is unknown, or a pattern or a range of steps is empty.
@@ -83,6 +85,7 @@ class SageConfig:
     steps: tuple[StepRule, ...] = ()
     note: str = ""
     training: str | None = None
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         _check_recipe(self.recipe, "recipe")
@@ -92,6 +95,8 @@ class SageConfig:
             raise ValueError(f"fallback: {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
         if not isinstance(self.note, str):
             raise ValueError(f"note: expected a string, got {self.note!r}")
+        if self.sparse is not None and not isinstance(self.sparse, Sparse):
+            raise ValueError(f"sparse: expected a Sparse, got {self.sparse!r}")
         for i, rule in enumerate(self.layers):
             if not isinstance(rule.pattern, str) or not rule.pattern:
                 raise ValueError(f"layers[{i}].pattern: expected a layer name or pattern, got {rule.pattern!r}")
@@ -124,15 +129,18 @@ class SageConfig:
         return next((rule.recipe for rule in self.steps if rule.covers(step, num_steps)), self.recipe)
 
     def unmatched_patterns(self, layers: Iterable[str]) -> list[str]:
-        """Return the patterns of the layer rules that match none of `layers`."""
+        """Return the patterns of the layer rules, and of dense layers, that match none of `layers`."""
         layers = list(layers)
-        return [r.pattern for r in self.layers if not any(fnmatch.fnmatchcase(name, r.pattern) for name in layers)]
+        dense = () if self.sparse is None else self.sparse.dense_layers
+        patterns = [*(rule.pattern for rule in self.layers), *dense]
+        return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in layers)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data that `from_dict` reads back, without empty entries."""
         data: dict[str, Any] = {"recipe": self.recipe, "training": self.training, "fallback": self.fallback}
         data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
         data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
+        data["sparse"] = None if self.sparse is None else self.sparse.to_dict()
         data["note"] = self.note
         return {key: value for key, value in data.items() if value not in (None, [], "")}
 
@@ -143,7 +151,7 @@ class SageConfig:
         Raises:
             ValueError: a key is unknown or missing, or its value is not supported; the message names the key.
         """
-        optional = ("fallback", "layers", "steps", "training", "note")
+        optional = ("fallback", "layers", "steps", "training", "note", "sparse")
         _check_keys(data, "the configuration", required=("recipe",), optional=optional)
         layers, steps = [], []
         for i, rule in enumerate(_list(data, "layers")):
@@ -155,7 +163,8 @@ class SageConfig:
                 raise ValueError(f"steps[{i}]: give start, stop or both (a Python slice of the denoising steps)")
             steps.append(StepRule(rule.get("start"), rule.get("stop"), rule["recipe"]))
         rules = tuple(layers), tuple(steps)
-        return cls(data["recipe"], data.get("fallback"), *rules, data.get("note", ""), data.get("training"))
+        sparse = None if data.get("sparse") is None else Sparse.from_dict(data["sparse"])
+        return cls(data["recipe"], data.get("fallback"), *rules, data.get("note", ""), data.get("training"), sparse)
 
     def to_json(self) -> str:
         """Return the configuration as JSON text that `from_json` reads back."""

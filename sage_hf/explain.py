@@ -15,6 +15,7 @@ from sage_hf import record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.names import NAMES
+from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Outcome
@@ -63,11 +64,13 @@ class Explanation:
         compiled: what ran in this process, and how often, in calls that belong to no layer: inside compiled graphs,
             through diffusers' attention backends, or called by hand.
         planned: whether the rows say what will run rather than what ran.
+        sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention that ran.
     """
 
     rows: tuple[LayerRow, ...]
     compiled: tuple[tuple[Outcome, int], ...] = ()
     planned: bool = False
+    sparse: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         notes: dict[str, int] = {}
@@ -102,6 +105,9 @@ class Explanation:
         for name in dict.fromkeys(names):
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
                 text.append(f"* {name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
+        if self.sparse:
+            text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
+            text += [f"{layer}: {kept}" for layer, kept in self.sparse]
         return "\n".join(text)
 
 
@@ -117,8 +123,10 @@ def explain(pipe_or_model: object) -> Explanation:
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: a model has no attention layer that can be switched.
     """
-    rows = [row for target in find_targets(pipe_or_model) for row in _target_rows(target)]
-    return Explanation(tuple(rows), tuple(record.compiled_outcomes().items()))
+    targets = find_targets(pipe_or_model)
+    rows = [row for target in targets for row in _target_rows(target)]
+    sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
+    return Explanation(tuple(rows), tuple(record.compiled_outcomes().items()), sparse=tuple(sparse))
 
 
 def _target_rows(target: Target) -> Iterator[LayerRow]:
@@ -131,6 +139,13 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
             yield row
         for outcome, calls in ran.items():
             yield _make_row(row.layer, outcome, calls)
+
+
+def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
+    for name, layer in target.layers.items():
+        sage = sage_of(layer)
+        if sage is not None and sage.sparse is not None and (kept := sparsity_of(sage.sparse)):
+            yield target.label(name), kept
 
 
 def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:

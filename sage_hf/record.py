@@ -38,7 +38,7 @@ class AttentionCall:
 
     Attributes:
         layer: the module on whose behalf the call was made, or None.
-        query, key, value, attn_mask, is_causal, scale, enable_gqa: the arguments.
+        query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
         output: (batch, q_heads, q_len, v_head_dim).
         plan: what ran.
     """
@@ -49,6 +49,7 @@ class AttentionCall:
     value: torch.Tensor
     attn_mask: torch.Tensor | None
     is_causal: bool
+    causal_offset: int
     scale: float | None
     enable_gqa: bool
     output: torch.Tensor
@@ -139,13 +140,26 @@ def file_plan(plan: Plan) -> None:
         _log_slow(plan)
 
 
-def notify_observers(call: Callable[[nn.Module | None, Plan], AttentionCall]) -> None:
-    """Describe the call by `call(layer, plan)` and hand the description to the observers, if there are any."""
+def notify_observers(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    enable_gqa: bool,
+    output: torch.Tensor,
+) -> None:
+    """Describe the thread's latest call to the observers, if there are any; arguments as in `AttentionCall`."""
     plan, _thread.latest = _thread.latest, None
     if _observers and plan is not None:
-        description = call(_thread.layers[-1] if _thread.layers else None, plan)
+        layer = _thread.layers[-1] if _thread.layers else None
+        call = AttentionCall(
+            *(layer, query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output, plan)
+        )
         for observer in tuple(_observers):
-            observer(description)
+            observer(call)
 
 
 def report_exact(request: Request | None, reason: str, recipe: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -52,13 +52,20 @@ class StepSchedule:
     A processor's recipe is assigned only when it changes, so a compiled layer guards on a string that rarely changes.
     """
 
-    def __init__(self, config: SageConfig, processors: Mapping[str, Switchable], pipe: Any = None) -> None:
+    def __init__(
+        self,
+        config: SageConfig,
+        processors: Mapping[str, Switchable],
+        pipe: Any = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
         """Create a schedule that is not attached to a denoiser yet.
 
         Args:
             config: the configuration with the step rules.
             processors: the processors to switch, by layer name.
             pipe: the pipeline whose `scheduler` is read while no other pipeline is running.
+            on_step: called with the step of each call of the denoiser; 0 is the first.
 
         Raises:
             ValueError: a step rule counts from the end, and no pipeline tells the number of steps.
@@ -71,6 +78,7 @@ class StepSchedule:
         self._config = config
         self._processors = dict(processors)
         self._pipe = None if pipe is None else _PipelineReference(pipe)
+        self._on_step = on_step
         self._generations = _Generations()
         self._counted = Generation()
         self._assumed = False
@@ -115,6 +123,8 @@ class StepSchedule:
         generation = self._generation(pipe, value)
         generation.advance(value)
         self.step, self.num_steps = generation.step, generation.num_steps
+        if self._on_step is not None:
+            self._on_step(self.step)
         for layer, processor in self._processors.items():
             recipe = self._config.resolve(layer, self.step, self.num_steps)
             if processor.recipe != recipe:

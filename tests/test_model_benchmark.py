@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_hf
 from sage_hf.app.cli import main
-from sage_hf.bench import command, measure_models, model_peers, models, tables
+from sage_hf.bench import command, measure_models, model_peers, models, plots, tables
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
@@ -149,7 +149,7 @@ def test_a_cpu_measures_every_kind_of_step(monkeypatch):
     )
     rows = {(row["name"], row["provider"]): row for row in result["rows"]}
     assert [name for name, _ in dict.fromkeys((row["name"], "") for row in result["rows"])] == list(names)
-    assert len(written) == 4 and written == sorted(set(written)) and len(lines) == 4 + len(result["rows"])
+    assert len(written) == 4 and written == sorted(set(written)) and len(lines) == 2 * 4 + len(result["rows"])
     for name in names:
         training = name.endswith(("training", "training-8k"))
         ours = rows[name, "sage_hf:sage_bwd" if training else "sage_hf:sage2"]
@@ -234,6 +234,16 @@ def test_the_tables_tell_how_many_layers_ran_and_leave_out_what_failed():
     assert lines[0] == "| model | mode | as it comes | sage2 | share of attention |"
     assert lines[2:] == ["| A (3 of 60 layers) | eager | 9 | 4.5 | 88% |", "| B | eager | 1 | – | – |"]
     assert "fa3: RuntimeError: no (a, eager)" in tables.model_text(result)
+
+
+def test_the_picture_shows_every_model_that_was_measured_with_both(tmp_path):
+    rows = [row("a", "default", ms=9.0), row("a", "sage_hf:sage2", ms=4.5), row("b", "default", ms=1.0)]
+    rows += [{**one, "mode": "compiled"} for one in rows[:2]]
+    result = {**FACTS, "rows": rows}
+    assert tables.model_gains(result) == {("A", mode): (9.0, 4.5, "sage2") for mode in ("eager", "compiled")}
+    assert plots.plot_models(result, tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plots.plot_models({**FACTS, "rows": rows[2:3]}, tmp_path / "none.png")
 
 
 def test_rows_of_an_earlier_run_stay_if_all_facts_are_the_same():

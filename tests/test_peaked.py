@@ -134,6 +134,47 @@ def test_a_peer_that_is_missing_or_cannot_run_has_a_row_that_says_why(capsys):
     assert {peer.name for peer in peaked_table.PEERS} == {"sageattention1", "sageattention2", "fa3_fp8", "cudnn_fp8"}
 
 
+def test_samples_of_a_batch_have_the_errors_that_they_have_alone(monkeypatch):
+    cases = [Sinks(0.5, 384), Loud("×40", 384), Sinks(0.8, 384, causal=True), Sinks(0.95, 384)]
+    assert [[case.name for case in group] for group in peaked_table.alike(cases)] == [
+        [cases[0].name, cases[1].name, cases[3].name],
+        [cases[2].name],
+    ]
+    together = peaked_table.run(torch.device("cpu"), cases, [])
+    monkeypatch.setattr(peaked_table, "BATCH_ELEMENTS", 1)
+    assert all(len(group) == 1 for group in peaked_table.alike(cases))
+    alone = peaked_table.run(torch.device("cpu"), cases, [])
+    assert [row["tensor"] for row in together] == [row["tensor"] for row in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one == {**other, "rel_l1": pytest.approx(other["rel_l1"], rel=1e-5)}
+
+
+def test_a_run_that_was_cut_short_is_resumed(monkeypatch, tmp_path, capsys):
+    cases, path = [Sinks(0.5, 256), Sinks(0.8, 320), Sinks(0.5, 384)], tmp_path / "cpu-peaked.json"
+    monkeypatch.setattr(peaked_table, "SMALL_CASES", cases)
+    attend = peaked_table.attend
+
+    def interrupted(inputs, recipe):
+        if inputs.key.shape[2] == 384:
+            raise KeyboardInterrupt
+        return attend(inputs, recipe)
+
+    monkeypatch.setattr(peaked_table, "attend", interrupted)
+    arguments = ["peaked_table.py", "--device", "cpu", "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(KeyboardInterrupt):
+        peaked_table.main()
+    first = json.loads(path.read_text())["rows"]
+    assert list(dict.fromkeys(row["tensor"] for row in first)) == [case.name for case in cases[:2]]
+    monkeypatch.setattr(peaked_table, "attend", attend)
+    monkeypatch.setattr("sys.argv", [*arguments, "--resume"])
+    capsys.readouterr()
+    peaked_table.main()
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()][:1] == [cases[2].name]
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[: len(first)] == first and rows[-1]["tensor"] == cases[2].name
+
+
 def test_the_table_shows_errors_without_and_with_remedies():
     rows = [
         {"tensor": "a", "provider": "fa3_fp8", "rel_l1": 0.5},

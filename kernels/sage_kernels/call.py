@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from .blocks import BlockList
 from .exact import key_mask
 from .layout import Lengths, Sequences, padded_channels, token_axes
 from .operands import Saved
@@ -16,7 +17,7 @@ from .recipe import Recipe
 PADDING_BIAS = -1e4
 """Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
 
-MaskKind = Literal["none", "keys", "bool", "additive"]
+MaskKind = Literal["none", "keys", "bool", "additive", "blocks", "block_keys"]
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,19 @@ class Mask:
     """Mask that says which keys each query may attend to.
 
     Attributes:
-        kind: "none"; "keys" (says which keys exist, for all queries and heads alike); "bool"; or "additive".
+        kind: "none"; "keys" (says which keys exist, for all queries and heads alike); "bool"; "additive"; "blocks" (a
+            list of tiles); or "block_keys" (a list of tiles, and which keys exist).
         tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None for
-            kind "none".
-        valid: for kind "keys", bool (batch or 1, kv_len), False where a key does not exist; else None.
+            kinds "none" and "blocks".
+        valid: for kinds "keys" and "block_keys", bool (batch or 1, kv_len), False where a key does not exist; else
+            None.
+        blocks: for kinds "blocks" and "block_keys", the tiles of keys that each block of rows attends to; else None.
     """
 
     kind: MaskKind = "none"
     tensor: torch.Tensor | None = None
     valid: torch.Tensor | None = None
+    blocks: BlockList | None = None
 
     @classmethod
     def of(cls, mask: torch.Tensor | None, kv_len: int) -> Mask:
@@ -48,6 +53,21 @@ class Mask:
     def of_keys(cls, valid: torch.Tensor | None) -> Mask:
         """Return the Mask of existing keys; `valid` is bool (batch or 1, kv_len), or None if all keys exist."""
         return NO_MASK if valid is None else cls("keys", valid[:, None, None], valid)
+
+    @classmethod
+    def of_blocks(cls, blocks: BlockList, mask: torch.Tensor | None, kv_len: int) -> Mask:
+        """Return the Mask of a block list beside a 4-D mask that says which keys exist, or None.
+
+        Raises:
+            ValueError: the mask says more than that.
+        """
+        keys = cls.of(mask, kv_len)
+        if keys.kind not in ("none", "keys"):
+            raise ValueError(
+                "beside a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
+                f"got one of kind {keys.kind!r}"
+            )
+        return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
 
     def without_keys(self, keys: int) -> Mask:
         """Return the mask of the keys from number `keys` on."""
@@ -119,8 +139,11 @@ class Call:
 
     @property
     def heavy_keys(self) -> int:
-        """Return the number of keys, the first of each sequence, that are attended to in 16 bits."""
-        return self.recipe.heavy_keys if self.kv_len > self.recipe.heavy_keys else 0
+        """Return the number of keys, the first of each sequence, that are attended to in 16 bits.
+
+        Beside a block list there are none.
+        """
+        return self.recipe.heavy_keys if self.kv_len > self.recipe.heavy_keys and self.mask.blocks is None else 0
 
     @cached_property
     def tail(self) -> Call:

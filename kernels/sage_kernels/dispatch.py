@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from . import exact
+from . import blocks, exact
 from .call import BackwardCall, Call
 from .layout import is_aligned, sequence_slices
 from .operands import Saved
@@ -24,6 +24,8 @@ from .registry import (
     get_quantizer,
     select,
 )
+
+Result = TypeVar("Result")
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
@@ -52,8 +54,17 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
         may be None if it is not wanted.
     """
-    plan = select(request_of(call), fallback)
-    _announce(plan)
+    return run(call, plan_of(call, fallback))
+
+
+def plan_of(call: Call, fallback: Fallback) -> Plan:
+    """Return the plan of a call without gradients; see `registry.select`."""
+    return select(request_of(call), fallback)
+
+
+def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
+    announce(plan)
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(call.query.device.type, enabled=False):
@@ -94,7 +105,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
         KernelUnavailableError: no kernel with gradients serves the call.
     """
     plan = plan_training(request_of(call, grad=True), fallback)
-    _announce(plan)
+    announce(plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     # Autocast would round the float32 products of scales and means.
@@ -124,7 +135,8 @@ def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tenso
         return get_backward(kernel).backward(call)
 
 
-def _announce(plan: Plan) -> None:
+def announce(plan: Plan) -> None:
+    """Tell the listeners what runs."""
     for listener in plan_listeners:
         listener(plan)
 
@@ -132,6 +144,18 @@ def _announce(plan: Plan) -> None:
 def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by PyTorch's scaled_dot_product_attention; rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
+    if call.mask.blocks is not None:
+        return blocks.exact_attention(
+            query,
+            key,
+            call.value,
+            call.mask.blocks,
+            mask=mask,
+            is_causal=is_causal,
+            causal_offset=call.causal_offset,
+            scale=call.scale,
+            return_lse=call.return_lse,
+        )
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's kernels support only one causal alignment, and no mask beside it.
         mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
@@ -145,17 +169,25 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN, unless it is off already.
+    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN."""
+    return without_cudnn(_attend_groups_as_rows if shares_rows(call) else _attend_exactly, call)
+
+
+def shares_rows(call: Call) -> bool:
+    """Return whether an exact call without cuDNN is that of `_attend_groups_as_rows`."""
+    return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
+
+
+def without_cudnn(attend: Callable[..., Result], *arguments: Any) -> Result:
+    """Return `attend(*arguments)`, whose attention is through another of PyTorch's backends than cuDNN.
 
     The switch is PyTorch's own and holds for all threads: another thread's call may miss cuDNN meanwhile.
     """
-    shared = call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
-    attend_exactly = _attend_groups_as_rows if shared else _attend_exactly
     if not torch.backends.cuda.cudnn_sdp_enabled():
-        return attend_exactly(call)
+        return attend(*arguments)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        return attend_exactly(call)
+        return attend(*arguments)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 

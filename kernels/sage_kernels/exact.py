@@ -281,6 +281,14 @@ def sdpa(
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
 
 
+def takes_as_they_are(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> bool:
+    """Return whether `sdpa` without a mask hands these arguments on to PyTorch's function as they are."""
+    if 0 in (*query.shape[:3], key.shape[-2]) or (scale is not None and scale <= 0):
+        return False
+    multiple = ALIGNMENT // query.element_size()
+    return not _on_gpu(query) or all(_aligned(x, multiple) is x for x in (query, key, value))
+
+
 def nothing_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the output of a call with a size of 0, which is differentiable: empty, or zeros where there are no keys.
 

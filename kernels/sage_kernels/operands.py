@@ -92,6 +92,8 @@ class Int8Operands:
         heavy: the keys that are attended to in 16 bits; None: none are.
         balance: float32 (batch, kv_heads, channels), the factors of `transforms.balance`, 1 beyond head_dim; None
             without balance.
+        query_factors: float32 (batch, kv_heads, channels), whose bits are the rotation's factors as
+            `cuda/include/rotation.cuh` reads them, where Q is left to the forward kernel; else None.
     """
 
     query: torch.Tensor
@@ -104,6 +106,7 @@ class Int8Operands:
     mean_score: torch.Tensor | None
     heavy: HeavyKeys | None = None
     balance: torch.Tensor | None = None
+    query_factors: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, exact  # noqa: F401 - `backends` registers the kernels
+from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backends` registers the kernels
+from .blocks import BlockList, check_blocks
 from .call import Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
@@ -19,6 +23,12 @@ _library.define(
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, int causal_offset, float? scale, "
     "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "block_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor counts, Tensor tiles, int block_m, "
+    "int block_n, bool is_causal, int causal_offset, float? scale, str recipe, str fallback, bool return_lse) -> "
+    "(Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -41,6 +51,7 @@ def attention(
     recipe: str = "sage3",
     fallback: Fallback = "native",
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute low-bit attention, forward only, by the best kernel for the call.
 
@@ -56,6 +67,8 @@ def attention(
         recipe: a name in `recipe.RECIPES`.
         fallback: see `registry.select`.
         return_lse: compute the log-sum-exp of each row's scores.
+        blocks: the tiles of keys that each block of rows attends to; None: all. Beside a list the mask may only say
+            which keys exist, and no key is heavy.
 
     Returns:
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out in memory as (batch, q_len,
@@ -68,8 +81,17 @@ def attention(
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
+    if blocks is None and not torch.compiler.is_compiling():
+        options = is_causal, causal_offset, scale, recipe, fallback, return_lse
+        slot = find_prepared(query, key, value, mask, *options)
+        if slot is not None and slot.prepared is not None and not wants_gradient(query, key, value, mask):
+            return _repeat(slot.prepared, query, key, value, mask)
     checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
+    if blocks is not None:
+        return torch.ops.sage_kernels.block_attention(
+            query, key, value, mask, *blocks, is_causal, causal_offset, scale, recipe, fallback, return_lse
+        )
     return torch.ops.sage_kernels.attention(
         query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
     )
@@ -147,6 +169,44 @@ def log_sum_exp(
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
+def find_prepared(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> prepared.Slot | None:
+    """Return what is known of calls of `attention` like this one; None if such a call is never prepared."""
+    options = is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
+    return prepared.find(query, key, value, mask, "attention", *options)
+
+
+def _repeat(
+    call: prepared.Prepared,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dispatch.announce(call.plan)
+    output, lse = call(query, key, value, mask)
+    return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Return whether reverse-mode differentiation goes through a tensor."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
+
+
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Return whether forward-mode differentiation goes through a tensor; always False inside torch.compile."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
@@ -175,15 +235,71 @@ def _attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    slot = find_prepared(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
+    if slot is not None and slot.prepared is not None:
+        return _repeat(slot.prepared, query, key, value, mask)
+    call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
+    plan = dispatch.plan_of(call, fallback)
+    output, lse = dispatch.run(call, plan)
+    if slot is not None:
+        slot.prepare(partial(prepared.prepare, call, plan, mask, tokens_first=True))
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+
+
+def checked_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    return_lse: bool,
+) -> Call:
+    """Return a call of `attention` whose tensors fit each other; raise ValueError if they do not."""
     checks.check_tensors(query, key, value, mask)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
         mask = exact.mask_in_dtype(mask, torch.float32, exact.LARGEST_BIAS)  # kernels add masks in float32
-    call = Call(
+    return Call(
         query,
         key,
         value,
         get_recipe(recipe),
         Mask.of(mask, key.shape[2]),
+        is_causal,
+        causal_offset,
+        softmax_scale(scale, query.shape[3]),
+        return_lse=return_lse,
+    )
+
+
+def _block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    counts: torch.Tensor,
+    tiles: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    checks.check_tensors(query, key, value, mask)
+    blocks = BlockList(counts, tiles, block_m, block_n)
+    check_blocks(blocks, query, key)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(recipe),
+        Mask.of_blocks(blocks, mask, key.shape[2]),
         is_causal,
         causal_offset,
         softmax_scale(scale, query.shape[3]),
@@ -270,6 +386,25 @@ def _fake_attention(
     return output, query.new_empty((batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32)
 
 
+def _fake_block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    counts: torch.Tensor,
+    tiles: torch.Tensor,
+    block_m: int,
+    block_n: int,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake_attention(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
+
+
 def _fake_packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -298,11 +433,42 @@ def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Ten
     )
 
 
+class _ForwardOnly(torch.autograd.Function):
+    """The operator `attention` as autograd sees it where gradients are wanted: they are refused on backward."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return _below_autograd(*arguments)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
+        _no_backward(ctx, *gradients)
+
+
+def _below_autograd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.sage_kernels.attention.default(*arguments)
+
+
+def _differentiable_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeat a prepared call at once, without another pass through PyTorch's dispatcher."""
+    query, key, value, mask, *options = arguments
+    if wants_gradient(query, key, value, mask):
+        return _ForwardOnly.apply(*arguments)
+    slot = find_prepared(query, key, value, mask, *options)
+    if slot is not None and slot.prepared is not None:
+        return _repeat(slot.prepared, query, key, value, mask)
+    return _below_autograd(*arguments)
+
+
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
+    ("block_attention", _block_attention, _fake_block_attention),
     ("packed_attention", _packed_attention, _fake_packed_attention),
     ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
+    if _name != "attention":
+        torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
+_library.impl("attention", _differentiable_attention, "Autograd")

@@ -50,10 +50,12 @@ class Recipe:
             (transforms.balance).
         heavy_keys: number of keys, the first of each sequence, that are attended to in the caller's dtype. Where a
             sequence begins with a sink, a key that holds much of every row's weight, P of the other keys then has a
-            scale of their own. A call without more keys than that has none. Not with `backward`.
+            scale of their own. A call without more keys than that has none, nor has one with a block list. Not with
+            `backward`.
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
-        scale_steps: NVFP4 group-scale search in Q, K and V (formats.nvfp4.round_groups).
+        scale_steps: NVFP4 group-scale search in Q, K and V: codes from amax/6 to each further scale that is tried
+            (formats.nvfp4.best_scale); empty: no search.
         denominator: divide rows by the sum of P before ("p") or after ("quantized_p") quantisation.
         backward: formats of the backward pass; None: the recipe has no gradients.
     """
@@ -68,7 +70,7 @@ class Recipe:
     balance: bool = False
     heavy_keys: int = 0
     tensor_scale: bool = True
-    scale_steps: tuple[int, int] = (0, 0)
+    scale_steps: tuple[int, ...] = ()
     denominator: Literal["p", "quantized_p"] = "p"
     backward: Backward | None = None
 
@@ -93,7 +95,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_v=True,
             rotate=True,
             balance=True,
-            scale_steps=(-2, 6),
+            scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
             heavy_keys=64,
         ),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -136,16 +136,20 @@ class Quantizer(Kernel, Protocol):
     def makes(self) -> type:
         """Return the class of the operands it makes, one in `operands`."""
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Any:
+    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
         """Transform and quantise Q, K and V as `reference.quantize_operands` does.
 
         Args:
             call: a call that is not empty.
             valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
+            spans: those of `read_padding`, which may have left it to this to write them; None: no padding.
         """
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of existing keys; `valid` is bool (batch or 1, kv_len), False where a key does not exist."""
+        """Return which keys exist, `valid` being bool (batch or 1, kv_len), False where one does not.
+
+        The spans may be written by `quantize` only, when it gets both.
+        """
 
 
 class Forward(Kernel, Protocol):
@@ -182,8 +186,7 @@ class Backward(Kernel, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
     asked: str
@@ -220,12 +223,12 @@ class Plan:
     backward: str = ""
     other_phases: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def is_fallback(self) -> bool:
         """Return whether the recipe that runs is not the one asked for."""
         return self.recipe != self.request.recipe
 
-    @property
+    @cached_property
     def reason(self) -> str:
         """Return why the recipe asked for does not run, in one line; "" if it does."""
         if not self.is_fallback:
@@ -235,7 +238,7 @@ class Plan:
             names.setdefault(reason, []).append(name)
         return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
 
-    @property
+    @cached_property
     def outcome(self) -> Outcome:
         """Return the plan without the call's sizes."""
         phases = (self.quantizer, self.backward)
@@ -245,6 +248,9 @@ class Plan:
 _quantizers: dict[str, Quantizer] = {}
 _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
+
+forgetters: list[Callable[[], None]] = []
+"""Functions that `select.cache_clear` calls, because `select` may choose other kernels from then on."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
@@ -323,7 +329,7 @@ def _why_too_short(request: Request) -> str:
 
 def _why_slower(plan: Plan) -> str:
     """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
-    if not _routing or plan.numerics != "native" or plan.request.grad:
+    if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
         return ""
     return costs.why_slower(plan.request, costs.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer))
 
@@ -394,6 +400,18 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
             'use fallback="native" for the best this device has, or fallback="emulate" for the recipe\'s numerics'
         )
     return plan
+
+
+_clear_choices = select.cache_clear
+
+
+def _forget_choices() -> None:
+    _clear_choices()
+    for forget in forgetters:
+        forget()
+
+
+select.cache_clear = _forget_choices  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

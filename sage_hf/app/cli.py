@@ -22,6 +22,7 @@ from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
 from sage_hf.bench.tune import SECONDS, tune
 from sage_hf.config import SageConfig
+from sage_hf.sparse.config import Sparse
 from sage_kernels import costs
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import FALLBACKS, KernelUnavailableError, routing, select
@@ -120,6 +121,9 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
     parser.add_argument(
         "--fallback",
         help=f"where the recipe is not native: {', '.join(FALLBACKS)} (default: $SAGE_HF_FALLBACK, else native)",
+    )
+    parser.add_argument(
+        "--keep", type=float, metavar="SHARE", help="sparse self-attention: the share of tiles kept, for example .25"
     )
 
 
@@ -242,6 +246,8 @@ def _config(args: argparse.Namespace) -> SageConfig:
     if args.recipe is not None and args.recipe not in RECIPES:
         raise ValueError(f"--recipe: unknown recipe {args.recipe!r}; recipes are: {', '.join(sorted(RECIPES))}")
     config = SageConfig.from_name(_name(args))
+    if args.keep is not None:
+        config = replace(config, sparse=replace(config.sparse or Sparse(), keep=args.keep))
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 

@@ -347,7 +347,7 @@ def _merge(before: Explanation, later: Explanation) -> Explanation:
         calls[replace(row, calls=0)] += row.calls
     places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in calls))}
     rows = sorted((replace(row, calls=count) for row, count in calls.items()), key=lambda row: places[row.layer])
-    return Explanation(tuple(rows), later.compiled)
+    return Explanation(tuple(rows), later.compiled, sparse=later.sparse)
 
 
 def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -72,12 +73,16 @@ class LayerErrorRecorder:
             mask = call.attn_mask
             if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
                 mask = mask[sample]
-            judge, _ = exact.attention(
-                query, key, value, mask=mask, is_causal=call.is_causal, scale=call.scale, dtype=torch.float32
-            )
+            options: dict[str, Any] = {
+                "mask": mask,
+                "is_causal": call.is_causal,
+                "causal_offset": call.causal_offset,
+                "scale": call.scale,
+            }
+            judge, _ = exact.attention(query, key, value, **options, dtype=torch.float32)
             layer.errors.add(judge, call.output[sample])
             layer.plain_errors.add(judge, plain_output[sample])
-            peaks = find_peaks(query, key, mask=mask, is_causal=call.is_causal, scale=call.scale)
+            peaks = find_peaks(query, key, **options)
             layer.peaks = layer.peaks.joined(peaks)
 
     def layers(self) -> list[LayerErrors]:
@@ -161,6 +166,7 @@ def _attend_without_remedies(call: record.AttentionCall) -> torch.Tensor:
             without_remedies(get_recipe(call.plan.recipe)),
             mask=Mask.of(None if mask is None else mask[(None,) * (4 - mask.dim())], call.key.shape[2]),
             is_causal=call.is_causal,
+            causal_offset=call.causal_offset,
             scale=softmax_scale(call.scale, call.query.shape[-1]),
         ),
         call.plan,

@@ -49,7 +49,8 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         for name, layer in target.layers.items()
         for row in _layer_rows(target.label(name), layer, config, config.layer_rule(name), device)
     ]
-    return Explanation(tuple(rows), planned=True)
+    sparse = () if config.sparse is None else (("self-attention", config.sparse.describe()),)
+    return Explanation(tuple(rows), planned=True, sparse=sparse)
 
 
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:

@@ -13,7 +13,18 @@ from typing import Any, TypeVar
 import torch
 
 from sage_hf.app.files import replacing
-from sage_hf.bench import measure, measure_models, measure_training, plots, tables
+from sage_hf.bench import (
+    grid_tables,
+    measure,
+    measure_grid,
+    measure_host,
+    measure_models,
+    measure_phases,
+    measure_training,
+    plots,
+    tables,
+)
+from sage_hf.bench.grid import POINTS
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS, ModelProvider
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.peers import PROVIDERS, Provider
@@ -49,6 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"time steps of whole models with random weights, instead of attention: {ALL}, or of {_names(MODELS)}",
     )
+    parser.add_argument(
+        "--grid",
+        action="store_true",
+        help=f"time {len(POINTS)} calls of every kind beside the fastest other attention, instead of the shapes; with "
+        "--training only those of training, with --shapes only some kinds",
+    )
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="of the grid, the I-th of N parts (default: the whole)"
+    )
+    parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
+    parser.add_argument(
+        "--cached", action="store_true", help="of the grid, compile nothing beforehand: an earlier run has"
+    )
+    parser.add_argument(
+        "--phases", action="store_true", help="time statistics, quantising and attention of our calls apart"
+    )
+    parser.add_argument(
+        "--host", action="store_true", help="time what small calls cost on the host, instead of the GPU"
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
     parser.add_argument("--compiled", action="store_true", help="models with compiled blocks, too")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
@@ -58,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
-    With --training it is <gpu>-forward_backward.json, with --model <gpu>-models.json, without pictures.
+    With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json and a picture; with --grid
+    <gpu>-grid.json and a heat map; with --phases <gpu>-phases.json; with --host <gpu>-host.json.
 
     Args:
         args: of `add_arguments`.
@@ -68,19 +99,34 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or arguments that
             exclude each other.
     """
+    if sum((args.grid, args.phases, args.host, args.model is not None)) > 1:
+        raise ValueError("--grid, --phases, --host and --model exclude each other")
+    if args.host:
+        _execute_host(args, commit)
+        return
+    if args.grid:
+        _execute_grid(args, commit)
+        return
     if args.model is not None:
         _execute_models(args, commit)
         return
     if args.layers is not None or args.compiled:
         raise ValueError("--layers and --compiled need --model")
+    if args.part != "1/1" or args.resume or args.cached:
+        raise ValueError("--part, --resume and --cached need --grid")
+    if args.phases and (args.training or args.providers is not None):
+        raise ValueError("--phases times the forward passes of our recipes: it takes no --training or --providers")
     shapes = [Shape.parse(text) for text in args.shape]
     if args.shapes is not None or not shapes:
         shapes = _chosen("--shapes", args.shapes, TRAINING_SHAPES if args.training else SHAPES) + shapes
+    if args.phases:
+        _execute_phases(args, shapes, commit)
+        return
     providers = _chosen("--providers", args.providers, TRAINING_PROVIDERS if args.training else PROVIDERS)
     device = _gpu(args.device)
     plots.require_matplotlib()
     run = measure_training.run if args.training else measure.run
-    result = run(device, shapes, providers, commit, lambda line: print(line, file=sys.stderr, flush=True))
+    result = run(device, shapes, providers, commit, _progress)
     args.output.mkdir(parents=True, exist_ok=True)
     benchmark = "forward_backward" if args.training else "forward"
     path = _path(args.output, result, benchmark)
@@ -115,13 +161,89 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
         models,
         providers,
         commit,
-        lambda line: print(line, file=sys.stderr, flush=True),
+        _progress,
         args.layers,
         args.compiled,
         write,
     )
     print(tables.model_text(result))
-    print(f"\nwrote {_path(args.output, result, 'models')}")
+    path = _path(args.output, result, "models")
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    drawn = plots.has_matplotlib() and tables.model_gains(whole)
+    picture = f", {plots.plot_models(whole, path.with_suffix('.png')).name}" if drawn else ""
+    print(f"\nwrote {path}{picture}")
+
+
+def _execute_phases(args: argparse.Namespace, shapes: Sequence[Shape], commit: str) -> None:
+    """Measure the phases of our calls, and write <gpu>-phases.json."""
+    device = _gpu(args.device)
+    result = measure_phases.run(device, shapes, commit, _progress)
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = _path(args.output, result, "phases")
+    path.write_text(tables.to_json(result), encoding="utf-8")
+    print(tables.phases_text(result))
+    print(f"\nwrote {path}")
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _execute_grid(args: argparse.Namespace, commit: str) -> None:
+    """Measure points of the grid, write <gpu>-grid.json as they come, and draw it if matplotlib is installed.
+
+    Rows that this file has of other points stay, if machine, versions and commit are the same.
+    """
+    if args.shape or args.providers is not None or args.layers is not None or args.compiled:
+        raise ValueError("--grid has its own calls and providers: it takes no --shape, --providers or --layers")
+    kinds = list(dict.fromkeys(point.kind for point in POINTS))
+    if unknown := set(args.shapes or ()).difference(kinds):
+        raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; choose from: {'; '.join(kinds)}")
+    points = [
+        point
+        for point in POINTS
+        if (args.shapes is None or point.kind in args.shapes) and (point.training or not args.training)
+    ]
+    points = points[_part(args.part, len(points))]
+    device = _gpu(args.device)
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = _path(args.output, measure.facts(device, commit), "grid")
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if args.resume:
+        empty = {**measure.facts(device, commit), "rows": []}
+        there = {grid_tables.key(row) for row in grid_tables.merged(empty, kept)["rows"]}
+        points = [point for point in points if grid_tables.key(point.sizes) not in there]
+
+    def write(result: dict[str, Any]) -> None:
+        with replacing(path) as part:
+            part.write_text(tables.to_json(grid_tables.merged(result, kept)), encoding="utf-8")
+
+    measure_grid.run(device, points, commit, _progress, write, warms=not args.cached)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    print(grid_tables.text(result))
+    picture = f", {plots.plot_grid(result, path.with_suffix('.png')).name}" if plots.has_matplotlib() else ""
+    print(f"\nwrote {path}{picture}")
+
+
+def _part(text: str, count: int) -> slice:
+    """Return the slice of `count` points that I/N says; raise ValueError if it says none."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ValueError(f"--part {text}: expected I/N with 1 ≤ I ≤ N, such as 2/3")
+    return slice(count * (int(part) - 1) // int(parts), count * int(part) // int(parts))
+
+
+def _execute_host(args: argparse.Namespace, commit: str) -> None:
+    """Measure host time, write <gpu>-host.json and print a table."""
+    if args.training or args.compiled or any(x is not None for x in (args.model, args.shapes, args.providers)):
+        raise ValueError("--host times calls of one small shape: it takes --device and --output alone")
+    result = measure_host.run(
+        _gpu(args.device), commit=commit, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = _path(args.output, result, "host")
+    path.write_text(tables.to_json(result), encoding="utf-8")
+    print(f"{measure_host.text(result)}\n\nwrote {path}")
 
 
 def merged(result: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:

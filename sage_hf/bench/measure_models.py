@@ -27,8 +27,8 @@ from sage_hf.bench.model_peers import (
 from sage_hf.bench.models import MODELS, Loaded, Model, load
 from sage_hf.targets import find_targets
 
-# A model is timed with each provider for about a second, in turns with the others, but for at least three steps.
-SECONDS = 1.0
+# A model is timed with each provider for about SECONDS, in turns with the others, but for at least three steps.
+SECONDS = 0.6
 TURNS = 2
 MAX_STEPS = 20
 # A shorter step may wait for the host, which needs longer for the first one after a switch of providers.
@@ -52,7 +52,7 @@ def run(
         models: what to measure.
         providers: those of `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS` to measure with.
         commit: commit of the measured source, for the record.
-        progress: called with a text before each model, and for each result and failure.
+        progress: called with a text before and after each model, and for each result and failure.
         layers: largest number of a model's blocks (default: each model's own).
         compiled: measure with compiled blocks too, after the eager model.
         write: called with the result so far after each model.
@@ -74,12 +74,13 @@ def run(
     result: dict[str, Any] = {**facts(device, commit), "rows": []}
     for model in models:
         progress(f"{model.name}: {model.label}, {model.call}")
-        for mode in ("eager", "compiled") if compiled else ("eager",):
-            chosen = [one for one in _suited(model) if one in providers]
-            for row in measure_model(model, chosen, device, mode, layers):
-                told = f"failed: {row['unavailable']}" if "unavailable" in row else f"{row['ms']:.1f} ms"
-                progress(f"  {row['provider']}, {mode}, {row['layers']} of {row['layers_of_model']} layers: {told}")
-                result["rows"].append(row)
+        started = time.perf_counter()
+        chosen = [one for one in _suited(model) if one in providers]
+        for row in measure_model(model, chosen, device, ("eager", "compiled") if compiled else ("eager",), layers):
+            told = f"failed: {row['unavailable']}" if "unavailable" in row else f"{row['ms']:.1f} ms"
+            progress(f"  {row['provider']}, {row['mode']}, {row['layers']} of {row['layers_of_model']} layers: {told}")
+            result["rows"].append(row)
+        progress(f"  measured in {time.perf_counter() - started:.0f} s")
         write(result)
     return result
 
@@ -88,24 +89,26 @@ def measure_model(
     model: Model,
     providers: Sequence[ModelProvider],
     device: torch.device,
-    mode: str = "eager",
+    modes: Sequence[str] = ("eager",),
     layers: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of the result for one model."""
-    rows = {provider.name: _new_row(model, provider, mode, model.shortened(layers)[1]) for provider in providers}
+    """Return the rows of the result for one model, which is built once for all modes."""
+    count = model.shortened(layers)[1]
+    rows = {mode: {one.name: _new_row(model, one, mode, count) for one in providers} for mode in modes}
     with torch.set_grad_enabled(model.training), torch.cuda.device(device) if _on_gpu(device) else nullcontext():
         try:
             loaded = load(model, device, layers)
         except Exception as error:  # Too large, or unknown to the library here: the rows say so.
             why = reason(error)
             loaded = None
-        if loaded is None:
-            rows = {name: row | {"unavailable": why} for name, row in rows.items()}
-        else:
-            _Measurement(model, loaded, device, mode, rows).measure(providers)
-            del loaded
+        for mode, of_mode in rows.items():
+            if loaded is None:
+                rows[mode] = {name: row | {"unavailable": why} for name, row in of_mode.items()}
+            else:
+                _Measurement(model, loaded, device, mode, of_mode).measure(providers)
+        del loaded
     _release(device)
-    return list(rows.values())
+    return [row for of_mode in rows.values() for row in of_mode.values()]
 
 
 class _Measurement:

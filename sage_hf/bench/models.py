@@ -58,7 +58,8 @@ class Model:
         layers_of_model: number of transformer blocks of the real model.
         depths: those numbers in `config` that add up to `layers_of_model`, and shrink where fewer layers are measured;
             none if the model is measured whole in any case.
-        layers: number of blocks measured by default, so that a step takes about a second at most; None: all.
+        layers: number of blocks measured by default, so that a step takes less than half a second on a large GPU where
+            that can be; None: all.
         kind: "denoise" and "prefill" run forward; "decode" runs it for one token after `cache_tokens` of cache;
             "train" runs forward and backward.
         cache_tokens: see `kind`.
@@ -428,7 +429,13 @@ _FLUX_DEPTHS = ("num_layers", "num_single_layers")
 
 MODELS: tuple[Model, ...] = (
     _diffusers(
-        "cogvideox-2b", "CogVideoX-2B, 480×720, 49 frames", *_COGVIDEOX_2B, _cogvideox(2), (2, 30, 17776, 64), 30
+        "cogvideox-2b",
+        "CogVideoX-2B, 480×720, 49 frames",
+        *_COGVIDEOX_2B,
+        _cogvideox(2),
+        (2, 30, 17776, 64),
+        30,
+        layers=10,
     ),
     _diffusers(
         "cogvideox-5b",
@@ -438,7 +445,7 @@ MODELS: tuple[Model, ...] = (
         _cogvideox(2, rotary=True),
         (2, 48, 17776, 64),
         42,
-        layers=14,
+        layers=6,
     ),
     _diffusers("hunyuanvideo-720p", "HunyuanVideo, 720×1280, 129 frames", **_HUNYUANVIDEO, masked=True),
     _diffusers(
@@ -455,7 +462,7 @@ MODELS: tuple[Model, ...] = (
         _mochi,
         (1, 24, 44776, 128),
         48,
-        layers=6,
+        layers=2,
     ),
     _diffusers(
         "wan-1.3b",
@@ -465,6 +472,7 @@ MODELS: tuple[Model, ...] = (
         _wan(21, 60, 104),
         (1, 12, 32760, 128),
         30,
+        layers=10,
     ),
     _diffusers(
         "wan-14b",
@@ -474,7 +482,7 @@ MODELS: tuple[Model, ...] = (
         _wan(21, 90, 160),
         (1, 40, 75600, 128),
         40,
-        layers=4,
+        layers=2,
     ),
     _diffusers("flux-1024", "Flux, 1024²", *_FLUX, _flux(1024), (1, 24, 4608, 128), 57, depths=_FLUX_DEPTHS),
     _diffusers("flux-512", "Flux, 512²", *_FLUX, _flux(512), (1, 24, 1536, 128), 57, depths=_FLUX_DEPTHS),
@@ -493,7 +501,7 @@ MODELS: tuple[Model, ...] = (
     ),
     _llama("llama-3-prefill-1k", "Llama 3 8B, prefill of 1k", 1024),
     _llama("llama-3-prefill-8k", "Llama 3 8B, prefill of 8k", 8192),
-    _llama("llama-3-prefill-32k", "Llama 3 8B, prefill of 32k", 32768, layers=16),
+    _llama("llama-3-prefill-32k", "Llama 3 8B, prefill of 32k", 32768, layers=8),
     _llama(
         "llama-3-decode-8k",
         "Llama 3 8B, one token after 8k",
@@ -509,7 +517,7 @@ MODELS: tuple[Model, ...] = (
         _cogvideox(1),
         (1, 30, 17776, 64),
         30,
-        layers=10,
+        layers=5,
         kind="train",
         checkpointing=True,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -21,6 +21,8 @@ from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Plan, Quantizer, get_forward, get_quantizer, select
 
 E4M3_MAX = 448.0
+QUANTIZERS = {"sage1": "int8_quantize", "sage2": "int8_quantize", "sage3": "nvfp4_quantize"}
+"""The portable quantiser of each recipe."""
 
 
 @dataclass(frozen=True)
@@ -324,20 +326,23 @@ PROVIDERS: tuple[Provider, ...] = (
 )
 
 
-def quantizers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return our quantisers: name -> (function that quantises a call's operands, bytes that it moves).
+def quantizers(
+    query: Tensor, key: Tensor, value: Tensor, recipes: Sequence[str] = tuple(QUANTIZERS), only_preferred: bool = False
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return the quantisers of some recipes: name -> (function that quantises a call's operands, bytes that it moves).
 
-    Those named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means), and
-    each operand is written once.
+    With `only_preferred` the portable ones are left out where this GPU has others. Those named "K and V" leave Q to the
+    attention kernel. Q is read once, K and V twice (first for their means), and each operand is written once.
     """
     from sage_kernels.cuda import quantize as hopper
 
     found: dict[str, tuple[Callable[[], object], int]] = {}
     calls: dict[str, Callable[[], Any]] = {}
-    for recipe, quantizer in (("sage1", "int8_quantize"), ("sage2", "int8_quantize"), ("sage3", "nvfp4_quantize")):
+    for recipe in recipes:
         call = _call(query, key, value, False, recipe)
-        calls[f"operands of {recipe}"] = partial(_quantizer(quantizer).quantize, call)
         preferred = select(request_of(call)).quantizer
+        if not only_preferred or preferred != "int8_quantize_hopper":
+            calls[f"operands of {recipe}"] = partial(_quantizer(QUANTIZERS[recipe]).quantize, call)
         if recipe != "sage3" and preferred == "int8_quantize_hopper":
             calls[f"operands of {recipe}, Hopper"] = partial(_quantizer(preferred).quantize, call)
             if recipe == "sage2":  # whose attention kernel may quantise Q

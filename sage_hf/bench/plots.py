@@ -1,11 +1,13 @@
-"""Plots of a benchmark's JSON: speed against length, speed against error, and speed of training."""
+"""Plots of a benchmark's JSON: speed against length, speed against error, speed of training, every call, models."""
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sage_hf.bench import grid_tables, tables
 from sage_hf.bench.peers import Provider
 from sage_hf.bench.shapes import Shape
 from sage_hf.bench.tables import common_shape, heading, is_training, measured
@@ -20,12 +22,18 @@ COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sd
 """Colours of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
 OUR_COLOR = "#d1402f"
 OTHER_COLOR = "#8c8c8c"
+GRID_SPAN = 2.5  # of the heat map: this many times as fast, or as slow, has the full colour
 LABEL_GAP = 0.045  # smallest distance between labels, as a fraction of the height of the axes
+
+
+def has_matplotlib() -> bool:
+    """Return whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def require_matplotlib() -> None:
     """Raise ValueError if matplotlib is not installed, and say how to install it."""
-    if find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise ValueError('the plot needs matplotlib: pip install "sage-hf[benchmarks]"')
 
 
@@ -52,6 +60,76 @@ def plot(result: dict[str, Any], path: Path) -> list[Path]:
     for file, figure in figures.items():
         figure.savefig(file, dpi=120)
     return list(figures)
+
+
+def plot_grid(result: dict[str, Any], path: Path) -> Path:
+    """Draw the grid's heat map, speed by tokens and kind of call, to a file; return the file.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    kinds, columns, speeds = grid_tables.cells(result)
+    figure = Figure(figsize=(9.5, 1.6 + 0.36 * len(kinds)), layout="constrained")
+    axes = figure.subplots()
+    # Red is slower and blue faster; a speed of GRID_SPAN has the full colour.
+    norm = TwoSlopeNorm(0.0, -math.log2(GRID_SPAN), math.log2(GRID_SPAN))
+    colors = [[math.nan if math.isnan(speed) else math.log2(speed) for speed in line] for line in speeds]
+    axes.imshow(colors, cmap="RdBu", norm=norm, aspect="auto")
+    for y, line in enumerate(speeds):
+        for x, speed in enumerate(line):
+            if not math.isnan(speed):
+                strong = abs(math.log2(speed)) > 0.7 * math.log2(GRID_SPAN)
+                axes.text(x, y, f"{speed:.2f}", ha="center", va="center", fontsize=8, color="w" if strong else "k")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set(xlabel="tokens from … on: queries or keys, whichever are more")
+    axes.spines[:].set_visible(False)
+    figure.suptitle(f"Speed of attention relative to the fastest exact one on {result['gpu']}: 1 is as fast")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def plot_models(result: dict[str, Any], path: Path) -> Path:
+    """Draw how much faster a step of each model is, eager and compiled, to a file; return the file.
+
+    Raises:
+        ValueError: matplotlib is not installed, or no model was measured as it comes and with ours.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    gains = tables.model_gains(result)
+    if not gains:
+        raise ValueError("no model was measured as it comes and with ours, so there is nothing to plot")
+    speeds: dict[str, dict[str, float]] = {}
+    for (model, mode), (before, after, _) in gains.items():
+        speeds.setdefault(model, {})[mode] = before / after
+    names = sorted(speeds, key=lambda model: max(speeds[model].values()))
+    modes = list(dict.fromkeys(mode for _, mode in gains))
+    figure = Figure(figsize=(9.5, 1.4 + 0.32 * len(names) * len(modes)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(modes)
+    for index, mode in enumerate(modes):
+        rows = [row for row, name in enumerate(names) if mode in speeds[name]]
+        found = [speeds[names[row]][mode] for row in rows]
+        places = [row + ((len(modes) - 1) / 2 - index) * height for row in rows]
+        filling = OUR_COLOR if mode == "eager" else "w"
+        bars = axes.barh(places, found, height * 0.9, label=mode, color=filling, edgecolor=OUR_COLOR)
+        axes.bar_label(bars, [f"{speed:.2f}" for speed in found], padding=3, fontsize=8)
+    axes.axvline(1.0, color=OTHER_COLOR, lw=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="speed of a step relative to the model as it comes")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.1, y=0.02)
+    if len(modes) > 1:
+        axes.legend(loc="lower right", frameon=False)
+    figure.suptitle(f"Whole models on {result['gpu']}, with sage-hf")
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def _length_figure(columns: Columns, gpu: str) -> Figure:

@@ -84,14 +84,10 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
         most: largest number of rows (at least 2), evenly from the largest gain to the smallest; None: all rows, in the
             order of the result.
     """
-    times = _model_times(result)
-    gains: list[tuple[float, list[str]]] = []
-    for (model, mode), model_times in times.items():
-        ours = {name: ms for name, ms in model_times.items() if name.startswith("sage_hf:")}
-        if "default" in model_times and ours:
-            before, name = model_times["default"], min(ours, key=ours.__getitem__)
-            after, recipe = ours[name], f"`{name.removeprefix('sage_hf:')}`"
-            gains.append((before / after, [model, mode, _ms(before), _ms(after), recipe, f"{before / after:.2f}×"]))
+    gains = [
+        (before / after, [model, mode, _ms(before), _ms(after), f"`{recipe}`", f"{before / after:.2f}×"])
+        for (model, mode), (before, after, recipe) in model_gains(result).items()
+    ]
     note = ""
     if most is not None and len(gains) > most:
         note = f", {most} of {len(gains)} measured, from the largest gain to the smallest"
@@ -100,6 +96,20 @@ def model_gain(result: dict[str, Any], most: int | None = None) -> str:
     header = ["model", "mode", "as it comes, ms a step", "with sage-hf, ms a step", "recipe", "faster by"]
     table = _markdown_table(header, [cells for _, cells in gains])
     return f"{table}\n\nWhole models on {result['gpu']}{note}. {_versions(result)}"
+
+
+def model_gains(result: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float, str]]:
+    """Return (model, with its layers if not all ran; mode) -> (ms as it comes, ms with our fastest recipe, recipe).
+
+    A model without both is left out.
+    """
+    found = {}
+    for key, times in _model_times(result).items():
+        ours = {name: ms for name, ms in times.items() if name.startswith("sage_hf:")}
+        if "default" in times and ours:
+            fastest = min(ours, key=ours.__getitem__)
+            found[key] = times["default"], ours[fastest], fastest.removeprefix("sage_hf:")
+    return found
 
 
 def model_speed(result: dict[str, Any]) -> str:
@@ -185,6 +195,41 @@ def text(result: dict[str, Any]) -> str:
         ]
         parts += [text_table(header, cells)]
     return "\n\n".join([*parts, *_unavailable(result)])
+
+
+def phases_markdown(result: dict[str, Any]) -> str:
+    """Return the result of `measure_phases.run` as a Markdown table."""
+    caption = (
+        f"On {result['gpu']}, from a profiler's trace; a phase counts from the end of the one before. Shares are of "
+        f"the bandwidth of a copy, {result['copy_bandwidth'] * 1e-12:.2f} TB/s, whose bytes are counted alike. "
+        f"{_versions(result)}"
+    )
+    return f"{_markdown_table(*_phases(result))}\n\n{caption}"
+
+
+def phases_text(result: dict[str, Any]) -> str:
+    """Return the result of `measure_phases.run` as a table for a terminal, and what could not run."""
+    missing = [
+        f"  {row['shape']}, {row['what']}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row
+    ]
+    parts = [f"Phases on {result['gpu']}. {_versions(result)}", text_table(*_phases(result))]
+    return "\n\n".join([*parts, *(["\n".join(["Not measured:", *missing])] if missing else [])])
+
+
+def _phases(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "ms" in row:
+            found.setdefault((str(shape_of(row)), row["what"]), {})[row["phase"]] = row
+    phases = ("statistics", "quantize", "attention", "whole")
+    copied = ("statistics", "quantize", "whole")
+    header = ["call", "of", *(f"{phase}, ms" for phase in phases), *(f"{phase}, of a copy" for phase in copied)]
+    cells = []
+    for names, rows in found.items():
+        times = (f"{rows[phase]['ms']:.4f}" if phase in rows else MISSING for phase in phases)
+        shares = (rows.get(phase, {}).get("copy_share") for phase in copied)
+        cells.append([*names, *times, *(MISSING if share is None else f"{share:.0%}" for share in shares)])
+    return header, cells
 
 
 def rows_of(result: dict[str, Any], provider: Provider) -> dict[Shape, dict[str, Any]]:

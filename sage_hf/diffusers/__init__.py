@@ -18,6 +18,7 @@ _HOME = {
     "attention_layers": "processor",
     "bind": "processor",
     "check_parallelism": "parallel",
+    "check_whole": "parallel",
     "exchange_processor": "processor",
 }
 

@@ -14,11 +14,16 @@ import torch
 
 from sage_hf.attention import sage_attention
 from sage_hf.names import NAMES, name_of
+from sage_hf.sparse.layer import running_layer
 
 from .errors import UnsupportedAttentionError
 from .shards import gather_mask, mask_of_own_heads
 from .skipping import scores_are_skipped
 
+NO_SHARDS = (
+    "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
+    "configuration without `sparse`, or run this model without enable_parallelism()"
+)
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
@@ -68,7 +73,10 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask is for every head and query."""
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
+        sparse = None if torch.compiler.is_compiling() else running_layer()
         if _parallel_config is not None:
+            if sparse is not None:
+                raise UnsupportedAttentionError(NO_SHARDS)
             attn_mask = gather_mask(attn_mask, key.shape[1], _parallel_config.context_parallel_config)
             return dispatch._templated_context_parallel_attention(
                 query,
@@ -101,7 +109,8 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
                 )
             return value.transpose(1, 2)
         if not return_lse:
-            return sage_attention(query, key, value, **arguments).transpose(1, 2)
+            attend = sage_attention if sparse is None else sparse.attend
+            return attend(query, key, value, **arguments).transpose(1, 2)
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
         return out.transpose(1, 2), lse
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
+
 from .backends import backend_member
 from .errors import UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
@@ -22,6 +24,7 @@ class Sage(Protocol):
     """Interface of the processor that runs a layer."""
 
     fallback: str | None
+    sparse: SparseLayer | None
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
         """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
@@ -139,6 +142,11 @@ class DispatchLayer(Layer):
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         stand_in = _StandIn(self.original, backend)
+        if sage.sparse is not None and not torch.compiler.is_compiling():
+            with running(sage.sparse):
+                return type(self.original).__call__(stand_in, attn, *args, **kwargs)
+        if sage.sparse is not None:
+            say_that_graphs_are_dense()
         return type(self.original).__call__(stand_in, attn, *args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .backends import NO_SHARDS
 from .errors import UnsupportedAttentionError
 from .layers import Layer
 from .processor import attention_layers, layer_of, sage_of
@@ -16,6 +17,12 @@ def check_parallelism(model: Any, layer: Layer) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layer` cannot."""
     if _splits_tokens(getattr(model, "_parallel_config", None)):
         layer.check_parallel()
+
+
+def check_whole(model: Any) -> None:
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism, which sparse attention cannot."""
+    if _splits_tokens(getattr(model, "_parallel_config", None)):
+        raise UnsupportedAttentionError(NO_SHARDS)
 
 
 def complete_parallelism(model_class: Any) -> None:

@@ -13,6 +13,7 @@ from huggingface_hub.utils import logging
 from sage_hf.attention import check_fallback, sage_attention
 from sage_hf.attributes import LAYER
 from sage_hf.record import run_in_layer
+from sage_hf.sparse.layer import SparseLayer
 from sage_kernels.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve
@@ -43,6 +44,7 @@ class SageAttnProcessor:
         self.recipe = get_recipe(recipe).name
         self.fallback = None if fallback is None else check_fallback(fallback)
         self.training = None if training is None else get_recipe(training).name
+        self.sparse: SparseLayer | None = None  # set by sage_hf.apply; None: all tiles are computed
         self._layer: Layer | None = None  # the computation of the one module that this processor is bound to
         self._before: Any = None  # the processor that `exchange_processor` took out of that module
         self._by_backend = False  # whether that was for `set_attention_backend`
@@ -66,8 +68,9 @@ class SageAttnProcessor:
         """
         if scores_are_skipped(query, value):
             return value
+        attend = sage_attention if self.sparse is None else self.sparse.attend
         recipe = self.recipe_of(attn)
-        return sage_attention(query, key, value, attn_mask, scale=scale, recipe=recipe, fallback=self.fallback)
+        return attend(query, key, value, attn_mask, scale=scale, recipe=recipe, fallback=self.fallback)
 
     @show_parameters_of_families
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attention import attend
-from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
+from sage_hf.attributes import CAUSAL_OFFSET, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
@@ -87,6 +87,7 @@ def sage_attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    offset = _causal_offset_of(attention_mask)
     if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]
         if mask.shape[0] == batch and mask.shape[1] == kv_len and query.shape[2] == kv_len:
@@ -105,9 +106,20 @@ def sage_attention_forward(
         mask = exact.with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     output = record.run_in_layer(
-        module, _attend, query, key, value, mask, causal, scaling, dropout, softcap, s_aux, recipe, fallback
+        module, _attend, query, key, value, mask, causal, offset, scaling, dropout, softcap, s_aux, recipe, fallback
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _causal_offset_of(mask: torch.Tensor | None) -> int | None:
+    """Return i if the mask, made by `masks.sage_mask`, lets query q attend to exactly the keys up to q + i, else None.
+
+    A mask that the model has changed since is not recognised, nor is a part or copy of one.
+    """
+    if mask is None or torch.compiler.is_compiling():
+        return None
+    offset, version = getattr(mask, CAUSAL_OFFSET, (None, None))
+    return offset if offset is not None and version == mask._version else None
 
 
 def _attend(
@@ -116,6 +128,7 @@ def _attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
+    causal_offset: int | None,
     scale: float | None,
     dropout: float,
     softcap: float | None,
@@ -126,6 +139,7 @@ def _attend(
     """Attend by the recipe, or exactly for a softcap, sinks that need gradients and dropout.
 
     Args:
+        causal_offset: the mask's, where it is nothing but causality (`_causal_offset_of`).
         sinks: (q_heads,) logits of the attention sinks.
         The others are those of `sage_hf.attention.attend`, or of `sage_attention_forward`.
 
@@ -151,6 +165,12 @@ def _attend(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
         )
         return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
+    # Kernels skip the tiles that causality hides, and read a mask. Exact attention and gradients know no such offset.
+    if causal_offset is None or recipe == "exact" or wants_gradient:
+        causal_offset = 0
+    else:
+        mask, is_causal = None, True
+        key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
     output, lse = attend(
         query,
         key,
@@ -160,6 +180,7 @@ def _attend(
         is_causal,
         scale,
         enable_gqa,
+        causal_offset=causal_offset,
         recipe=recipe,
         fallback=fallback,
         return_lse=sinks is not None,

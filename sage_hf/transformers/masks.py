@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from sage_hf.attributes import CAUSAL_OFFSET
 from sage_kernels import tracing
 
 _SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
@@ -21,11 +22,34 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
     Returns:
         bool, (batch, 1, q_len, kv_len), True where a query may attend; or None for plain causal (upper left) or full
-        attention, without padding, window or packed sequences.
+        attention, without padding, window or packed sequences. A mask that is nothing but causality for queries behind
+        a cache says so by an attribute, see `causal_offset_of`.
     """
     if getattr(kwargs.get("config"), "model_type", None) in _SLICE_QUERIES_AFTER_MASKING:
         kwargs["allow_is_causal_skip"] = False
-    return masking_utils.sdpa_mask(**kwargs)
+    mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs)
+    if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
+        offset = _offset_of_causality(kwargs)
+        if offset is not None:
+            setattr(mask, CAUSAL_OFFSET, (offset, mask._version))
+    return mask
+
+
+def _offset_of_causality(kwargs: dict[str, Any]) -> int | None:
+    """Return i if the mask of these arguments lets query q attend to exactly the keys up to q + i, else None."""
+    if kwargs["mask_function"] is not masking_utils.causal_mask_function or kwargs.get("local_size") is not None:
+        return None
+    if not kwargs.get("allow_is_causal_skip", True) or "q_offset" not in kwargs:
+        return None
+    offset = int(kwargs["q_offset"]) - kwargs.get("kv_offset", 0)
+    padding: torch.Tensor | None = kwargs.get("attention_mask")
+    if padding is not None:
+        start = kwargs.get("kv_offset", 0)
+        # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
+        seen = padding[:, start : start + offset + kwargs["q_length"]]
+        if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start or not bool(seen.all()):
+            return None
+    return offset
 
 
 def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:

@@ -68,7 +68,7 @@ def test_samples_are_written_while_training(trained, part):
     assert samples == ["step_000006.gif", "step_000012.gif"]
 
 
-@pytest.mark.parametrize("part", ["vae", "transformer"])
+@pytest.mark.parametrize("part", [pytest.param("vae", marks=pytest.mark.audit), "transformer"])
 def test_an_interrupted_run_resumes_to_the_same_weights(trained, part, tmp_path, monkeypatch):
     folder = tmp_path / "pipeline"
     folder.mkdir()

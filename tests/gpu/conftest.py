@@ -7,6 +7,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent
+MOST_CACHED_BYTES = 2**31
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    """Leave the GPU's memory to the other workers: PyTorch keeps of what tests freed no more than MOST_CACHED_BYTES."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > MOST_CACHED_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch import request_of
 from sage_kernels.formats import int8
+from sage_kernels.language.padding import read_padding
 from sage_kernels.layout import heavy_order, natural_order, power_of_two, thread_order
 from sage_kernels.recipe import get_recipe
 from sage_kernels.transforms import balance, mean_of_tokens, rotate
@@ -223,23 +224,27 @@ def assert_like_the_reference(codes, scale, expected_codes, expected_scale):
     assert difference.sum() <= 3e-4 * difference.numel() + 3
 
 
-def assert_rotated(actual, inputs, recipe):
-    """Check Q, K and the balance against the reference, given the call's Q, K (without heavy keys) and V."""
+def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
+    """Check Q, K and the balance against the reference, given the call's Q, K (without heavy keys) and V.
+
+    `valid` and `valid_queries`: bool (batch or 1, 1, tokens, 1), which keys and queries exist.
+    """
     query, key, _ = (x.float() for x in inputs)
     channels, group = actual.query.shape[3], query.shape[1] // key.shape[1]
     ones = torch.ones(*key.shape[:2], 1, channels, device=query.device)
     if recipe.balance:
-        expected = F.pad(balance(query, key), (0, channels - key.shape[3]), value=1.0)
+        expected = F.pad(balance(query, key, valid, valid_queries), (0, channels - key.shape[3]), value=1.0)
         distance = (actual.balance.unsqueeze(2).log2() - expected.log2()).abs()
         # Squares are summed in another order: few channels lie on the border of two exponents.
         assert distance.max() <= 1 and distance.sum() <= 0.01 * distance.numel()
         ones = actual.balance.unsqueeze(2)
     else:
         assert actual.balance is None
-    mean = mean_of_tokens(key)
+    mean = mean_of_tokens(key, valid)
     expected = codes_of_the_reference(query, ones.repeat_interleave(group, 1), 1)
     assert_like_the_reference(actual.query, actual.query_scale, *expected)
-    smooth = F.pad(key - mean, (0, 0, 0, -key.shape[2] % 128))
+    smooth = key - mean if valid is None else torch.where(valid, key - mean, 0.0)
+    smooth = F.pad(smooth, (0, 0, 0, -key.shape[2] % 128))
     expected = codes_of_the_reference(smooth, 1 / ones, 16)
     assert_like_the_reference(actual.key, actual.key_scale, *expected)
 
@@ -288,6 +293,57 @@ def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device)
             assert torch.equal(nan, ~actual.mean_score.isfinite())
             difference = (actual.mean_score - expected.mean_score).masked_fill(nan, 0.0).abs()
             assert (difference[:, :, :q_len] <= bound + 1e-37).all() and not actual.mean_score[:, :, q_len:].any()
+
+
+# What exists of keys 0 … n - 1, for each of the batch elements that the last number says.
+VALID = (
+    (lambda index, draw: index >= len(index) // 3, 1),
+    (lambda index, draw: index < len(index) * 2 // 3, 1),
+    (lambda index, draw: (index > 130) & (index < 400) | (index == 3), 1),
+    (lambda index, draw: draw(len(index)) < 0.5, 2),
+    (lambda index, draw: index < len(index), 1),
+    (lambda index, draw: index < 0, 1),
+    (lambda index, draw: index < 40, 1),
+)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("pv", RECIPE_OF_PV)
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("which", range(len(VALID)))
+@pytest.mark.parametrize("case", range(4))
+def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, device):
+    choose = random.Random(case)
+    head_dim, v_head_dim = choose.choice(((40, 64), (64, 64), (72, 128), (128, 128)))
+    kv_heads, group = choose.choice(((1, 1), (3, 1), (2, 4)))
+    kv_len = choose.choice((65, 200, 1000, 4160, 17_000))
+    q_len = choose.choice((kv_len, 129))
+    inputs = draw(2, kv_heads, kv_len, head_dim, heads=kv_heads * group, q_len=q_len, v_head_dim=v_head_dim, seed=case)
+    generator = torch.Generator("cuda").manual_seed(case)
+    chosen, count = VALID[which]
+    index = torch.arange(kv_len, device=device)
+    rows = [chosen(index, lambda n: torch.rand(n, device=device, generator=generator)) for _ in range(count)]
+    valid = torch.stack(rows)
+    for x in inputs[1:]:
+        x[~valid[:, None].expand(2, kv_heads, -1)] = choose.choice((torch.nan, torch.inf, 1e4))
+    recipe = with_fields(pv, rotate=rotated, balance=rotated, heavy_keys=choose.choice((0, 64)))
+    call = triton_calls.new_call(*inputs, recipe, return_lse=True)
+    heavy = call.heavy_keys
+    padding = HopperQuantizer().read_padding(valid)
+    actual = HopperQuantizer().quantize(call, padding.valid, padding.spans)
+    assert torch.equal(padding.spans, read_padding(valid).spans)
+    plain_recipe = replace(recipe, rotate=False, balance=False)
+    expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
+    differ = differing(actual, expected)
+    if rotated:
+        tail = (inputs[0], *(x[:, :, heavy:] for x in inputs[1:]))
+        queries = valid[:, None, :, None] if q_len == kv_len else None
+        assert_rotated(actual, tail, recipe, valid[:, None, heavy:, None], queries)
+        differ = [name for name in differ if name.startswith("value")]
+    assert differ == []
+    if heavy:
+        for x, y in ((actual.heavy.key, expected.heavy.key), (actual.heavy.value, expected.heavy.value)):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -81,7 +81,14 @@ def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(r
 @pytest.mark.parametrize("kind", ["none", "causal", "keys", "bool", "additive", "padding"])
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "dtype"),
-    [(64, 64, torch.bfloat16), (80, 40, torch.float32), (256, 144, torch.float16), (16, 256, torch.float32)],
+    [
+        (64, 64, torch.bfloat16),
+        (32, 32, torch.bfloat16),
+        (16, 24, torch.float16),
+        (80, 40, torch.float32),
+        (256, 144, torch.float16),
+        (16, 256, torch.float32),
+    ],
 )
 def test_masks_and_sizes(recipe, kind, head_dim, v_head_dim, dtype, device):
     for q_len, kv_len in ((150, 65), (70, 64), (300, 700)):

@@ -215,9 +215,9 @@ def test_it_quantises_queries_as_the_quantiser_does(dtype, monkeypatch):
             changed = query * torch.logspace(-3, 2, head_dim, device="cuda", dtype=dtype)
             changed[:, 0, q_len // 2, 3], changed[:, -1, 0] = torch.nan, 0.0
             queries = query.clone(), changed
-            monkeypatch.setattr(hopper, "MEDIUM_KV_LEN", hopper.LONG_KV_LEN)
-            expected = [attend(x, key, value) for x in queries]
-            monkeypatch.setattr(hopper, "MEDIUM_KV_LEN", 0)
+            with monkeypatch.context() as patched:
+                patched.setattr(hopper, "_leaves_query", lambda *_: False)
+                expected = [attend(x, key, value) for x in queries]
             for x, output in zip(3 * queries, 3 * expected, strict=True):
                 query.copy_(x)
                 assert torch.equal(attend(query, key, value).nan_to_num(9.0), output.nan_to_num(9.0))
@@ -253,6 +253,7 @@ def test_queries_that_it_quantises_itself_are_those_of_each_replay_and_stream():
 @pytest.mark.parametrize("group", range(20))
 def test_ten_thousand_random_requests(group, monkeypatch):
     choose = random.Random(group)
+    ways = hopper._leaves_query, lambda *_: False
     dtype = choose.choice((torch.float16, torch.bfloat16))
     errors = {(recipe, return_lse): Error() for recipe in ("sage1", "sage2") for return_lse in (False, True)}
     for index in range(500):
@@ -275,7 +276,7 @@ def test_ten_thousand_random_requests(group, monkeypatch):
             first = (torch.arange(kv_len, device="cuda") < choose.randint(0, kv_len)).view(1, 1, 1, -1)
             call["mask"] = choose.choice((sparse, first))
         recipe, return_lse = choose.choice(tuple(errors))
-        monkeypatch.setattr(hopper, "MEDIUM_KV_LEN", choose.choice((0, hopper.LONG_KV_LEN)))
+        monkeypatch.setattr(hopper, "_leaves_query", choose.choice(ways))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)
         except AssertionError as failure:

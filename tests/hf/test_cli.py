@@ -106,6 +106,17 @@ def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, 
     assert (tmp_path / "two" / "contact-sheet.png").is_file()
 
 
+def test_keep_makes_self_attention_sparse(folder, tmp_path, capsys):
+    arguments = ["--pretrained", str(folder), "--recipe", "sage2", "--device", "cpu", "--keep", "0.5"]
+    assert main(["explain", *arguments]) == 0
+    assert (
+        "self-attention: the 50% of tiles with the best scores by subblock, in calls of 4096" in capsys.readouterr().out
+    )
+    arguments += ["--prompt", "a", "--steps", "1", "--frames", "9", "--height", "64", "--width", "64"]
+    assert main(["generate", *arguments, "--output", str(tmp_path / "one")]) == 0
+    assert "fewer than 4096 tokens" in (tmp_path / "one" / "report.md").read_text() + capsys.readouterr().out
+
+
 @pytest.fixture
 def write_one(monkeypatch):
     """Writes the first video, and ends as given from then on."""
@@ -206,6 +217,7 @@ def test_a_home_folder_that_the_shell_left_alone_is_found(folder, tmp_path, monk
         (["--steps", "0"], "--steps must be at least 1"),
         (["--fallback", "error", "--device", "cpu"], "no native kernel for recipe 'sage3'"),
         (["--height", "60"], "divisible by 8"),
+        (["--keep", "2"], "sparse.keep: expected a share in (0, 1], got 2.0"),
     ],
 )
 def test_errors_of_the_user_are_one_line_and_exit_code_2(folder, tmp_path, capsys, arguments, message):

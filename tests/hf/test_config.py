@@ -120,7 +120,8 @@ def test_unreadable_file_is_refused_naming_it(tmp_path):
 
 def test_names_are_recipes_and_shipped_configurations():
     assert SageConfig.from_name("sage2") == SageConfig("sage2")
-    assert set(SageConfig.names()) == {"cogvideox-2b", "cogvideox-5b", "hunyuanvideo", "mochi", "train-int8-infer-fp4"}
+    video = {"cogvideox-2b", "cogvideox-5b", "hunyuanvideo", "mochi", "wan-14b-sparse"}
+    assert set(SageConfig.names()) == {*video, "train-int8-infer-fp4"}
     assert not set(SageConfig.names()) & set(RECIPES)
     with pytest.raises(ValueError, match=r"'sage4' is neither a recipe .*sage3.*cogvideox-2b.*JSON"):
         SageConfig.from_name("sage4")

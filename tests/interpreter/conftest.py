@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def compute_as_gpus_do(monkeypatch):
     """The interpreter's own cast to e4m3 neither carries into the exponent nor saturates, the one to bfloat16 cuts
-    off, and products take bfloat16 for integers.
+    off, products take bfloat16 for integers, and a fused multiply-add in float16 rounds twice.
     """
     if not INTERPRETED:
         return
@@ -46,5 +46,11 @@ def compute_as_gpus_do(monkeypatch):
     def multiply(builder, a, b, d, *options):
         return dot(builder, widened(a), widened(b), d, *options)
 
+    def fuse(builder, x, y, z):
+        wide = x.data.dtype if x.data.dtype != np.float16 else np.float64  # which holds the exact sum
+        exact = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+        return interpreter.TensorHandle(exact.astype(x.data.dtype), x.dtype.scalar)
+
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fuse)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply)

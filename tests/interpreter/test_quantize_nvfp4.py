@@ -87,8 +87,8 @@ def test_operands_are_those_of_the_reference_for_every_recipe(name):
     recipes = {
         "sage3_paper": get_recipe("sage3_paper"),
         "no rotation": replace(SAGE3, rotate=False, smooth_q=False),
-        "balance": replace(SAGE3, balance=True, scale_steps=(0, 0)),
-        "four over six": replace(SAGE3, scale_steps=(0, 4), smooth_v=False),
+        "balance": replace(SAGE3, balance=True, scale_steps=()),
+        "four over six": replace(SAGE3, scale_steps=(4,), smooth_v=False),
     }
     check(*random_inputs(130, 140, 64, 64), recipes[name])
 

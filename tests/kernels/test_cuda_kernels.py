@@ -54,8 +54,8 @@ def test_int8_forward_overlaps_its_matrix_products(
 ):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, _ = size
-    config = int8_forward.Config.of(*size, is_causal, padded, heavy, True)
-    cubin = int8_forward.kernel(config, is_causal, return_lse, dtype, quantizes_query).source.compile()
+    config = int8_forward.Config.of(*size, is_causal, padded, heavy, True, quantizes_query)
+    cubin = int8_forward.kernel(config, is_causal, return_lse, dtype).source.compile()
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
     assert f"Used {168 if config.warpgroups == 2 else 128} registers" in cubin.log
@@ -169,7 +169,7 @@ class OtherQuantizer(HopperQuantizer):
 
     name = "int8_quantize"
 
-    def quantize(self, call, valid=None):
+    def quantize(self, call, valid=None, spans=None):
         return quantize.quantize_operands(call)
 
     def read_padding(self, valid):

@@ -17,7 +17,7 @@ extern "C" __global__ void kernel(KERNEL_PARAMETERS) {}
 """
 CONFIG = int8_forward.Config.of(128, "fp8", 4096, False, False, True, True)
 SOURCES = {
-    "int8_forward.cu": int8_forward.kernel(CONFIG, False, False, torch.bfloat16, False).source,
+    "int8_forward.cu": int8_forward.kernel(CONFIG, False, False, torch.bfloat16).source,
     "quantize.cu": quantize.kernels(128, torch.bfloat16, "fp8", False)[0].source,
 }
 

@@ -38,7 +38,7 @@ FEATURES = {
     product((64, 128), DTYPES, ("fp8", "fp16"), (False, True), FEATURES),
 )
 def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, return_lse, features):
-    """Nothing spills, and a multiprocessor has the registers of so many threads that their loads are of 56 KB.
+    """At most two registers spill; a multiprocessor has registers for so many threads that their loads are of 56 KB.
 
     Of 16 bytes each: a thread of `quantize` has one for each 16 channels, one of `statistics` has 16. Without rotation
     they are of 64 KB.
@@ -46,7 +46,7 @@ def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, 
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     cubin = quantize.kernels(channels, dtype, pv, return_lse, FEATURES[features])[0].source.compile()
     assert "warning" not in cubin.log.lower(), cubin.log
-    assert re.findall(r"(\d+) bytes spill stores", cubin.log) == ["0", "0"], cubin.log
+    assert all(int(count) <= 8 for count in re.findall(r"(\d+) bytes spill stores", cubin.log)), cubin.log
     registers = {
         kernel: int(number)
         for kernel, number in re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", cubin.log, re.DOTALL)
@@ -153,8 +153,8 @@ def test_serves_heavy_keys_that_a_block_of_the_grid_writes():
         assert not serves(replace(get_recipe(name), heavy_keys=128))
 
 
-def test_does_not_serve_float32_masks_or_packed_sequences():
+def test_does_not_serve_float32_masks_of_scores_or_packed_sequences():
     assert "dtype" in unsupported(*tensors(dtype=torch.float32))
     request = replace(Request.of(*tensors(), recipe="sage2"), device_type="cuda", capability=(9, 0), aligned=True)
-    assert HopperQuantizer().unsupported(replace(request, mask="keys")) == "no masks"
+    assert HopperQuantizer().unsupported(replace(request, mask="bool")) == "no masks but those of keys"
     assert HopperQuantizer().unsupported(replace(request, packed=True)) == "no packed sequences"

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from sage_kernels.formats import nvfp4
+from sage_kernels.recipe import RECIPES
+
+SAGE3_STEPS = RECIPES["sage3"].scale_steps
 
 # Every e2m1 code by the format's definition: 1 sign, 2 exponent (bias 1), 1 mantissa bit.
 E2M1_TABLE = [
@@ -51,7 +54,7 @@ def test_the_first_element_is_in_the_low_nibble():
     assert packed[0, 0].item() == 0x7 | (0xD << 4)
 
 
-@pytest.mark.parametrize("scale_steps", [(0, 0), (-2, 6)])
+@pytest.mark.parametrize("scale_steps", [(), SAGE3_STEPS])
 def test_packing_loses_nothing(scale_steps):
     x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 10
     packed = nvfp4.quantize(x, scale_steps).dequantize()
@@ -76,7 +79,7 @@ def test_zero_groups_stay_zero():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("scale_steps", [(0, 0), (-2, 6)])
+@pytest.mark.parametrize("scale_steps", [(), SAGE3_STEPS])
 def test_a_non_finite_element_poisons_its_group_and_nothing_else(bad, scale_steps):
     x = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(2))
     clean = nvfp4.quantize(x, scale_steps).dequantize()
@@ -105,16 +108,45 @@ def test_the_tensor_scale_is_the_least_power_of_two_within_e4m3_range():
         assert exact / scale <= 2688.0 < 2 * exact / scale
 
 
-def test_scale_search_tries_the_neighbouring_codes_and_keeps_the_best():
-    x = torch.randn(1, 200 * 16, generator=torch.Generator().manual_seed(4))
-    groups = x.view(200, 16)
-    base = (groups.abs().amax(-1, keepdim=True) * (1 / 6)).to(torch.float8_e4m3fn)
+def test_scale_search_keeps_the_best_of_the_scales_within_float16():
+    x = torch.randn(1, 2000 * 16, generator=torch.Generator().manual_seed(4))
+    groups = x.view(2000, 16)
+    nearest = (groups.abs().amax(-1, keepdim=True) * (1 / 6)).to(torch.float8_e4m3fn)
+    assert (nearest.float() >= 2.0**-6).all()
     errors = []
-    for step in range(-2, 7):
-        scale = (base.view(torch.uint8) + step).view(torch.float8_e4m3fn).float()
-        errors.append((nvfp4.round_to_e2m1(groups / scale) * scale - groups).square().sum(-1))
-    found = nvfp4.quantize_dequantize(x, (-2, 6), torch.ones(1, 1)).view(200, 16)
-    assert torch.equal((found - groups).square().sum(-1), torch.stack(errors).amin(0))
+    for step in (0, *SAGE3_STEPS):
+        scale = (nearest.view(torch.uint8) + step).view(torch.float8_e4m3fn).double()
+        candidate = nvfp4.round_to_e2m1((groups / scale).float()) * scale
+        fits = groups.abs().amax(-1) < 7 * scale.squeeze(-1)
+        errors.append(torch.where(fits, (candidate - groups).square().sum(-1), torch.inf))
+    least = torch.stack(errors).amin(0).sqrt()
+    found = nvfp4.quantize_dequantize(x, SAGE3_STEPS, torch.ones(1, 1)).view(2000, 16)
+    found = (found.double() - groups).square().sum(-1).sqrt()
+    # In units of 8 scales y < 1 and the ratio are off by 2⁻¹² each, a difference < 1/8 by 2⁻¹⁵ more: for 16 elements
+    # 4·(2⁻¹¹ + 2⁻¹⁵). Rounding 16 squares and their sums moves the root by 9·2⁻¹² of it. Both candidates have these.
+    absolute, relative = 8 * 4 * (2.0**-11 + 2.0**-15), 9 * 2.0**-12
+    bound = least * (1 + 2 * relative) + 2 * absolute * nearest.double().squeeze(-1)
+    assert (found <= bound).all()
+    assert (found == least).double().mean() > 0.95
+
+
+def test_scale_search_tries_no_scale_that_is_subnormal_infinite_or_too_small():
+    """Scales 1.125·2⁻⁶, 2⁻⁶ and 448: none is tried below 2⁻⁶ or above 448; nor one below 7/8 of a group's sixth."""
+    group = torch.tensor([6.0] + [4.5] * 15)
+    tiny, least, largest = group * 2.0**-6 * 1.125, group * 2.0**-6, group * 448
+    scales = nvfp4.round_groups(torch.stack((tiny, least, largest)), (-2, -1, 1, 2))[1].flatten()
+    assert scales.min() >= 2.0**-6
+    assert scales.max() <= 448
+    for amax in torch.linspace(6 * 1.0625, 6 * 1.1875, 40):  # around the scale 1.125
+        x = torch.zeros(16)
+        x[0] = amax
+        elements, scale = nvfp4.round_groups(x[None], (-1,))
+        assert (amax / scale < 7).all() and elements.max() <= 6
+
+
+def test_without_steps_there_is_no_search():
+    x = torch.randn(1, 16, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(nvfp4.round_groups(x)[1].flatten(), (x.abs().amax() / 6).to(torch.float8_e4m3fn).float()[None])
 
 
 def test_a_length_that_is_no_multiple_of_16_is_refused():

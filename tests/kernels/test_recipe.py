@@ -28,11 +28,11 @@ def test_the_recipes_are_those_of_the_table():
             balance=True,
             tensor_scale=True,
             heavy_keys=64,
-            scale_steps=(-2, 6),
+            scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
         ),
         "sage3_paper": Recipe(
-            "sage3_paper", **nvfp4_both, smooth_v=False, rotate=False, tensor_scale=False, scale_steps=(0, 0)
+            "sage3_paper", **nvfp4_both, smooth_v=False, rotate=False, tensor_scale=False, scale_steps=()
         ),
         "sage2": Recipe(
             "sage2",
@@ -108,9 +108,10 @@ def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy
     value = transforms.smooth_value(value)[0].mT
     assert torch.equal(operands.smooth_key, key)
     assert torch.equal(operands.query_mean, query_mean)
-    assert torch.equal(operands.query, in_blocks(transforms.rotate(query * factor), (-2, 6)))
-    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), (-2, 6)))
-    assert torch.equal(operands.value * operands.value_scale, nvfp4.quantize(value, (-2, 6)).dequantize().mT)
+    steps = RECIPES["sage3"].scale_steps
+    assert torch.equal(operands.query, in_blocks(transforms.rotate(query * factor), steps))
+    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), steps))
+    assert torch.equal(operands.value * operands.value_scale, nvfp4.quantize(value, steps).dequantize().mT)
 
 
 def test_sage3_paper_operands_are_smoothed_in_the_published_format():

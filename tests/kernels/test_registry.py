@@ -93,6 +93,15 @@ def test_every_gpu_runs_the_best_recipe_it_has(monkeypatch, capability, triton, 
     assert plan.is_fallback == (recipe != "sage3")
 
 
+def test_where_triton_is_too_old_for_fp4_the_plan_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 8))
+    select.cache_clear()
+    plan = select(replace(GPU, capability=(10, 0)))
+    select.cache_clear()
+    assert plan.recipe == "sage2"
+    assert 'needs Triton 3.9, installed is 3.8: pip install "triton>=3.9"' in plan.reason
+
+
 def test_without_triton_the_plan_says_so(monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: None)
     select.cache_clear()
@@ -282,6 +291,7 @@ HONOURED = {
     "int8_backward_hopper": INT8,
     "reference_backward": INT8,
     "nvfp4_quantize": set(OTHERS),
+    "nvfp4_quantize_cuda": set(OTHERS),
     "nvfp4_forward": set(OTHERS),
     "nvfp4_forward_emulated": set(OTHERS),
     "reference": set(OTHERS),
@@ -383,7 +393,7 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
     ("change", "kernels"),
     [
         ({}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
-        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
+        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
         ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
         ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_hopper")),
         ({"head_dim": 256, "v_head_dim": 256}, ("int8_forward", "int8_quantize", "int8_backward")),
@@ -403,7 +413,8 @@ def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
 @pytest.mark.usefixtures("newest")
 def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
     assert select(TRAINING).other_phases == ()
-    assert ("int8_quantize_hopper", "no masks") in select(replace(TRAINING, mask="keys")).other_phases
+    passed_over = select(replace(TRAINING, mask="bool")).other_phases
+    assert ("int8_quantize_hopper", "no masks but those of keys") in passed_over
     (misaligned,) = select(replace(TRAINING, aligned=False)).other_phases
     assert misaligned[0] == "int8_quantize_hopper" and "16 bytes" in misaligned[1]
     others = dict(select(replace(TRAINING, recipe="sage_bwd_int8")).other_phases)

@@ -13,7 +13,7 @@ from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
-from ..recipe import Recipe, get_recipe
+from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import quantize, tokens
@@ -31,10 +31,6 @@ STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 HEAVY_KEYS = 64  # that the kernel attends to in 16 bits, or none
 LONG_KV_LEN = 8192  # keys
-# Keys from which on, up to LONG_KV_LEN, Q's quantisation hides behind them in the kernel of `sage2` (end to end,
-# 4×32×4096×64: 508 against 498 TFLOP/s, ×128: 738 against 727; 2×30×17776×64: 608 against 610). With P·V in float16 and
-# 64 channels the compiler has too few registers for it, and waits for each matrix product.
-MEDIUM_KV_LEN = 2048
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Config:
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
     float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits;
-    `centred`: K is without its mean.
+    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -57,17 +53,31 @@ class Config:
     padded: bool
     heavy: bool
     centred: bool
+    quantizes_query: bool = False
 
     @classmethod
     def of(
-        cls, head_dim: int, pv: str, kv_len: int, is_causal: bool, padded: bool, heavy: bool, centred: bool
+        cls,
+        head_dim: int,
+        pv: str,
+        kv_len: int,
+        is_causal: bool,
+        padded: bool,
+        heavy: bool,
+        centred: bool,
+        quantizes_query: bool = False,
     ) -> Config:
-        """Return the fastest one."""
+        """Return the fastest one.
+
+        Three warpgroups have no shared memory for Q in 16 bits beside 128 channels; beside P in float16 the compiler
+        would wait for each matrix product.
+        """
         if head_dim == 128:
             warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
         else:
             warpgroups = 2 if padded and pv == "fp16" else 3
-        return cls(head_dim, warpgroups, pv, padded, heavy, centred)
+        quantizes_query &= warpgroups == 2 or (head_dim == 64 and pv == "fp8")
+        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query)
 
     @property
     def block_m(self) -> int:
@@ -91,9 +101,13 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of the tiles of Q, K and V, of the float32 sums, or the outputs, and of the heavy keys."""
+        """Return the bytes of the tiles of Q, K and V, of the float32 sums, or the outputs, and of the heavy keys.
+
+        Q in 16 bits has one tile, and one in INT8.
+        """
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
-        of_tiles = STAGES * (self.block_m + (1 + value) * self.block_n)
+        query = 1 + 2 if self.quantizes_query else STAGES
+        of_tiles = query * self.block_m + STAGES * (1 + value) * self.block_n
         return (of_tiles + sums * self.block_m + 4 * HEAVY_KEYS * self.heavy) * self.head_dim
 
 
@@ -103,6 +117,7 @@ class Arguments:
 
     Attributes:
         query_scale: (batch, q_heads, q_rows), unless Q comes in 16 bits.
+        query_factors: (batch, kv_heads, CHANNELS), the bits of the factors of Q's rotation, if Q comes in 16 bits.
         key_scale: bfloat16 (batch, kv_heads, kv_rows / KEY_BLOCK, 4): thread i of a quad has the i-th.
         value_scale, value_mean: (batch, kv_heads, CHANNELS).
         mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets; or None.
@@ -112,10 +127,12 @@ class Arguments:
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
         valid_stride, spans_stride: from batch element to batch element.
+        query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
     """
 
     query_scale: ConstFloats
+    query_factors: ConstFloats
     key_scale: ConstHalfWords
     value_scale: ConstFloats
     value_mean: ConstFloats
@@ -134,6 +151,7 @@ class Arguments:
     heads_at_once: Int
     valid_stride: Int
     spans_stride: Int
+    query_factors_stride: Int
     head_dim: Int
     softmax_scale: Float
 
@@ -143,12 +161,12 @@ class Parameters:
     """Parameters of the kernel.
 
     Attributes:
-        query: Q in INT8, of boxes (WARPGROUP_ROWS, CHANNELS); NO_TENSOR_MAP where it comes in 16 bits.
+        query: Q in INT8, of boxes (WARPGROUP_ROWS, CHANNELS), or in 16 bits, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
         key: boxes (1, BLOCK_N, CHANNELS).
         value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
         heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
-        query_tokens: Q in 16 bits, or NO_TOKENS.
+        query_tokens: Q in 16 bits, beside heavy keys and Q in INT8, or NO_TOKENS.
         arguments: the others.
     """
 
@@ -163,8 +181,8 @@ class Parameters:
 
 
 @cache
-def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, quantizes_query: bool) -> Kernel:
-    """Return `int8_forward` with outputs of that dtype, which is Q's where the kernel quantises it."""
+def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype) -> Kernel:
+    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
         **tokens.macros(config.head_dim, dtype),
@@ -184,7 +202,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "CAUSAL": is_causal,
         "PADDED": config.padded,
         "LSE": return_lse,
-        "QUANTIZES_QUERY": quantizes_query,
+        "QUANTIZES_QUERY": config.quantizes_query,
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
         "HEAVY_KEYS": HEAVY_KEYS,
@@ -210,19 +228,9 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         padded,
         heavy,
         recipe.smooth_k,
+        quantizes_query and heavy and not return_lse and recipe.rotate,
     )
-    quantizes_query &= _quantizes_query(recipe, padded, request.is_causal, return_lse, request.kv_len)
-    return kernel(config, request.is_causal, return_lse, request.dtype, quantizes_query).source.why_not()
-
-
-def _quantizes_query(recipe: Recipe, padded: bool, is_causal: bool, return_lse: bool, kv_len: int) -> bool:
-    """Return whether Q's quantisation hides in the kernel, where `quantize` makes the other operands.
-
-    Its producers lack the registers to rotate: a tile of 16 tokens takes 64 of each thread.
-    """
-    if recipe.pv != "fp8" or recipe.rotate:
-        return False
-    return not (padded or is_causal or return_lse) and MEDIUM_KV_LEN <= kv_len < LONG_KV_LEN
+    return kernel(config, request.is_causal, return_lse, request.dtype).source.why_not()
 
 
 def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -245,13 +253,27 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    hides = _quantizes_query(call.recipe, padding is not None, call.is_causal, lse is not None, call.kv_len)
-    if hides and quantizer.name == "int8_quantize_hopper":
-        operands = quantize.quantize_operands(call, leaves_query=True)
+    if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
+        operands = quantize.quantize_operands(call, padding, leaves_query=True)
     else:
-        operands = quantizer.quantize(call, None if padding is None else padding.valid)
+        operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
     forward(operands, output, lse, call, padding)
     return operands
+
+
+def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
+    """Return whether the kernel rotates and quantises Q by itself.
+
+    The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
+    """
+    recipe, query = call.recipe, call.query
+    heavy = 0 < recipe.heavy_keys < call.kv_len
+    if return_lse or not (heavy and recipe.rotate) or 0 in query.stride():
+        return False
+    channels = power_of_two(query.shape[3])
+    return Config.of(
+        channels, recipe.pv, call.kv_len, call.is_causal, padded, heavy, recipe.smooth_k, True
+    ).quantizes_query
 
 
 def forward(
@@ -279,26 +301,37 @@ def forward(
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
     pv = PV_OF_DTYPE[operands.value.dtype]
+    query, quantizes_query = operands.query, operands.query_factors is not None
     config = Config.of(
-        channels, pv, call.kv_len, is_causal, padding is not None, heavy is not None, call.recipe.smooth_k
+        channels,
+        pv,
+        call.kv_len,
+        is_causal,
+        padding is not None,
+        heavy is not None,
+        call.recipe.smooth_k,
+        quantizes_query,
     )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
     else:
         value = tensor_map(operands.value.view(-1, kv_rows), (channels, config.value_width), config.value_width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
-    device, query = output.device, operands.query
-    quantizes_query = query.dtype != torch.int8
-    codes = NO_TENSOR_MAP
-    if not quantizes_query:
-        codes = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
+    device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
+    if quantizes_query:
+        query_map = tensor_map(query, box, LINE_BYTES)
+    else:
+        query_map = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
-        box = (HEAVY_KEYS, LINE_CHANNELS)
-        heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
+        of_heads = (HEAVY_KEYS, LINE_CHANNELS)
+        heavy_key, heavy_value = (
+            tensor_map(x.view(-1, channels), of_heads, LINE_BYTES) for x in (heavy.key, heavy.value)
+        )
     arguments = Arguments(
         query_scale=operands.query_scale,
+        query_factors=operands.query_factors,
         key_scale=operands.key_scale,
         value_scale=operands.value_scale,
         value_mean=operands.value_mean,
@@ -317,22 +350,23 @@ def forward(
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
         valid_stride=valid_stride,
         spans_stride=spans_stride,
+        query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),
     )
     parameters = Parameters(
-        query=codes,
+        query=query_map,
         key=tensor_map(operands.key.view(-1, kv_rows, channels), (1, config.block_n, channels), channels),
         value=value,
-        output=tensor_map(output, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS), LINE_BYTES),
+        output=tensor_map(output, box, LINE_BYTES),
         heavy_key=heavy_key,
         heavy_value=heavy_value,
-        query_tokens=NO_TOKENS if heavy is None and not quantizes_query else Tokens.of(call.query),
+        query_tokens=NO_TOKENS if heavy is None or quantizes_query else Tokens.of(call.query),
         arguments=arguments,
     )
     blocks = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
     launch(
-        kernel(config, is_causal, lse is not None, output.dtype, quantizes_query),
+        kernel(config, is_causal, lse is not None, output.dtype),
         blocks,
         parameters,
         device,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import rehearsal
 from . import compiler
 from .compiler import Cubin, Macro, checked
 from .context import device_context
@@ -68,7 +69,7 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
     """Run a kernel on the current stream of `device`.
 
     The first launch on a device compiles and loads it; the others neither wait for the GPU nor allocate. Any thread
-    may launch, and graphs capture it.
+    may launch, and graphs capture it. A call that is rehearsed only notes the launch (`rehearsal.rehearsing`).
 
     Args:
         kernel: the same object each time, by which it is known as loaded.
@@ -85,8 +86,12 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     function = _function(kernel, index)
-    if blocks:
-        function.launch(blocks, parameters, dependent)
+    if not blocks:
+        return
+    if (rehearsed := rehearsal.current()) is not None:
+        rehearsed.launched(function.packed(blocks, parameters, dependent))
+        return
+    function.launch(blocks, parameters, dependent)
 
 
 @cache
@@ -98,7 +103,7 @@ class _Function:
     """A kernel that is compiled for a device and loaded there."""
 
     def __init__(self, kernel: Kernel, index: int) -> None:
-        image = kernel.source.compile(_architecture(index)).image
+        image = kernel.source.compile(architecture(torch.cuda.get_device_capability(index))).image
         from cuda.bindings import driver
 
         self.driver = driver
@@ -155,6 +160,20 @@ class _Function:
             threads, shared = kernel.threads, kernel.shared_bytes
             self.checked(f"{blocks} blocks of {threads} threads, {shared} bytes of dynamic shared memory", answer)
 
+    def packed(self, blocks: int, parameters: Any, dependent: bool) -> rehearsal.PackedLaunch:
+        """Return the launch as the driver takes it; parameters as of the function `launch`, with stand-ins."""
+        packed = self.packer.pack(parameters, self.index).raw
+        return rehearsal.PackedLaunch(
+            function=int(self.handle),
+            grid=(blocks, 1, 1),
+            threads=self.kernel.threads,
+            shared_bytes=self.kernel.shared_bytes,
+            dependent=dependent,
+            parameters=packed[self.packer.starts[0] :],
+            starts=tuple(start - self.packer.starts[0] for start in self.packer.starts),
+            addresses=tuple(place - self.packer.starts[0] for place in self.packer.addresses),
+        )
+
     @contextlib.contextmanager
     def loading_during_capture(self) -> Iterator[None]:
         """Allow what loading does, allocating, to a thread that captures a graph."""
@@ -171,7 +190,7 @@ class _Function:
         return checked(f"{self.kernel}: {what}", answer)
 
 
-def _architecture(index: int) -> str:
-    """Return a device's architecture, with what only its own generation has."""
-    major, minor = torch.cuda.get_device_capability(index)
+def architecture(capability: tuple[int, int]) -> str:
+    """Return the architecture of GPUs of a capability, with what only their own generation has."""
+    major, minor = capability
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

@@ -62,6 +62,7 @@ Float = Annotated[float, CType("float", "f", 4)]
 # A tensor, of a dtype with elements of that size; None: a null pointer.
 Floats = Annotated[torch.Tensor | None, CType("float*", "Q", 8)]
 ConstFloats = Annotated[torch.Tensor | None, CType("const float*", "Q", 8)]
+Ints = Annotated[torch.Tensor | None, CType("int*", "Q", 8)]
 ConstInts = Annotated[torch.Tensor | None, CType("const int*", "Q", 8)]
 Bytes = Annotated[torch.Tensor | None, CType("uint8*", "Q", 8)]
 ConstBytes = Annotated[torch.Tensor | None, CType("const uint8*", "Q", 8)]
@@ -93,6 +94,8 @@ class Packer:
 
     Attributes:
         sizes: bytes of each parameter.
+        starts: first byte of each parameter in what `pack` returns.
+        addresses: first bytes of the tensors' addresses there, and of those in tensor maps.
     """
 
     def __init__(self, parameters: type) -> None:
@@ -102,13 +105,16 @@ class Packer:
         self.sizes = [one.size for one in layouts.values()]
         # The addresses of the parameters come first, as the driver takes them.
         ends = list(itertools.accumulate(self.sizes, initial=ADDRESS_BYTES * len(layouts)))
-        self._starts = ends[:-1]
+        self.starts = ends[:-1]
         format, end = "=" + "Q" * len(layouts), ends[0]
         self._fields: list[Field] = []
-        for (name, one), start in zip(layouts.items(), self._starts, strict=True):
+        self.addresses: list[int] = []
+        for (name, one), start in zip(layouts.items(), self.starts, strict=True):
             for field in one.fields:
                 format += f"{start + field.offset - end}x{field.type.format}"
                 end = start + field.offset + field.type.size
+                if field.type.is_pointer or field.type.name == "TensorMap":  # which begins with the address
+                    self.addresses.append(start + field.offset)
                 self._fields.append(replace(field, path=f"{name}.{field.path}".rstrip(".")))
         self._struct = struct.Struct(format + f"{ends[-1] - end}x")
         # The values behind the class: of one name alone, attrgetter would return no tuple.
@@ -136,7 +142,7 @@ class Packer:
         packed = ctypes.create_string_buffer(self._struct.size)
         address = ctypes.addressof(packed)
         try:
-            self._struct.pack_into(packed, 0, *[address + start for start in self._starts], *values)
+            self._struct.pack_into(packed, 0, *[address + start for start in self.starts], *values)
         except (struct.error, OverflowError) as error:
             raise ValueError(f"{self._unpackable(values)} ({error})") from error
         return packed

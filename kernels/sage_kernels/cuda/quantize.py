@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -12,13 +12,13 @@ from ..call import Call
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import VALUE_DTYPES, HeavyKeys, Int8Operands
+from ..operands import VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
 from ..recipe import Recipe, get_recipe
 from ..registry import Request
 from ..transforms import BALANCE_QUERIES, MAX_BALANCE, MIN_MEAN, MIN_VARIANCE, rotation_signs
 from . import tokens
 from .launch import Kernel, Source, launch
-from .parameters import Bytes, Floats, HalfWords, Int, UInt32
+from .parameters import Bytes, ConstBytes, Floats, HalfWords, Int, Ints, UInt32
 from .tokens import Tokens
 
 HALF_BLOCK = BLOCK // 2  # tokens of Q, K, or V in float16, that a block of the grid quantises
@@ -37,6 +37,8 @@ class Statistics:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · blocks, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
         blocks: of BLOCK tokens of K and V.
+        valid: (batch or 1, keys), heavy ones included, 0 where a key does not exist; None without padding.
+        valid_stride: from batch element to batch element.
     """
 
     lines: Floats
@@ -47,6 +49,8 @@ class Statistics:
     head_dim: Int
     v_head_dim: Int
     kv_len: Int
+    valid: ConstBytes
+    valid_stride: Int
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Operands:
         leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
         heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; they lie before
             the tokens of `QuantizeParameters.key` and `value`.
+        spans: (paddings, 3), those of `operands.KeyPadding`; None without padding.
+        paddings: batch elements of `Statistics.valid`.
     """
 
     query: Bytes
@@ -79,6 +85,8 @@ class Operands:
     q_len: Int
     heavy_key: HalfWords
     heavy_value: HalfWords
+    spans: Ints
+    paddings: UInt32
 
 
 @dataclass(slots=True)
@@ -122,21 +130,27 @@ class QuantizeParameters:
 
 @dataclass(frozen=True)
 class Features:
-    """Transforms beside those of each recipe: fields as in `Recipe`."""
+    """Transforms beside those of each recipe, with fields as in `Recipe`; `padded`: keys may not exist."""
 
     rotate: bool = False
     balance: bool = False
     heavy_keys: int = 0
+    padded: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, kv_len: int) -> Features:
-        """Return those of a recipe with so many keys."""
-        return cls(recipe.rotate, recipe.balance, recipe.heavy_keys if kv_len > recipe.heavy_keys else 0)
+    def of(cls, recipe: Recipe, kv_len: int, padded: bool) -> Features:
+        """Return those of a recipe with so many keys, which may not exist if `padded`."""
+        return cls(recipe.rotate, recipe.balance, recipe.heavy_keys if kv_len > recipe.heavy_keys else 0, padded)
 
     @property
     def statistic_rows(self) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
-        return 2 + 3 * SHARERS + 2 * self.rotate + 2 * SHARERS * self.balance
+        return self.factors_row + self.rotate + 2 * SHARERS * self.balance + self.padded
+
+    @property
+    def factors_row(self) -> int:
+        """Return the row of a pair's statistics that holds the rotation's factors, if there is one."""
+        return 2 + 3 * SHARERS + self.rotate
 
 
 PLAIN = Features()
@@ -155,6 +169,7 @@ def kernels(
         "ROTATE": features.rotate,
         "BALANCE": features.balance,
         "HEAVY_KEYS": features.heavy_keys,
+        "PADDED": features.padded,
         "MAX_BALANCE": MAX_BALANCE,
         "MIN_VARIANCE": MIN_VARIANCE,
         **signs(channels),
@@ -188,11 +203,13 @@ def signs(channels: int) -> dict[str, int]:
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    features = Features.of(recipe, request.kv_len)
+    features = Features.of(recipe, request.kv_len, request.mask == "keys")
+    if request.mask == "blocks":
+        features = replace(features, heavy_keys=0)
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
-def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands:
+def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     The kernel that writes the operands lets the stream's next one start early.
@@ -201,13 +218,15 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         call: one that `registration.HopperQuantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
-        leaves_query: Q is among the operands as it is, with an empty scale, and `int8_forward` quantises it; not where
-            the LSE is wanted.
+        padding: which keys exist, with spans that this writes; None: all do.
+        leaves_query: Q is among the operands as it is, with an empty scale and the factors of its rotation, and
+            `int8_forward` quantises it; not where the LSE is wanted.
 
     Raises:
         CompileError: see `launch.launch`.
     """
-    tail, features = call.tail, Features.of(call.recipe, call.kv_len)
+    tail = call.tail
+    features = Features(call.recipe.rotate, call.recipe.balance, call.heavy_keys, padding is not None)
     query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
@@ -235,6 +254,7 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         new(*q_shape) if return_lse else None,
         heavy,
         new(batch, kv_heads, channels) if features.balance else None,
+        lines[:, :, features.factors_row] if leaves_query and features.rotate else None,
     )
     halves = BLOCK // HALF_BLOCK
     query_blocks = 0 if leaves_query else q_blocks * halves * batch * q_heads
@@ -251,7 +271,10 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         kv_len=kv_len,
+        valid=None if padding is None else padding.valid,
+        valid_stride=0 if padding is None else padding.strides[0],
     )
+    paddings = 0 if padding is None else padding.spans.shape[0]
     written = Operands(
         query=operands.query,
         query_scale=operands.query_scale,
@@ -266,6 +289,8 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
         q_len=q_len,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
+        spans=None if padding is None else padding.spans,
+        paddings=paddings,
     )
     statistics, quantize = kernels(channels, query.dtype, pv, return_lse, features)
     query_tokens, distance = Tokens.of(query), ceil_div(q_len, BALANCE_QUERIES)
@@ -284,7 +309,7 @@ def quantize_operands(call: Call, *, leaves_query: bool = False) -> Int8Operands
     )
     launch(
         quantize,
-        query_blocks + pairs * blocks_of_pair,
+        query_blocks + pairs * blocks_of_pair + paddings,
         QuantizeParameters(query=query_tokens, key=key_tokens, value=value_tokens, s=found, o=written),
         query.device,
         dependent=True,

@@ -6,13 +6,14 @@ import torch
 
 from ..call import Call
 from ..layout import BLOCK, ceil_div, power_of_two
-from ..operands import Int8Operands, KeyPadding, Saved
+from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import Quantizer, Request, register_forward, register_quantizer
-from . import int8_forward, quantize
+from . import int8_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
 CAPABILITY = (9, 0)
+NVFP4_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those it is compiled for
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 
 
@@ -35,15 +36,62 @@ class HopperQuantizer:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported(request):
             return reason
-        if request.mask != "none":
-            return "no masks"
+        if request.mask not in ("none", "keys", "blocks"):
+            return "no masks but those of keys"
         if not request.aligned:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize.unavailable(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
-        """Quantise; see `quantize.quantize_operands`."""
-        return quantize.quantize_operands(call)
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> Int8Operands:
+        """Quantise; see `quantize.quantize_operands`. With `valid` come spans, which are written, or it raises."""
+        if valid is None:
+            return quantize.quantize_operands(call)
+        if spans is None:
+            raise ValueError(f"{self.name} reads `valid` only with the spans of `read_padding`")
+        return quantize.quantize_operands(call, KeyPadding(valid, spans))
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Return which keys exist, with room for their spans, which `quantize` writes."""
+        valid = valid.contiguous().view(torch.uint8)
+        return KeyPadding(valid, valid.new_empty((valid.shape[0], 3), dtype=torch.int32))
+
+
+class NVFP4Quantizer:
+    """The quantiser of `cuda.quantize_nvfp4`."""
+
+    name = "nvfp4_quantize_cuda"
+    native = True
+    makes = NVFP4Operands
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve everything in NVFP4 with up to 7 scales beside the nearest, and 0 or 64 heavy keys."""
+        formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, int8_forward.HEAVY_KEYS)
+        transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
+        searched = len(recipe.scale_steps) <= quantize_nvfp4.MAX_STEPS
+        return formats and searched and recipe.is_plain_but_for(*transforms, "scale_steps", "heavy_keys")
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if request.device_type != "cuda" or torch.version.hip is not None:
+            return "needs an NVIDIA GPU"
+        if request.capability not in NVFP4_CAPABILITIES:
+            known = ", ".join(f"{major}.{minor}" for major, minor in NVFP4_CAPABILITIES)
+            return f"compute capability is none of {known}"
+        if reason := _unsupported_tensors(request):
+            return reason
+        if request.mask != "none":
+            return "no masks"
+        if not request.aligned or request.v_head_dim % 8:
+            return "addresses and strides of Q, K and V must be multiples of 16 bytes"
+        return quantize_nvfp4.unavailable(request)
+
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> NVFP4Operands:
+        """Quantise; see `quantize_nvfp4.quantize_operands`."""
+        return quantize_nvfp4.quantize_operands(call)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
         """Refuse: a request with a mask is not served."""
@@ -96,6 +144,7 @@ class HopperForward:
 def register_kernels() -> None:
     """Register the kernels; they are preferred to those registered later."""
     register_quantizer(HopperQuantizer())
+    register_quantizer(NVFP4Quantizer())
     register_forward(HopperForward())
 
 
@@ -110,6 +159,11 @@ def _unsupported(request: Request) -> str:
     """Return which limit that both kernels share the request exceeds, or ""."""
     if request.device_type != "cuda" or request.capability != CAPABILITY or torch.version.hip is not None:
         return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
+    return _unsupported_tensors(request)
+
+
+def _unsupported_tensors(request: Request) -> str:
+    """Return which limit that all kernels of this folder share the request's tensors exceed, or ""."""
     if request.dtype not in (torch.float16, torch.bfloat16):
         return "dtype must be one of float16, bfloat16"
     if request.packed:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
+from .. import driver
+from ..rehearsal import relocatable
 from .context import device_context
 from .parameters import TensorMap
-
-DTYPES = {
-    torch.int8: "UINT8",
-    torch.uint8: "UINT8",
-    torch.float8_e4m3fn: "UINT8",
-    torch.float8_e5m2: "UINT8",
-    torch.bfloat16: "BFLOAT16",
-    torch.float16: "FLOAT16",
-    torch.float32: "FLOAT32",
-}
-SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
 def tensor_map(x: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
@@ -37,24 +27,25 @@ def tensor_map(x: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap
     Raises:
         ValueError: x, box or swizzle is none of those, or x is not on a GPU.
     """
-    return _tensor_map(x.get_device(), x.data_ptr(), x.shape, x.stride(), x.dtype, box, swizzle)
+    locate = partial(_tensor_map, x.get_device(), x.shape, x.stride(), x.dtype, box, swizzle)
+    return TensorMap(relocatable(locate, x.data_ptr()))
 
 
 @lru_cache(maxsize=1024)
 def _tensor_map(
     index: int,
-    address: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: torch.dtype,
     box: tuple[int, ...],
     swizzle: int,
-) -> TensorMap:
+    address: int,
+) -> bytes:
     what = (
         f"tensor_map of {dtype} {tuple(shape)}, strides {strides}, address {address:#x}, box {box}, swizzle {swizzle}"
     )
-    if dtype not in DTYPES or swizzle not in SWIZZLES:
-        supported = f"{', '.join(map(str, DTYPES))}; swizzles {', '.join(map(str, SWIZZLES))}"
+    if dtype not in driver.MAP_DTYPES or swizzle not in driver.SWIZZLES:
+        supported = f"{', '.join(map(str, driver.MAP_DTYPES))}; swizzles {', '.join(map(str, driver.SWIZZLES))}"
         raise ValueError(f"{what}: dtype or swizzle is none of {supported}")
     if not 2 <= len(shape) == len(box) <= 5:
         raise ValueError(f"{what}: needs 2 to 5 axes, and as many of the box")
@@ -68,23 +59,8 @@ def _tensor_map(
         raise ValueError(f"{what}: address and strides must be multiples of 16 bytes")
     if index < 0:
         raise ValueError(f"{what}: must be on a GPU")
-    from cuda.bindings import driver
-
-    rank = len(shape)
-    with device_context(index):
-        answer = driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[dtype]}"),
-            rank,
-            address,
-            [driver.cuuint64_t(size) for size in reversed(shape)],
-            [driver.cuuint64_t(pitch) for pitch in reversed(pitches)],
-            [driver.cuuint32_t(size) for size in reversed(box)],
-            [driver.cuuint32_t(1)] * rank,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{SWIZZLES[swizzle]}"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    if answer[0].value:
-        raise ValueError(f"{what}: {answer[0].name}")
-    return TensorMap(ctypes.string_at(answer[1].getPtr(), 128))
+    try:
+        with device_context(index):
+            return driver.encode_tensor_map(address, dtype, shape, pitches, box, swizzle)
+    except RuntimeError as error:
+        raise ValueError(f"{what}: {error}") from error

@@ -73,9 +73,9 @@ def dequantize(packed, scale):
 
 
 @triton.jit
-def native_reciprocal(x):
-    """Return 1 / x by the special function unit, accurate to 1 ulp; 1 / 0 is infinite."""
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def native_log2(x):
+    """Return the binary logarithm of x ≥ 0 by the special function unit; that of 0 is -inf."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -93,23 +93,42 @@ def split_by_8(x):
 
 
 @triton.jit
+def join_by_8(x0, x1, x2, x3, x4, x5, x6, x7):
+    """Join eight (rows, n) to (rows, 8n), the inverse of `split_by_8`."""
+    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    return tl.reshape(tl.join(even, odd), (x0.shape[0], x0.shape[1] * 8))
+
+
+@triton.jit
 def native_pack_e2m1(x):
-    """Round float32 (rows, 8n) to e2m1, ties to even, saturating at ±6; return int32 (rows, n), eight codes each."""
+    """Round float32 (rows, 8n) ≥ 0 to e2m1, ties to even, saturating at 6.
+
+    Returns:
+        (words, sums): int32 (rows, n), eight codes each, and twice the sum of their values. A byte permutation looks up
+        four codes at a time in the table 0, 1, 2, 3, 4, 6, 8, 12.
+    """
     x0, x1, x2, x3, x4, x5, x6, x7 = split_by_8(x)
     return tl.inline_asm_elementwise(
         """
         {
             .reg .b8 b0, b1, b2, b3;
-            cvt.rn.satfinite.e2m1x2.f32 b0, $2, $1;
-            cvt.rn.satfinite.e2m1x2.f32 b1, $4, $3;
-            cvt.rn.satfinite.e2m1x2.f32 b2, $6, $5;
-            cvt.rn.satfinite.e2m1x2.f32 b3, $8, $7;
+            .reg .b32 high, low;
+            cvt.rn.satfinite.e2m1x2.f32 b0, $3, $2;
+            cvt.rn.satfinite.e2m1x2.f32 b1, $5, $4;
+            cvt.rn.satfinite.e2m1x2.f32 b2, $7, $6;
+            cvt.rn.satfinite.e2m1x2.f32 b3, $9, $8;
             mov.b32 $0, {b0, b1, b2, b3};
+            shr.u32 high, $0, 16;
+            prmt.b32 low, 0x03020100, 0x0C080604, $0;
+            prmt.b32 high, 0x03020100, 0x0C080604, high;
+            dp4a.u32.u32 low, low, 0x01010101, 0;
+            dp4a.u32.u32 $1, high, 0x01010101, low;
         }
         """,
-        "=r,f,f,f,f,f,f,f,f",
+        "=&r,=r,f,f,f,f,f,f,f,f",
         [x0, x1, x2, x3, x4, x5, x6, x7],
-        dtype=tl.int32,
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -117,32 +136,11 @@ def native_pack_e2m1(x):
 
 @triton.jit
 def native_bytes(words):
-    """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction."""
+    """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction.
+
+    Right only where a thread holds the four bytes of a word one after the other, which matrix instructions want; a test
+    reads the layouts that the compiler chose.
+    """
     pairs = tl.join(words, words)
     copies = tl.reshape(tl.join(pairs, pairs), (words.shape[0], words.shape[1] * 4))
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [copies], dtype=tl.uint8, is_pure=True, pack=4)
-
-
-@triton.jit
-def native_sum_of_eight(words):
-    """Return twice the sum of each word's eight e2m1 values ≥ 0 in int32.
-
-    A byte permutation looks up four codes at a time in the table 0, 1, 2, 3, 4, 6, 8, 12.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 low, high;
-            shr.u32 high, $1, 16;
-            prmt.b32 low, 0x03020100, 0x0C080604, $1;
-            prmt.b32 high, 0x03020100, 0x0C080604, high;
-            dp4a.u32.u32 low, low, 0x01010101, 0;
-            dp4a.u32.u32 $0, high, 0x01010101, low;
-        }
-        """,
-        "=r,r",
-        [words],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )

@@ -56,8 +56,13 @@ def attend_heavy_keys(
         (row_max, total, output): of all keys.
     """
     # In float32 few keys at once: each product is three, whose operands take registers and shared memory. At head_dim
-    # 256 the output takes as many, and the loop over the other keys would spill.
-    WHOLE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 16 and max(CHANNELS, V_CHANNELS) <= 128
+    # 256 the output takes as many, and the loop over the other keys would spill. Below 64 channels the assembler of
+    # CUDA 12.8 gives some products of all keys a wrong address in shared memory.
+    WHOLE: tl.constexpr = (
+        value.dtype.element_ty.primitive_bitwidth == 16
+        and max(CHANNELS, V_CHANNELS) <= 128
+        and min(CHANNELS, V_CHANNELS) >= 64
+    )
     CHUNK: tl.constexpr = KEYS if WHOLE else 16
     WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
     for first in tl.range(0, KEYS, CHUNK, num_stages=1):

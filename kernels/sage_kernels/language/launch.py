@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import rehearsal
+from .packing import pack
+
 logger = logging.getLogger(__name__)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -76,6 +79,10 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
+    if (rehearsed := rehearsal.current()) is not None:
+        with rehearsed.overlapping() as beside:
+            yield beside
+        return
     stream, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     other.wait_stream(stream)
     try:
@@ -100,7 +107,7 @@ def launch(
     maxnreg: int | None = None,
     **arguments: Any,
 ) -> None:
-    """Run `kernel` on the current stream of the device of its first tensor.
+    """Run `kernel` on the current stream of the device of its first tensor; only note it where a call is rehearsed.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`, whose compile-time parameters are in capitals.
@@ -120,6 +127,9 @@ def launch(
         recorded.append(Launch(kernel, grid, arguments, options))
         return
     if 0 in grid:
+        return
+    if (rehearsed := rehearsal.current()) is not None:
+        rehearsed.launched(pack(kernel, grid, arguments, options))
         return
     device = next(iter(arguments.values())).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

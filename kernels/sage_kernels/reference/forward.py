@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import transforms
+from ..blocks import BlockList
 from ..call import PADDING_BIAS
 from ..exact import apply_mask, rows_per_chunk, unexpanded
 from ..formats import fp8, fp16, int8, nvfp4
@@ -173,6 +174,7 @@ def attention(
     causal_offset: int = 0,
     scale: float | None = None,
     block_n: int = BLOCK_N,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention in a low-bit recipe (arXiv 2505.11594, algorithm 1, and its INT8 relatives).
 
@@ -185,6 +187,8 @@ def attention(
         is_causal: row i attends to keys 0…i + causal_offset.
         scale: default head_dim ** -0.5.
         block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
+        blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
+            all keys, listed or not. Beside a list no key is heavy.
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -202,6 +206,8 @@ def attention(
         return nothing_attended(query, v_head_dim, query.dtype)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
+    if blocks is not None:
+        recipe = replace(recipe, heavy_keys=0)
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     operands = quantize_operands(query, key, value, recipe, valid_keys(mask))
@@ -215,6 +221,7 @@ def attention(
         causal_offset=causal_offset,
         scale=scale,
         block_n=block_n,
+        blocks=blocks,
     )
     if operands.key_mean is not None:
         lse += scale * per_group(query.float(), kv_heads).matmul(
@@ -241,6 +248,7 @@ def attend(
     causal_offset: int,
     scale: float,
     block_n: int = BLOCK_N,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `attention` of quantised operands.
 
@@ -261,7 +269,7 @@ def attend(
     for start in range(0, q_len, rows):
         chunk = slice(start, min(start + rows, q_len))
         attended, lse[:, :, chunk] = _attend(
-            operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n
+            operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n, blocks
         )
         # A rounded V can exceed every unrounded one, and so the range of its dtype.
         output[:, :, chunk] = attended.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
@@ -278,6 +286,7 @@ def _attend(
     causal_offset: int,
     scale: float,
     block_n: int,
+    blocks: BlockList | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (float32) and lse of the rows in `chunk`, whose start is a multiple of BLOCK_M."""
     kv_heads = operands.key.shape[1]
@@ -290,6 +299,7 @@ def _attend(
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
     heavy_keys = 0 if operands.heavy is None else operands.heavy.key.shape[-2]
     last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
+    listed = None if blocks is None else blocks.kept_by_rows(kv_len, chunk.start, chunk.stop)
     for column in range(heavy_keys, last_column, block_n):
         tile = slice(column - heavy_keys, column - heavy_keys + block_n)
         scores = tile_scores(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
@@ -302,6 +312,9 @@ def _attend(
         scores[..., kv_len - column :] = -torch.inf
         inside = scores[..., : kv_len - column]
         inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column, causal_offset))
+        if blocks is not None and listed is not None:
+            keys = torch.arange(column, column + inside.shape[-1], device=inside.device)
+            inside.masked_fill_(~listed[..., keys // blocks.block_n], -torch.inf)
 
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)

@@ -50,6 +50,7 @@ class ReferenceForward:
             is_causal=call.is_causal,
             causal_offset=call.causal_offset,
             scale=call.scale,
+            blocks=call.mask.blocks,
         )
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:

@@ -19,6 +19,7 @@ MATRIX_INSTRUCTION = re.compile(r"(UTC)?[A-Z]G?MMA$")
 SPILLS = ("LDL", "STL")
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_UNIFORM_PREDICATE = re.compile(r"\bU?P\d")
 _LABEL = re.compile(r"(\.L_\w+):")
 _TARGET = re.compile(r"\.L_\w+")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
@@ -26,14 +27,25 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instruction counts of a kernel or of one of its loops, by opcode without modifiers."""
+    """Instruction counts of a kernel or of one of its loops, by opcode without modifiers.
+
+    Attributes:
+        counts: of every instruction, executed or not.
+        skippable: how many of a loop's instructions lie between a conditional branch and its target further on.
+    """
 
     counts: Counter[str]
+    skippable: int = 0
 
     @property
     def total(self) -> int:
         """Return the number of instructions."""
         return self.counts.total()
+
+    @property
+    def least(self) -> int:
+        """Return the number of instructions of a pass that takes every branch ahead."""
+        return self.total - self.skippable
 
     @property
     def matrix_opcodes(self) -> frozenset[str]:
@@ -128,7 +140,8 @@ def machine_code(cubin: bytes) -> MachineCode:
         raise ValueError(f"cuobjdump reports no resource usage: {usage}")
     opcodes: list[str] = []
     labels: dict[str, int] = {}
-    loops: list[Instructions] = []
+    loops: list[tuple[int, int]] = []
+    ahead: list[tuple[int, str]] = []
     after_exit = 0
     for line in listing.splitlines():
         if label := _LABEL.match(line):
@@ -142,8 +155,25 @@ def machine_code(cubin: bytes) -> MachineCode:
             target = _TARGET.search(operands) if opcode == "BRA" else None
             # Branches back from behind the exit rejoin divergent warps: they are no loops.
             if target and labels.get(target[0], -1) >= after_exit:
-                loops.append(Instructions(Counter(opcodes[labels[target[0]] :])))
-    return MachineCode(Instructions(Counter(opcodes)), tuple(loops), int(resources[1]), int(resources[2]))
+                loops.append((labels[target[0]], len(opcodes)))
+            elif target and target[0] not in labels and (predicate or _UNIFORM_PREDICATE.search(operands)):
+                ahead.append((len(opcodes), target[0]))
+
+    def loop_of(start: int, end: int) -> Instructions:
+        skipped = {
+            position
+            for branch, label in ahead
+            if start <= branch and labels.get(label, end) < end
+            for position in range(branch, labels[label])
+        }
+        return Instructions(Counter(opcodes[start:end]), len(skipped))
+
+    return MachineCode(
+        Instructions(Counter(opcodes)),
+        tuple(loop_of(*loop) for loop in loops),
+        int(resources[1]),
+        int(resources[2]),
+    )
 
 
 def _run(*command: str) -> str:

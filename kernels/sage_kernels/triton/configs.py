@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor; others have 163 and more
@@ -56,6 +56,13 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, mas
             return Config(64, 128, 4, 2, 128)
         return Config(64, 128, 4, 2, 168 if pv == "fp8" else None)
     return Config(128, 64, 4 if head_dim <= 64 else 8, 3)
+
+
+def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
+    """Return a configuration whose tiles lie inside those of a block list, block_m rows by block_n keys."""
+    if config.block_m > block_m:
+        config = replace(config, block_m=block_m, num_warps=4)
+    return replace(config, block_n=min(config.block_n, block_n))
 
 
 def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> Config:

@@ -1,4 +1,9 @@
-"""Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back."""
+"""Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back.
+
+The matrix units multiply K as it is, in 16 bits, by each mean in two parts of 16 bits, whose sum is the mean to 2⁻¹⁷ of
+it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. What is missing of a mean then
+multiplies K's deviation from its mean only: K's own rounding to 16 bits is 2⁸ times as large.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,11 @@ from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.sequences import operand_row, sequence_range
 from ..language.tokens import load_tokens
-from ..layout import BLOCK, batch_strides, ceil_div, stride_of
+from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
+MOST_MEANS = 64  # of a program
 
 
 def delta_scores(
@@ -39,10 +45,15 @@ def delta_scores(
     key_mean = operands.statistics.key_mean
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
-    keys = 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: at most 64 KiB
+    split = key.dtype != torch.float32
+    if split:
+        means, keys = max(16, min(MOST_MEANS, power_of_two(blocks))), 128 if channels <= 128 else 64
+    else:
+        means, keys = 16, 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: 64 KiB
+    pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
         delta_scores_of_means,
-        (ceil_div(columns, keys), ceil_div(blocks, 16), min(sequences, key_mean.shape[0] - first_sequence) * q_heads),
+        (ceil_div(columns, keys), ceil_div(blocks, means), pairs),
         query_mean=operands.query_mean,
         query_tensor_scale=operands.query_tensor_scale,
         key=key,
@@ -67,7 +78,9 @@ def delta_scores(
         **strides("", batch_strides(key, kv_sequences)),
         valid_stride=stride_of(valid),
         CHANNELS=channels,
+        BLOCK_M=means,
         BLOCK_N=keys,
+        SPLIT=split,
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
@@ -105,18 +118,20 @@ def delta_scores_of_means(
     stride_channel,
     valid_stride,
     CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the scores of 16 blocks' means and BLOCK_N keys of one (batch, q head)."""
+    """Compute the scores of BLOCK_M blocks' means and BLOCK_N keys of one (batch, q head)."""
     first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
     batch, head = first_sequence + (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     kv_head, kv_heads = head // group, q_heads // group
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     k_start, kv_len, k_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
-    block = tl.program_id(1) * 16 + tl.arange(0, 16)
+    block = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (block < blocks) & (first_block + block < tl.cdiv(q_len, BLOCK_ROWS))
     row = operand_row(batch, head, q_heads, q_blocks, q_operand_start // BLOCK_ROWS, PACKED) + first_block + block
     channel = tl.arange(0, CHANNELS)
@@ -133,8 +148,17 @@ def delta_scores_of_means(
             key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
         )
         k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
-        k = tl.where(counts[:, None], k - tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)[None, :], 0.0)
-        scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
+        k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
+        if SPLIT:
+            high = mean.to(key.dtype.element_ty)
+            low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
+            keys = tl.trans(k.to(key.dtype.element_ty))
+            scores = tl.dot(low, keys, acc=tl.dot(high, keys))
+            shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
+            scores = tl.where(counts[None, :], scores - shift[:, None], 0.0)
+        else:
+            k = tl.where(counts[:, None], k - k_mean[None, :], 0.0)
+            scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
         k_block = operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
         scores = scores / factor[:, None] / tl.load(key_tensor_scale + k_block + first_column // BLOCK_ROWS)
         into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + position[None, :]

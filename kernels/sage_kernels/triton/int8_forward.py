@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import Call
+from ..call import Call, MaskKind
 from ..formats.int8 import INT8_MAX
 from ..formats.weights import P_SCALE
 from ..language.heavy import attend_heavy_keys
@@ -27,11 +27,12 @@ from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
-from ..layout import batch_strides, ceil_div, power_of_two
+from ..layout import batch_strides, ceil_div, padded_channels, power_of_two
 from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..registry import Quantizer
 from ..saving import saving
-from .configs import int8_forward_config
+from .block_tiles import BlockTiles, block_tiles
+from .configs import Config, int8_forward_config, limit_to_list
 from .mask_tiles import MaskTiles, mask_tiles
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["fp8"]))
@@ -59,8 +60,13 @@ def _quantize_and_attend(
     lse: torch.Tensor | None,
     capability: tuple[int, int],
 ) -> Int8Operands:
-    tiles = padding = valid = None
-    if call.mask.valid is not None:
+    tiles: MaskTiles | BlockTiles | None = None
+    padding = valid = None
+    if call.mask.blocks is not None:
+        channels = max(padded_channels(call.query.shape[3]), padded_channels(call.value.shape[3]))
+        tiles = block_tiles(call, choose_config(call, channels, call.recipe.pv, capability).block_n)
+        valid = tiles.valid
+    elif call.mask.valid is not None:
         padding = quantizer.read_padding(call.mask.valid)
         valid = padding.valid
     elif call.mask.tensor is not None:
@@ -68,7 +74,7 @@ def _quantize_and_attend(
         config = int8_forward_config(capability, channels, call.recipe.pv, masked=True)
         tiles = mask_tiles(call, config.block_m, config.block_n)
         valid = tiles.valid
-    operands = quantizer.quantize(call, valid)
+    operands = quantizer.quantize(call, valid, None if padding is None else padding.spans)
     forward(operands, output, lse, call, capability, tiles=tiles, padding=padding)
     return operands
 
@@ -80,7 +86,7 @@ def forward(
     call: Call,
     capability: tuple[int, int],
     *,
-    tiles: MaskTiles | None = None,
+    tiles: MaskTiles | BlockTiles | None = None,
     padding: KeyPadding | None = None,
 ) -> None:
     """Attend to quantised operands.
@@ -93,7 +99,7 @@ def forward(
             against K without its mean.
         call: a result of `Call.for_kernel`.
         capability: the GPU's.
-        tiles: the tiles that the mask leaves, or None without a mask.
+        tiles: the tiles that the mask leaves, or those of a block list; None without either.
         padding: the keys that exist; None: all, or a mask.
     """
     (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
@@ -101,17 +107,22 @@ def forward(
     channels, v_channels = operands.query.shape[-1], operands.value_scale.shape[-1]
     batch, kv_heads = operands.value_scale.shape[:2]
     q_heads, v_head_dim = output.shape[1], output.shape[3]
-    config = int8_forward_config(capability, max(channels, v_channels), pv, masked=tiles is not None)
+    config = choose_config(call, max(channels, v_channels), pv, capability)
     tma = capability[0] >= 9
     key, value = operands.key, operands.value
     if tma:
         key = TensorDescriptor.from_tensor(key.view(-1, channels), [config.block_n, channels])
         block = [v_channels, config.block_n] if pv != "fp16" else [config.block_n, v_channels]
         value = TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), block)
-    kind, mask, entries = "none", None, None
+    kind: MaskKind = "none"
+    mask = entries = None
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     entry_strides: tuple[int, ...] = (0, 0, 0)
-    if padding is not None:
+    list_m = config.block_m
+    if isinstance(tiles, BlockTiles):
+        kind, mask, entries, list_m = call.mask.kind, tiles.valid, tiles.tiles, tiles.block_m
+        mask_strides, entry_strides = (tiles.valid_stride, 0, 0, 1), tiles.tile_strides
+    elif padding is not None:
         kind, mask, entries = "keys", padding.valid, padding.spans
         valid_stride, spans_stride = padding.strides
         mask_strides, entry_strides = (valid_stride, 0, 0, 1), (spans_stride, 0, 0)
@@ -164,10 +175,19 @@ def forward(
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         TMA=tma,
         HEAVY=call.heavy_keys,
+        LIST_M=list_m,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.maxnreg,
     )
+
+
+def choose_config(call: Call, channels: int, pv: str, capability: tuple[int, int]) -> Config:
+    """Return the launch configuration of a call; channels is the larger number of Q's and V's operands."""
+    masked = call.mask.kind in ("bool", "additive")
+    config = int8_forward_config(capability, channels, pv, masked)
+    blocks = call.mask.blocks
+    return config if blocks is None else limit_to_list(config, blocks.block_m, blocks.block_n)
 
 
 @triton.jit
@@ -373,8 +393,12 @@ def int8_forward(
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
     HEAVY: tl.constexpr,
+    LIST_M: tl.constexpr,
 ):
     """Compute BLOCK_M rows of one (batch, q head).
+
+    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
+    HEAVY is 0.
 
     `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count HEAVY keys, which `key` and `value` do not have.
     """
@@ -425,6 +449,30 @@ def int8_forward(
                     tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                )  # fmt: skip
+        elif MASK == "blocks" or MASK == "block_keys":
+            KEYS: tl.constexpr = "keys" if MASK == "block_keys" else "none"
+            tiles += batch * tiles_stride_batch + head * tiles_stride_head
+            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
+            if MASK == "block_keys":
+                mask += batch * mask_stride_batch
+            whole, number = tl.load(tiles), tl.load(tiles + 1)
+            tile = tl.load(tiles + 2)
+            for index in range(0, whole):
+                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                row_max, row_sum, acc = attend_tile(
+                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
+                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
+                    row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, False, TMA,
+                )  # fmt: skip
+                tile = following
+            for index in range(whole, number):
+                row_max, row_sum, acc = attend_tile(
+                    tl.load(tiles + 2 + index), 1, q, q_scale, key, key_scale, value, kv_first, value_head,
+                    kv_operand_start, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
+                    mask_stride_column, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, True, TMA,
                 )  # fmt: skip
         else:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import torch
@@ -10,21 +9,22 @@ import triton
 import triton.language as tl
 
 from ..call import Call
-from ..formats.weights import P_SCALE
-from ..language.formats import (
-    GROUP,
-    decode_e4m3,
-    dequantize,
-    encode_e4m3,
-    max_or_nan,
-    native_bytes,
-    native_pack_e2m1,
-    native_reciprocal,
-    native_sum_of_eight,
-    round_to_e2m1,
-)
+from ..language.formats import GROUP, join_by_8, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from ..language.nvfp4 import (
+    P_SCALE_LOG2,
+    broadcast_delta,
+    dot_nvfp4,
+    key_order,
+    load_scales,
+    mask_biases,
+    mask_bits,
+    mask_by_bits,
+    mask_from,
+    softmax_tile,
+    weigh_values,
+)
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
@@ -36,8 +36,8 @@ from .configs import nvfp4_forward_config
 from .delta_scores import delta_scores
 from .mask_tiles import MaskTiles, mask_tiles
 
-P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
 BLOCK_ROWS = tl.constexpr(BLOCK)
+FLOAT32_MIN_NORMAL = tl.constexpr(2.0**-126)
 DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
 
 
@@ -152,6 +152,7 @@ def forward(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SMOOTH_Q=delta is not None,
+            FRAGMENTS=native and capability[0] == 12,
             QUANTIZED_DENOMINATOR=call.recipe.denominator == "quantized_p",
             CAUSAL=call.is_causal,
             MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
@@ -160,108 +161,10 @@ def forward(
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
             HEAVY=call.heavy_keys,
+            STAGES=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-
-
-@triton.jit
-def dot_nvfp4(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
-    """Return accumulator + A·Bᵀ; a (m, k/2) and b (n, k/2) are packed e2m1, scales (·, k/16) e4m3 bits."""
-    if NATIVE:
-        # Triton reads uint8 scales as e8m0.
-        return tl.dot_scaled(
-            a,
-            a_scale.to(tl.float8e4nv, bitcast=True),
-            "e2m1",
-            tl.trans(b),
-            b_scale.to(tl.float8e4nv, bitcast=True),
-            "e2m1",
-            accumulator,
-        )
-    else:
-        return tl.dot(dequantize(a, a_scale), tl.trans(dequantize(b, b_scale)), accumulator)
-
-
-@triton.jit
-def key_order(x):
-    """Reorder the columns of x (m, n) from positions in the operand to key indices; takes no instruction."""
-    x = tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * x.shape[4]))
-
-
-@triton.jit
-def repeat_columns(x, TIMES: tl.constexpr):
-    """Repeat every column of x (m, n) TIMES times in succession: (m, TIMES·n)."""
-    copies = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], TIMES))
-    return tl.reshape(copies, (x.shape[0], x.shape[1] * TIMES))
-
-
-@triton.jit
-def thread_keys(x):
-    """View x (m, n) as (m, n/8, 8): the consecutive keys of a row that one thread holds come together."""
-    return tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8))
-
-
-@triton.jit
-def thread_sums(x):
-    """Sum x (m, n/8), one number per `thread_keys`, within each thread: (m, 4)."""
-    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 1)
-
-
-@triton.jit
-def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    """Compute a tile of the online softmax.
-
-    Args:
-        s: float32 (m, n) scores in the order of keys, in base 2 times `factor`; with MASKED, -inf where masked.
-        row_max: (m,), of the tiles before.
-
-    Returns:
-        (p, scale, decay, row_max): P·448·6, (m, n), and a sixth of the largest in each group of 16, (m, n/16). Sums of
-        the tiles before must be multiplied by `decay`.
-    """
-    if NATIVE:
-        largest = tl.reduce(thread_keys(s), 2, max_or_nan)
-        tile_max = tl.reduce(largest, 1, max_or_nan)
-        new_max = max_or_nan(row_max, tile_max * factor)
-    else:
-        largest = tl.max(thread_keys(s), 2)
-        new_max = tl.maximum(row_max, tl.max(largest, 1) * factor)
-    reference = new_max
-    if MASKED:
-        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    shift = reference - P_SCALE_LOG2
-    p = tl.exp2(s * factor - shift[:, None])
-    # The largest exp2 is that of the largest score, so reuse its maxima over 8 keys. Reduce over threads last: the
-    # compiler repeats what follows such a reduction for each layout it needs.
-    scale = tl.exp2(largest * factor - shift[:, None]) * (1 / 6)
-    scale = tl.max(tl.reshape(scale, (s.shape[0], s.shape[1] // GROUP, 2)), 2)
-    return p, scale, tl.exp2(row_max - reference), new_max
-
-
-@triton.jit
-def weigh_values(p, scale, v, v_scale, accumulator, NATIVE: tl.constexpr):
-    """Return (accumulator + P·V, twice each row's `thread_sums` of P), both of quantised P.
-
-    Args:
-        p, scale: results of `softmax_tile`.
-        v, v_scale: uint8 (v_channels, n/2), (v_channels, n/16).
-    """
-    if NATIVE:
-        # Elements of a group whose scale is 0 may be anything: e2m1 is finite, so products are 0.
-        scale = scale.to(tl.float8e4nv)
-        factor = scale.to(tl.float32)
-        words = native_pack_e2m1(p * repeat_columns(native_reciprocal(factor), GROUP))
-        bits = scale.to(tl.uint8, bitcast=True)
-        accumulator = dot_nvfp4(native_bytes(words), bits, v, v_scale, accumulator, NATIVE)
-        return accumulator, thread_sums(native_sum_of_eight(words).to(tl.float32) * repeat_columns(factor, 2))
-    else:
-        factor = decode_e4m3(encode_e4m3(scale)).to(tl.float32)
-        inverse = 1 / tl.where(factor == 0, 1.0, factor)
-        p = round_to_e2m1(p * repeat_columns(inverse, GROUP)) * repeat_columns(factor, GROUP)
-        accumulator = tl.dot(p.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator)
-        return accumulator, 2 * thread_sums(tl.sum(thread_keys(p), 2))
 
 
 @triton.jit
@@ -277,6 +180,7 @@ def attend_tile(
     value,
     value_scale,
     delta,
+    kv_rows,
     mask,
     row,
     q_len,
@@ -292,6 +196,7 @@ def attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     TOTAL: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -304,29 +209,54 @@ def attend_tile(
     are those of `nvfp4_forward`, pointers to tile 0 of its (batch, head).
     """
     start = tl.cast(tile, tl.int64) * BLOCK_N
-    k = tl.load(key + start * (CHANNELS // 2))
-    k_scale = tl.load(key_scale + start * (CHANNELS // GROUP))
+    token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, accumulator.shape[1])[:, None]
+    k = tl.load(key + start * (CHANNELS // 2) + (token * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)[None, :]))
+    k_scale = load_scales(
+        key_scale + start * (CHANNELS // GROUP), token * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE
+    )
     if SMOOTH_Q:
-        s = tl.broadcast_to(tl.load(delta + start)[None, :], (BLOCK_M, BLOCK_N))
+        s = broadcast_delta(delta + start, BLOCK_M, BLOCK_N, FRAGMENTS)
     else:
         s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     s = key_order(dot_nvfp4(q, q_scale, k, k_scale, s, NATIVE))
     factor = q_factor * tl.load(key_tensor_scale + tile * BLOCK_N // BLOCK_ROWS)
     if MASKED:
-        s = s * factor
-        factor = 1.0
-        if needs_mask != 0:
+        if MASK == "additive":
+            s = s * factor
+            factor = 1.0
+        else:
+            factor = max_or_nan(factor, FLOAT32_MIN_NORMAL)  # -inf · 0 would be NaN
+        limit = tl.minimum(kv_len, row + causal_offset + 1)[:, None] if CAUSAL else kv_len
+        if MASK == "none":
+            if needs_mask != 0:
+                s = mask_from(limit - tile * BLOCK_N, s)
+        elif NATIVE:
+            # Were the branches' results the scores, they would leave the layout of the matrix instructions.
+            column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
+            if MASK == "bool":
+                bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+                if needs_mask != 0:
+                    bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
+                s = mask_by_bits(bits, s)
+            else:
+                zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
+                b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
+                if needs_mask != 0:
+                    b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
+                        mask, row, column, q_len, limit, mask_stride_row, mask_stride_column
+                    )
+                s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
+        elif needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             s = mask_scores(
                 s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
             )
-    p, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
-    v = tl.load(value + start // 2)
-    v_scale = tl.load(value_scale + start // GROUP)
-    accumulator, sums = weigh_values(p, scale, v, v_scale, accumulator * decay[:, None], NATIVE)
-    denominator = denominator * decay[:, None] + sums
-    if TOTAL:
-        total = total * decay[:, None] + thread_sums(tl.sum(thread_keys(p), 2))
+    shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
+    v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
+    v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)
+    accumulator, denominator, total = weigh_values(
+        s, factor, shift, scale, decay, v, v_scale, accumulator, denominator, total, TOTAL, NATIVE
+    )
     return row_max, total, denominator, accumulator
 
 
@@ -390,6 +320,7 @@ def nvfp4_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     QUANTIZED_DENOMINATOR: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -398,6 +329,7 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
     HEAVY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
@@ -420,24 +352,21 @@ def nvfp4_forward(
     if block * BLOCK_M < q_len:
         q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
         q_row = q_first + tl.arange(0, BLOCK_M)
-        packed, group = tl.arange(0, CHANNELS // 2)[None, :], tl.arange(0, CHANNELS // GROUP)[None, :]
+        packed = tl.arange(0, CHANNELS // 2)[None, :]
         q = tl.load(query + q_row[:, None] * (CHANNELS // 2) + packed)
-        q_scale = tl.load(query_scale + q_row[:, None] * (CHANNELS // GROUP) + group)
+        q_scale = load_scales(query_scale, q_row[:, None] * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE)
         q_factor = tl.load(query_tensor_scale + q_first // BLOCK_ROWS) * (softmax_scale * LOG2E)
         kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED)
-        k_row = (kv_first + tl.arange(0, BLOCK_N))[:, None]
-        keys = key + k_row * (CHANNELS // 2) + packed
-        key_scales = key_scale + k_row * (CHANNELS // GROUP) + group
-        key_tensor_scales = key_tensor_scale + kv_first // BLOCK_ROWS
+        v_first = operand_row(batch, kv_head, kv_heads, V_CHANNELS, 0, PACKED).to(tl.int64) * kv_rows + kv_operand_start
+        key += kv_first * (CHANNELS // 2)
+        key_scale += kv_first * (CHANNELS // GROUP)
+        key_tensor_scale += kv_first // BLOCK_ROWS
+        value += v_first // 2
+        value_scale += v_first // GROUP
         channel = tl.arange(0, V_CHANNELS)
-        v_row = (operand_row(batch, kv_head, kv_heads, V_CHANNELS, 0, PACKED) + channel).to(tl.int64)[:, None]
-        values = value + v_row * (kv_rows // 2) + kv_operand_start // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
-        value_scales = value_scale + v_row * (kv_rows // GROUP) + kv_operand_start // GROUP
-        value_scales += tl.arange(0, BLOCK_N // GROUP)[None, :]
-        deltas = delta
         if SMOOTH_Q:
             pair = (batch - first_sequence) * q_heads + head
-            deltas += (pair * delta_blocks + delta_block) * delta_columns + tl.arange(0, BLOCK_N)
+            delta += (pair * delta_blocks + delta_block) * delta_columns
 
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M, 4), tl.float32)
@@ -448,19 +377,19 @@ def nvfp4_forward(
             _begin, _full_begin, full, columns = key_tiles(
                 None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, CAUSAL, False
             )
-            for tile in range(0, full):
+            for tile in tl.range(0, full, num_stages=STAGES):
                 row_max, total, denominator, accumulator = attend_tile(
-                    tile, 0, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
+                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, False, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
-                    tile, 1, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values, value_scales, deltas,
+                    tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
@@ -469,11 +398,11 @@ def nvfp4_forward(
             for index in range(0, tl.load(tiles_of_row)):
                 entry = tl.load(tiles_of_row + 1 + index)
                 row_max, total, denominator, accumulator = attend_tile(
-                    entry // 2, entry % 2, q, q_scale, q_factor, keys, key_scales, key_tensor_scales, values,
-                    value_scales, deltas, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
+                    entry // 2, entry % 2, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
+                    value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
 
         if TOTAL:

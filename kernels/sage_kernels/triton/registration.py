@@ -37,7 +37,10 @@ def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> s
         return "NVFP4 needs a Blackwell GPU (compute capability 10.0, 10.3, 12.0 or 12.1)"
     if triton < NVFP4_TRITON[capability]:
         major, minor = NVFP4_TRITON[capability]
-        return f"NVFP4 on compute capability {capability[0]}.{capability[1]} needs Triton {major}.{minor}"
+        return (
+            f"NVFP4 on compute capability {capability[0]}.{capability[1]} needs Triton {major}.{minor}, installed is "
+            f'{triton[0]}.{triton[1]}: pip install "triton>={major}.{minor}"'
+        )
     return ""
 
 
@@ -56,8 +59,10 @@ class Int8Quantizer:
         """Return why it does not serve the request, or ""."""
         return _unsupported(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
-        """Quantise; see `quantize.int8.quantize_int8_operands`."""
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> Int8Operands:
+        """Quantise; see `quantize.int8.quantize_int8_operands`. The spans are written already."""
         return _load("quantize.int8").quantize_int8_operands(call, valid)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
@@ -80,8 +85,10 @@ class NVFP4Quantizer:
         """Return why it does not serve the request, or ""."""
         return _unsupported_nvfp4(request)
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
-        """Quantise; see `quantize.nvfp4.quantize_nvfp4_operands`."""
+    def quantize(
+        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
+    ) -> NVFP4Operands:
+        """Quantise; see `quantize.nvfp4.quantize_nvfp4_operands`. The spans are written already."""
         return _load("quantize.nvfp4").quantize_nvfp4_operands(call, valid)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
@@ -164,7 +171,7 @@ class NVFP4Forward:
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
-        reason = _unsupported_nvfp4(request)
+        reason = _unsupported_nvfp4(request) or ("no block lists" if request.mask.startswith("block") else "")
         triton = triton_version()
         if self.native and not reason and request.capability is not None and triton is not None:
             return nvfp4_unsupported(request.capability, triton)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import causal_mask_function
 
 from sage_hf import record
 from sage_hf.transformers import attention_layers
+from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.masks import sage_mask
 from tests.helpers.tiny_transformers import (
     DECODERS,
     IN_FLOAT64,
@@ -113,3 +116,53 @@ def test_queries_dropped_after_masking_keep_their_causality() -> None:
         model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation=implementation).eval()
         outputs.append(run(model, **MODELS["llama"].inputs(), logits_to_keep=5))
     torch.testing.assert_close(*outputs)
+
+
+@torch.no_grad()
+def prefill_in_two(model: torch.nn.Module, tokens: torch.Tensor, cache: object, **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the tokens after the 20th, which the model reads behind a cache of the first 20."""
+    model(tokens[:, :20], past_key_values=cache, use_cache=True)
+    return model(tokens[:, 20:], past_key_values=cache, use_cache=True, **inputs).logits
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_queries_behind_a_cache_attend_causally_without_a_mask(static: bool) -> None:
+    tiny = MODELS["llama"]
+    model, tokens = tiny.build("sage2_emulate"), tiny.inputs()["input_ids"]
+    later = tokens.shape[1] - 20
+
+    def cache() -> object:
+        return StaticCache(config=model.config, max_cache_len=tokens.shape[1] + 9) if static else DynamicCache()
+
+    logits = prefill_in_two(model, tokens, cache())
+    for layer in attention_layers(model).values():
+        request = record.last_plans(layer)[-1].request
+        assert (request.mask, request.is_causal, request.q_len, request.kv_len) == ("none", True, later, later + 20)
+    exact = prefill_in_two(tiny.build("sage_exact"), tokens, cache())
+    room = tokens.shape[1] + 9 * static
+    seen = torch.ones(1, 1, later, room, dtype=torch.bool).tril(20).expand(tokens.shape[0], -1, -1, -1)
+    masked = prefill_in_two(model, tokens, cache(), attention_mask=seen)
+    assert {record.last_plans(layer)[-1].request.mask for layer in attention_layers(model).values()} == {"bool"}
+    assert (logits - exact).abs().max() <= 2 * (masked - exact).abs().max()
+
+
+def test_a_hidden_key_or_a_changed_mask_behind_a_cache_is_honoured() -> None:
+    tiny = MODELS["llama"]
+    model, tokens = tiny.build("sage2_emulate"), tiny.inputs()["input_ids"]
+    valid = torch.ones_like(tokens)
+    valid[:, 7] = 0
+    prefill_in_two(model, tokens, DynamicCache(), attention_mask=valid)
+    assert {record.last_plans(layer)[-1].request.mask for layer in attention_layers(model).values()} == {"bool"}
+
+    arguments = {"batch_size": 1, "q_length": 4, "kv_length": 10, "q_offset": 6, "mask_function": causal_mask_function}
+    mask = sage_mask(**arguments)
+    query, key = torch.randn(1, 2, 4, 32), torch.randn(1, 2, 10, 32)
+    layer = torch.nn.Module()
+
+    def attend(mask: torch.Tensor) -> torch.Tensor:
+        return sage_attention_forward(layer, query, key, key, mask, recipe="sage2", fallback="emulate")[0]
+
+    before = attend(mask)
+    mask[..., 3] = False
+    torch.testing.assert_close(attend(mask), attend(mask.clone()), rtol=0, atol=0)
+    assert (attend(mask) - before).abs().max() > 0.01

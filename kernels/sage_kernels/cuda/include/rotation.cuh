@@ -95,8 +95,10 @@ DEVICE float largest_of(const float (&y)[SECTIONS][8]) {
   return larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
 }
 
-// Store a lane's part of a row, from its channel 8t on, in INT8: times `inverse`, zeros where that is NaN.
-DEVICE void store_codes(const float (&y)[SECTIONS][8], float inverse, uint8* into) {
+// Round a lane's part of a row to INT8, times `inverse`, zeros where that is NaN: `put` gets a section's 8 codes, from
+// its channel 8t on.
+template <typename Put>
+DEVICE void put_codes(const float (&y)[SECTIONS][8], float inverse, Put put) {
   const float factor = __fmul_rn(inverse, NORM);
   auto rounded = [&](float x) { return __float_as_uint(__fmaf_rn(x, factor, ROUNDER)); };
 #pragma unroll
@@ -108,6 +110,33 @@ DEVICE void store_codes(const float (&y)[SECTIONS][8], float inverse, uint8* int
       words[i] = pack_bytes(rounded(four[0]), rounded(four[1]), rounded(four[2]), rounded(four[3]));
       words[i] = inverse == inverse ? words[i] : 0;
     }
-    *reinterpret_cast<uint2*>(into + section * SECTION) = make_uint2(words[0], words[1]);
+    put(section, make_uint2(words[0], words[1]));
   }
+}
+
+// Rotate a lane's part of a tile of Q and round it to INT8: `put` gets the number of its row, g or g + 8, a section,
+// and 8 codes of it. Return the scale of row g, or in lanes whose t is odd that of row g + 8.
+template <typename Put>
+DEVICE float rotate_query(const TileWords& x, const float* factors, Put put) {
+  const int lane = threadIdx.x % 32, t = lane % 4;
+  TileFloats y;
+  rotate(x, factors, y, [](int, float (&of_first)[8], float (&of_second)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; c++) of_first[c] = of_second[c] = 0.0f;
+  });
+  float largest[TILE_ROWS];
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; i++) {
+    largest[i] = largest_of(y[i]);
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2)
+      largest[i] = larger_magnitude(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
+  }
+  // A lane makes one token's scale, and lends it to the token's others.
+  const float scale = int8_scale(__fmul_rn(t % 2 ? largest[1] : largest[0], NORM)), inverse = reciprocal(scale);
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; i++)
+    put_codes(y[i], __shfl_sync(~0u, inverse, lane / 4 * 4 + i),
+              [&](int section, uint2 codes) { put(i, section, codes); });
+  return scale;
 }

@@ -25,6 +25,15 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batc
       : "memory");
 }
 
+// Load the box at (batch, head, row, column) of a map with four axes.
+DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batch, int head, int row, int column) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared_address(into)),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
 DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -2,9 +2,9 @@
 // `sage_bwd`), of the operands that `quantize.cu` writes, or the Triton quantisers; Q may also come in 16 bits.
 //
 // A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
-// bring tiles of Q, K and V, or quantises those of Q by two of its warps; each of the others holds 64 rows: their
-// scores, weights and outputs are in its registers. Its matrix products of a tile's scores and of the last tile's P·V
-// are begun together; while P·V runs, the scores become the next P.
+// bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.
+// If Q comes in 16 bits it rotates and quantises its rows. Its matrix products of a tile's scores and of the last
+// tile's P·V are begun together; while P·V runs, the scores become the next P.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
 // in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
@@ -17,6 +17,7 @@
 #include "barrier.cuh"
 #include "numbers.cuh"
 #include "parameters.cuh"
+#include "rotation.cuh"
 #include "tma.cuh"
 #include "tokens.cuh"
 #include "wgmma.cuh"
@@ -37,10 +38,10 @@ ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
-ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, or in INT8");
+ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
 ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
-static_assert(!QUANTIZES_QUERY || !(LSE || PADDED), "QUANTIZES_QUERY serves neither the LSE nor padding");
+static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
@@ -55,13 +56,15 @@ constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the out
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
 constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
 constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of heavy keys, or of their values
-static_assert(SHARED_BYTES == STAGES * (Q_BYTES + K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES + 2 * HEAVY_BYTES,
+constexpr int QUERY_STAGES = QUANTIZES_QUERY ? 1 : STAGES;                    // of Q in INT8
+constexpr int TOKENS_BYTES = QUANTIZES_QUERY ? CHANNELS * 2 * 64 : 0;         // of a warpgroup's rows of Q in 16 bits
+static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) +
+                                  WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + 2 * HEAVY_BYTES,
               "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, and of the heavy keys");
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
-constexpr int PRODUCER_LOADS = 4;                                // of a thread that quantises Q, at a time
-constexpr int QUERIES_BARRIER = 1 + WARPGROUPS;                  // of the hardware; those before are the warpgroups'
+constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                     // in a thread's registers
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
@@ -81,9 +84,14 @@ struct Barriers {
   uint64 ending_full, ending_empty;
 };
 
-// What comes with a tile of Q.
+// What comes with a tile of Q in INT8.
 struct alignas(16) Scales {
   float query_scale[BLOCK_M];
+};
+
+// What comes with a tile of Q in 16 bits: see `rotate`.
+struct alignas(16) Factors {
+  float line[CHANNELS];
 };
 
 // What comes with the heavy keys, and is needed when all others are done.
@@ -159,44 +167,24 @@ DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, S
   }
 }
 
-// Quantise PRODUCER_LOADS · ROWS rows of an item from `first` on, into the order that the TMA would leave them in.
-// `reader` is at the thread's first one.
-DEVICE void quantize_rows(const Reader& reader, int first, uint8* q, Scales& scales) {
-  const int lane = threadIdx.x % 32, row = first + lane / LANES;
-  uint32 x[PRODUCER_LOADS][4];
-#pragma unroll
-  for (int i = 0; i < PRODUCER_LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
-  quantize_tokens(
-      x, [&](int number, float scale) { scales.query_scale[row + number * ROWS] = scale; },
-      [&](int number, uint2 codes) {
-        const int line = row + number * ROWS, part = lane % LANES / 2 ^ line * CHANNELS / 128 % (CHANNELS / 16);
-        *reinterpret_cast<uint2*>(q + line * CHANNELS + part * 16 + lane % 2 * 8) = codes;
-      });
-}
-
-// Quantise tiles of Q, by the first and the last warp; the first item's by all four, before they begin with keys and
-// values. Q is not what the stream's previous kernel writes.
-DEVICE void quantize_queries(const Arguments& a, const Tokens& query, uint8* q, Scales* scales, Barriers& b) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+// Bring tiles of Q in 16 bits, by the first thread: none of them is what the stream's previous kernels write, but the
+// factors are.
+DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* tokens, Factors& factors, Barriers& b) {
+  if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
   for (int round = 0; next_item(a, round, item); round++) {
-    const int stage = round % STAGES, warps = round == 0 ? 4 : 2;
-    const int start = (round == 0 ? warp : warp / 2) * PRODUCER_LOADS * ROWS, step = warps * PRODUCER_LOADS * ROWS;
-    wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
-    Reader reader(query, item.batch, item.head, item.first_row + start + lane / LANES, a.q_len, lane % LANES * 8,
-                  a.head_dim);
-#pragma unroll 1
-    for (int first = start; first < BLOCK_M; first += step, reader.skip(step))
-      quantize_rows(reader, first, q + stage * Q_BYTES, scales[stage]);
-    fence_shared();
-    __syncwarp();
-    if (round == 0) {
-      wait_for_previous_kernel();
-      sync_threads(QUERIES_BARRIER, 128);
-      if (warp == 1 || warp == 2) return;
+    wait(b.q_empty[0], round & 1 ^ 1);
+    arrive_expecting(b.q_full[0], WARPGROUPS * TOKENS_BYTES + CHANNELS * 4);
+#pragma unroll
+    for (int i = 0; i < WARPGROUPS * CHANNELS / LINE_CHANNELS; i++) {
+      constexpr int PARTS = CHANNELS / LINE_CHANNELS;
+      load_box(query, tokens + i * (WARPGROUP_ROWS * LINE_BYTES), b.q_full[0], item.batch, item.head,
+               item.first_row + i / PARTS * WARPGROUP_ROWS, i % PARTS * LINE_CHANNELS);
     }
-    if (lane == 0) arrive(b.q_full[stage]);
+    if (round == 0) wait_for_previous_kernel();
+    load_bytes(a.query_factors + item.kv_pair(a) * static_cast<int64>(a.query_factors_stride), factors.line,
+               b.q_full[0], CHANNELS * 4);
   }
 }
 
@@ -262,6 +250,10 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
   produce_tiles(a, V_BYTES, b.v_full, b.v_empty, load, [](const Item&, int) {});
 }
 
+// A thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits: of each SECTION it has 8, which `heavy_order` brings
+// to its places in two matrix products.
+using HeavyWords = uint32[2][HEAVY_CHANNELS / SECTION][4];
+
 // The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
 // is of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Consumer {
@@ -271,7 +263,10 @@ struct Consumer {
   Barriers& barriers;
   const Scales* scales;  // of the first stage of Q
   const ValueScales& value_scales;
+  const Factors& factors;
   uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  const uint8* tokens;   // of the warpgroup: its rows of Q in 16 bits
+  uint8* codes;          // of the warpgroup: those in INT8, of the first stage
   uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
   int warpgroup, thread, quad, row;
 
@@ -539,22 +534,52 @@ struct Consumer {
     if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
   }
 
-  // Load the thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits, as the left operands of HEAVY_CHANNELS / 16
-  // matrix products: of each 32 channels it has 8, which `heavy_order` brings to its places in two products.
-  DEVICE void load_heavy_query(int first_channel, uint32 (&x)[HEAVY_CHANNELS / 4]) {
-    int channel = first_channel + quad * 8, token = item.first_row + row;
-    asm volatile("" : "+r"(channel), "+r"(token));  // addresses are computed here, not kept in registers all along
+  // Load the thread's part of N sections of rows `row` and `row` + 8 of Q in 16 bits, from `first_channel` on.
+  template <int N>
+  DEVICE void load_query(int first_channel, uint32 (&x)[2][N][4]) {
+    if constexpr (QUANTIZES_QUERY) {
+      int line = row % WARPGROUP_ROWS, place = quad;
+      asm volatile("" : "+r"(line), "+r"(place));  // addresses are computed here, not kept in registers all along
+      const uint8* at = tokens + line * LINE_BYTES;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+      for (int i = 0; i < N; i++) {
+        const uint8* part = at + i / 2 * (WARPGROUP_ROWS * LINE_BYTES) + ((i % 2 * 4 + place ^ line % 8) * 16);
 #pragma unroll
-      for (int i = 0; i < HEAVY_CHANNELS / 32; i++) {
-        uint32 y[4];
-        const Reader reader(query, item.batch, item.head, token + 8 * r, a.q_len, channel + i * 32, a.head_dim);
-        reader.load<true>(0, reader.has(0), y);
+        for (int r = 0; r < 2; r++) {
+          const uint4 y = *reinterpret_cast<const uint4*>(part + 8 * r * LINE_BYTES);
+          x[r][i][0] = y.x, x[r][i][1] = y.y, x[r][i][2] = y.z, x[r][i][3] = y.w;
+        }
+      }
+    } else {
+      int channel = first_channel + quad * 8, token = item.first_row + row;
+      asm volatile("" : "+r"(channel), "+r"(token));
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[i * 8 + j / 2 * 4 + j % 2 * 2 + r] = y[j];
+      for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+          const Reader reader(query, item.batch, item.head, token + 8 * r, a.q_len, channel + i * SECTION, a.head_dim);
+          reader.load<true>(0, reader.has(0), x[r][i]);
+        }
       }
     }
+  }
+
+  // Rotate and quantise the warpgroup's rows of Q, into the order that the TMA would leave them in.
+  DEVICE void quantize_query() {
+    TileWords x;
+    load_query(0, x);
+    const int line = row % WARPGROUP_ROWS;
+    uint8* const into = codes + line * CHANNELS + quad % 2 * 8;
+    const float scale = rotate_query(x, factors.line + quad * 8, [&](int r, int section, uint2 eight) {
+      // 8 rows further on, parts are exchanged likewise.
+      const int part = section * 2 + quad / 2 ^ line * CHANNELS / 128 % (CHANNELS / 16);
+      *reinterpret_cast<uint2*>(into + 8 * r * CHANNELS + part * 16) = eight;
+    });
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      row_scale[r] = __shfl_sync(~0u, scale, thread % 32 / 4 * 4 + r) * (a.softmax_scale * LOG2E);
+    fence_shared();
+    sync_warpgroup();
   }
 
   template <bool TRANSPOSED, int N>
@@ -565,25 +590,80 @@ struct Consumer {
       add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
   }
 
-  // Attend to the heavy keys: bring the sums to the scale of V in 16 bits, and add to them.
-  DEVICE void attend_to_heavy_keys(uint32 (&heavy_query)[HEAVY_CHANNELS / 4]) {
-    constexpr int LINE = HEAVY_KEYS * LINE_BYTES / 16, HEAVY_SCORES = HEAVY_KEYS / 2;
+  // Bring the outputs to the scale of V in 16 bits, and add its mean. Divide them by the power of two near the sum of
+  // their weights, lest V times a weight be infinite.
+  DEVICE void bring_outputs_to_16bit_scale() {
+    int place = quad;
+    asm volatile("" : "+r"(place));
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int exponent = __float_as_int(row_sum[r]) >> 23;
+      factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
+      if (exponent != 0) base[r] -= exponent - 127;
+      row_sum[r] *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 8; i++) {
+      const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
+      const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float* y = outputs + 4 * i + 2 * r;
+        y[0] = __fmaf_rn(y[0], value_scale.x * factor[r], mean.x * row_sum[r]);
+        y[1] = __fmaf_rn(y[1], value_scale.y * factor[r], mean.y * row_sum[r]);
+      }
+    }
+  }
+
+  // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
+  static DEVICE uint32 pack_16bit(float a, float b) {
+    if (FLOAT16) return pack_float16(a, b);
+    uint32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+  }
+
+  DEVICE void sum_heavy_weights(const float (&x)[HEAVY_SCORES]) {
+    float sum[4] = {};  // two chains for each row
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) sum[i / 2 % 2 * 2 + i % 2] += x[i];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float of_row = sum[2 * r] + sum[2 * r + 1];
+      of_row += __shfl_xor_sync(~0u, of_row, 1);
+      of_row += __shfl_xor_sync(~0u, of_row, 2);
+      row_sum[r] += of_row;
+    }
+  }
+
+  // Attend to the heavy keys, and add to the sums. Their weights are relative to the others', unless they outgrow 1.
+  DEVICE void attend_to_heavy_keys(HeavyWords& heavy_query) {
+    constexpr int LINE = HEAVY_KEYS * LINE_BYTES / 16;
     // The descriptors of heavy keys and of their values, which lie behind the tiles of K and V, and the sums.
     uint32 heavy_key = k + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
     int place = quad;
     asm volatile("" : "+r"(heavy_key), "+r"(place));
     const uint32 heavy_value = heavy_key + HEAVY_BYTES / 16 + (LINE - 1 << 16);
+    // Where registers are few the compiler waits for each product if others change meanwhile.
+    constexpr bool MEANWHILE = WARPGROUPS == 2 || CHANNELS == 64 && !PV_FLOAT16;
+    if (!MEANWHILE) bring_outputs_to_16bit_scale();
     float x[HEAVY_SCORES];
 #pragma unroll
     for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
 #pragma unroll
     for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
-      if (channel > 0) load_heavy_query(channel, heavy_query);
+      if (channel > 0) load_query(channel, heavy_query);
       fence_products();
 #pragma unroll
-      for (int i = 0; i < HEAVY_CHANNELS / 16; i++)
-        add_16bit_product<false>(x, heavy_query + 4 * i, heavy_key + (channel / 64 + i / 4) * LINE + i % 4 * 2);
+      for (int i = 0; i < HEAVY_CHANNELS / 16; i++) {
+        const auto &first = heavy_query[0][i / 2], &second = heavy_query[1][i / 2];
+        const int word = i % 2 * 2;
+        const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
+        add_16bit_product<false>(x, left, heavy_key + (channel / 64 + i / 4) * LINE + i % 4 * 2);
+      }
       commit_products();
+      if (MEANWHILE && channel == 0) bring_outputs_to_16bit_scale();
       wait_products<0>();
       pin(x);
     }
@@ -592,63 +672,54 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
+    const int seen = item.first_row + row + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
+    auto hidden = [&](int i) {
+      const int key = i / 4 * 8 + i % 2;
+      return CAUSAL && key >= seen + i / 2 % 2 * 8 || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1);
+    };
     const float scale = a.softmax_scale * LOG2E;
+    float largest[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++)
+      if (!hidden(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+    // A weight is at most 2^LARGEST: then the sum of all is at most 2.
+    constexpr float LARGEST = -6.0f;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int seen = item.first_row + row + 8 * r + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
-      float largest = -INFINITE;
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+      if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] *= scale;
+    }
+    if (__any_sync(~0u, largest[0] + base[0] > LARGEST || largest[1] + base[1] > LARGEST)) {
 #pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++) {
-        if (i / 2 % 2 != r) continue;
-        const int key = i / 4 * 8 + i % 2;
-        x[i] *= scale;
-        if (CAUSAL && key >= seen || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1)) x[i] = -INFINITE;
-        largest = fmaxf(largest, x[i]);
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float before = base[r];
-      base[r] = fminf(before, P_LOG2 - largest);
-      const float shift = base[r] == INFINITE ? 0.0f : base[r];
-      float gain = exp2_approximate(shift - before), sum = 0.0f;
+      for (int r = 0; r < 2; r++) {
+        const float before = base[r];
+        base[r] = fminf(before, LARGEST - largest[r]);
+        const float gain = base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
+        row_sum[r] *= gain;
 #pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++) {
-        if (i / 2 % 2 != r) continue;
-        x[i] = exp2_approximate(x[i] + shift);
-        sum += x[i];
-      }
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      // The sums are divided by a power of two near that of the weights, lest V times a weight be infinite.
-      const int exponent = __float_as_int(__fmaf_rn(row_sum[r], gain, sum)) >> 23;
-      const float factor = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
-      if (exponent != 0) base[r] -= exponent - 127;
-      gain *= factor;
-      const float of_others = row_sum[r] * gain;
-      row_sum[r] = __fmaf_rn(sum, factor, of_others);
-#pragma unroll
-      for (int i = 0; i < HEAVY_SCORES; i++)
-        if (i / 2 % 2 == r) x[i] *= factor;
-#pragma unroll
-      for (int i = 0; i < CHANNELS / 8; i++) {
-        const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
-        const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
-        float* y = outputs + 4 * i + 2 * r;
-        y[0] = __fmaf_rn(y[0] * value_scale.x, gain, mean.x * of_others);
-        y[1] = __fmaf_rn(y[1] * value_scale.y, gain, mean.y * of_others);
+        for (int i = 0; i < OUTPUTS; i++)
+          if (i / 2 % 2 == r) outputs[i] *= gain;
       }
     }
-    uint32 p[HEAVY_SCORES / 2];
+    float shift[2];
 #pragma unroll
-    for (int i = 0; i < HEAVY_SCORES / 2; i++)
-      p[i] = FLOAT16 ? to_float16(x[2 * i], x[2 * i + 1]) : to_bfloat16(x[2 * i], x[2 * i + 1]);
-    pin(p);
+    for (int r = 0; r < 2; r++) shift[r] = base[r] == INFINITE ? 0.0f : base[r];
+    uint32 p[HEAVY_SCORES / 2];
     pin(outputs);
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) {
+      x[i] = hidden(i) ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
+      if (i % 2) p[i / 2] = pack_16bit(x[i - 1], x[i]);
+    }
+    if (!MEANWHILE) sum_heavy_weights(x);
+    pin(p);
     fence_products();
 #pragma unroll
     for (int i = 0; i < HEAVY_KEYS / 16; i++)
       add_16bit_product<true>(outputs, p + 4 * i, heavy_value + i * (16 * LINE_BYTES / 16));
     commit_products();
+    if (MEANWHILE) sum_heavy_weights(x);
     wait_products<0>();
     pin(outputs);
   }
@@ -712,6 +783,7 @@ struct Consumer {
 
   // Begin an item with its first tile; return how many tiles need no mask.
   DEVICE int begin_item() {
+    if constexpr (QUANTIZES_QUERY) quantize_query();
     wait(barriers.k_full[0], parity);
     fence_products();
     begin_scores(0);
@@ -720,7 +792,7 @@ struct Consumer {
     load_key_scale(0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
+      if (!QUANTIZES_QUERY) row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
       row_sum[r] = 0.0f;
       base[r] = INFINITE;
     }
@@ -750,9 +822,10 @@ struct Consumer {
     }
     fence_products();
     begin_outputs(last);
-    arrive_as_warp(barriers.q_empty[q_stage]);
-    uint32 heavy_query[HEAVY_CHANNELS / 4];
-    if (HEAVY) load_heavy_query(0, heavy_query);
+    HeavyWords heavy_query;
+    if (!QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
+    if (HEAVY) load_query(0, heavy_query);
+    if (QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
     if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
       wait(barriers.k_full[1], parity);
       arrive_as_warp(barriers.k_empty[1]);
@@ -780,8 +853,8 @@ struct Consumer {
     parity = 0;
 #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
-      q_stage = round % STAGES;
-      wait(barriers.q_full[q_stage], round / STAGES & 1);
+      q_stage = round % QUERY_STAGES;
+      wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
       const int whole = begin_item();
       int tile = 1;
 #pragma unroll 1
@@ -806,16 +879,17 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWARD_PARAMETERS) {
   extern __shared__ __align__(1024) uint8 shared[];
-  uint8 *q = shared, *k = q + STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
-  uint8* heavy = sums + WARPGROUPS * SUMS_BYTES;
+  uint8 *q = shared, *k = q + QUERY_STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
+  uint8 *heavy = sums + WARPGROUPS * SUMS_BYTES, *tokens = heavy + 2 * HEAVY_BYTES;
   __shared__ Barriers barriers;
-  __shared__ Scales scales[STAGES];
+  __shared__ Scales scales[QUANTIZES_QUERY ? 1 : STAGES];
+  __shared__ Factors factors;
   __shared__ ValueScales value_scales;
   __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      init(barriers.q_full[i], 1 + QUANTIZES_QUERY), init(barriers.q_empty[i], 4 * WARPGROUPS);
+      init(barriers.q_full[i], 1), init(barriers.q_empty[i], 4 * WARPGROUPS);
       init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
     }
@@ -824,18 +898,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
-  if (!QUANTIZES_QUERY || warpgroup < WARPGROUPS) wait_for_previous_kernel();
+  if (!QUANTIZES_QUERY || threadIdx.x != 128 * WARPGROUPS) wait_for_previous_kernel();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
     if constexpr (QUANTIZES_QUERY)
-      quantize_queries(arguments, query_tokens, q, scales, barriers);
+      load_tokens(arguments, query, tokens, factors, barriers);
     else
       load_queries(arguments, query, q, scales, barriers);
     if (thread == 32) produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, value_scales, barriers);
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments, query_tokens, output, barriers, scales, value_scales, sums + warpgroup * SUMS_BYTES};
+    Consumer consumer{arguments, query_tokens, output, barriers, scales, value_scales, factors};
+    consumer.shared_sums = sums + warpgroup * SUMS_BYTES;
+    consumer.tokens = tokens + warpgroup * TOKENS_BYTES;
+    consumer.codes = q + warpgroup * WARPGROUP_ROWS * CHANNELS;
     consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);

@@ -33,6 +33,7 @@ static_assert(KEY_BLOCK == HALF_BLOCK && KEYS_PER_SCALE == 16,
 ASSERT_FLAG(PV_FLOAT16, "V is in float16, with its mean and one scale for all channels, or in e4m3");
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
 ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(BALANCE, "Q and K are balanced before they are rotated, or not");
 static_assert(ROTATE || !BALANCE, "BALANCE needs ROTATE: factors are applied by the rotation");
 static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 15, "MAX_BALANCE must be 1 to 14: factors are normal in float16");
@@ -55,15 +56,44 @@ enum Line {
   KEY_MEAN,
   VALUE_INVERSE,  // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
   EXTREMA,        // of V, by sharer: largest, smallest, and 1 where all are finite
-  ROTATED_MEAN = EXTREMA + 3 * SHARERS,   // minus K's mean, balanced, and rotated in each section
-  FACTORS = ROTATED_MEAN + ROTATE,        // in 16 bits, with the rotation's signs: see `factor_number`
-  SQUARES = FACTORS + ROTATE,             // of K and then of the sample of Q, by sharer: sums
-  SUMS = SQUARES + 2 * SHARERS * BALANCE  // of K's blocks of 128 tokens, then of V's
+  ROTATED_MEAN = EXTREMA + 3 * SHARERS,      // minus K's mean, balanced, and rotated in each section
+  FACTORS = ROTATED_MEAN + ROTATE,           // in 16 bits, with the rotation's signs: see `factor_number`
+  SQUARES = FACTORS + ROTATE,                // of K and then of the sample of Q, by sharer: sums
+  COUNTS = SQUARES + 2 * SHARERS * BALANCE,  // of tokens that exist, by sharer: of K, then of V
+  SUMS = COUNTS + PADDED                     // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
   return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.blocks) + number) * CHANNELS;
+}
+
+// Return which keys of a batch element exist, from its first one on, be it heavy or not.
+DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
+  return s.valid + batch * static_cast<int64>(s.valid_stride);
+}
+
+// Reads keys, or values, of which some may not exist.
+struct KeyReader : Reader {
+  const uint8* valid;
+
+  DEVICE KeyReader(const Tokens& x, const Statistics& s, uint32 pair, int token, int tokens, int channel, int channels)
+      : Reader(x, pair / s.kv_heads, pair % s.kv_heads, token, tokens, channel, channels),
+        valid(PADDED ? all_valid(s, pair / s.kv_heads) + HEAVY_KEYS + token : nullptr) {}
+
+  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number]); }
+
+  DEVICE void skip(int tokens) {
+    Reader::skip(tokens);
+    if (PADDED) valid += tokens;
+  }
+};
+
+// Return whether N tokens of K and V exist, from `first` on; all threads of the block call.
+template <int N>
+DEVICE bool all_exist(const Statistics& s, uint32 pair, uint32 first) {
+  if (first + N > s.kv_len) return false;
+  return !PADDED || __syncthreads_and(all_valid(s, pair / s.kv_heads)[HEAVY_KEYS + first + threadIdx.x % N]);
 }
 
 // Return the larger halves; NaN where one is NaN.
@@ -196,16 +226,16 @@ DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][
   }
 }
 
-// Reduce 128 tokens. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
-template <bool CAREFUL>
-DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
+// Reduce 128 tokens of K, or of V. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
+template <bool OF_VALUE, bool CAREFUL>
+DEVICE void reduce_tokens(const KeyReader& reader, Partial& partial) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
   for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    float of_first[16], of_second[16];
     uint32 largest, smallest, rejected = 0;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -213,33 +243,37 @@ DEVICE void reduce_tokens(const Reader& reader, Partial& partial) {
       if (CAREFUL) {
         const uint32 bad = not_finite(pair), absent = reader.has(i * 8) ? bad : ~0u;
         rejected |= bad;
-        pair &= ~bad;
+        x[i][w] = pair & ~bad;
         high = pair & ~absent | (EXPONENTS | 0x80008000) & absent;
         low = pair & ~absent | EXPONENTS & absent;
       }
-      of_first[i] = first_of(pair), of_second[i] = second_of(pair);
+      if (!OF_VALUE) continue;
       largest = i == 0 ? high : larger(largest, high);
       smallest = i == 0 ? low : smaller(smallest, low);
     }
-    float2 sum = make_float2(sum_of_warp(tree_sum(of_first)), sum_of_warp(tree_sum(of_second)));
-    float2 squares = make_float2(0.0f, 0.0f);
-    if (BALANCE && !CAREFUL) {
+    float sum[2], squares[2] = {};
 #pragma unroll
-      for (int i = 0; i < 16; i++)
-        squares = make_float2(__fmaf_rn(of_first[i], of_first[i], squares.x),
-                              __fmaf_rn(of_second[i], of_second[i], squares.y));
-      squares = make_float2(sum_of_warp(squares.x), sum_of_warp(squares.y));
+    for (int half = 0; half < 2; half++) {
+      float y[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        y[i] = half ? second_of(x[i][w]) : first_of(x[i][w]);
+        if (SQUARES) squares[half] = __fmaf_rn(y[i], y[i], squares[half]);
+      }
+      sum[half] = sum_of_warp(tree_sum(y));
+      if (SQUARES) squares[half] = sum_of_warp(squares[half]);
     }
 #pragma unroll
-    for (int distance = 16; distance >= LANES; distance /= 2) {
+    for (int distance = 16; OF_VALUE && distance >= LANES; distance /= 2) {
       largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
       smallest = smaller(smallest, __shfl_xor_sync(~0u, smallest, distance));
       if (CAREFUL) rejected |= __shfl_xor_sync(~0u, rejected, distance);
     }
     if (lane < LANES) {
       const int at = lane * 4 + w;
-      reinterpret_cast<float2*>(partial.sum[warp])[at] = sum;
-      if (BALANCE && !CAREFUL) reinterpret_cast<float2*>(partial.squares[warp])[at] = squares;
+      reinterpret_cast<float2*>(partial.sum[warp])[at] = make_float2(sum[0], sum[1]);
+      if (SQUARES) reinterpret_cast<float2*>(partial.squares[warp])[at] = make_float2(squares[0], squares[1]);
+      if (!OF_VALUE) continue;
       partial.largest[warp][at] = largest;
       partial.smallest[warp][at] = smallest;
       partial.rejected[warp][at] = rejected;
@@ -256,43 +290,53 @@ DEVICE float total_of_warps(const float (&sum)[N][CHANNELS]) {
   return tree_sum(x);
 }
 
-struct Extrema {
+struct Found {
   float largest, smallest;
-  bool finite;    // all are
-  float squares;  // their sum
+  bool finite;  // all are
+  float squares;
+  int count;  // of tokens that exist, if some may not
 };
 
-// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return the extrema of channel
-// `threadIdx.x`, and the sum of its squares.
-DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
-  __shared__ Partial partial;
+// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
+// `threadIdx.x`, and the sum of K's squares.
+template <bool OF_VALUE>
+DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, const uint8* valid, float* sums, Partial& partial) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE;
   const int channel = threadIdx.x;
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
   bool finite = true;
+  int count = 0;
 #pragma unroll 1
-  for (int block = blockIdx.x % SHARERS; block < blocks; block += SHARERS) {
-    bool careful = block == blocks - 1;
+  for (int block = blockIdx.x % SHARERS; block < s.blocks; block += SHARERS) {
+    bool careful = block == s.blocks - 1;
+    if (PADDED) {
+      int exist = 0;
+      for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
+        exist += __syncthreads_count(token < s.kv_len && valid[token]);
+      careful |= exist < BLOCK;
+      count += exist;
+    }
     if (!careful) {
-      reduce_tokens<false>(reader, partial);
+      reduce_tokens<OF_VALUE, false>(reader, partial);
       __syncthreads();
       bool exceeds = !is_finite(total_of_warps(partial.sum));
-      if (BALANCE) exceeds |= !is_finite(total_of_warps(partial.squares));
+      if (SQUARES) exceeds |= !is_finite(total_of_warps(partial.squares));
       careful = __syncthreads_or(exceeds);
     }
     if (careful) {
-      reduce_tokens<true>(reader, partial);
-      if (BALANCE)  // read again: a thread lacks registers for this beside the other
+      reduce_tokens<OF_VALUE, true>(reader, partial);
+      if (SQUARES)  // read again: a thread lacks registers for this beside the other
         sum_squares(
             16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
     }
     __syncthreads();
     *sum = total_of_warps(partial.sum);
-    if (BALANCE) squares = __fadd_rn(squares, total_of_warps(partial.squares));
+    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
     sum += SHARERS * CHANNELS;
     reader.skip(SHARERS * BLOCK);
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) {
+    for (int i = 0; OF_VALUE && i < WARPS; i++) {
       auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
       largest = fmaxf(largest, half(partial.largest[i]));
       smallest = fminf(smallest, half(partial.smallest[i]));
@@ -300,12 +344,12 @@ DEVICE Extrema reduce_blocks(Reader reader, int blocks, float* sums) {
     }
     __syncthreads();
   }
-  return {largest, smallest, finite, squares};
+  return {largest, smallest, finite, squares, count};
 }
 
 // Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
 // LANES channels each; all of a block's threads call, those of the first LANES get the mean.
-DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
+DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
   __shared__ float partial[WARPS][LANES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * WARPS;
   float total = 0.0f;
@@ -326,38 +370,61 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
     total = __fadd_rn(total, tree_sum(y));
     __syncthreads();
   }
-  return __fdiv_rn(total, static_cast<float>(tokens));
+  return __fdiv_rn(total, tokens);
 }
 
 // Sum the squares of the block's share of a pair's sample of Q: those of channel `threadIdx.x`.
-DEVICE float squares_of_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair) {
-  __shared__ float sums[BALANCE ? WARPS : 1][CHANNELS];
+DEVICE float squares_of_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair,
+                               Partial& partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
+  // Where as many queries as keys may be padding, the same are.
+  const bool padded = PADDED && b.q_len == s.kv_len + HEAVY_KEYS;
   sum_squares((rows + SHARERS * 8 - 1) / (SHARERS * 8),
               [&](int i, uint32(&x)[4]) {
                 const uint32 row = first + i * SHARERS * 8, head = row / b.samples,
                              token = row % b.samples * b.distance;
+                const bool exists = row < rows && (!padded || all_valid(s, batch)[token]);
                 const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
-                reader.load<false>(0, row < rows && reader.left > 0, x);
+                reader.load<false>(0, exists && reader.left > 0, x);
               },
-              sums);
+              partial.squares);
   __syncthreads();
-  return total_of_warps(sums);
+  const float total = total_of_warps(partial.squares);
+  __syncthreads();
+  return total;
 }
 
-// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean. Squares are summed
-// in another order than there: where the logarithm lies between two integers it may be the other one.
-DEVICE int balance_exponent(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean) {
+// Return a sum of counts by sharer, at least 1.
+DEVICE float total_count(const float* counts) {
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < SHARERS; i++) total += counts[i];
+  return fmaxf(total, 1.0f);
+}
+
+// Return the number of sampled queries of a head that exist.
+DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair) {
+  if (!PADDED || b.q_len != s.kv_len + HEAVY_KEYS) return b.samples;
+  int count = 0;
+  for (uint32 i = threadIdx.x % 32; i < b.samples; i += 32)
+    count += all_valid(s, pair / s.kv_heads)[i * b.distance] != 0;
+  return max(__reduce_add_sync(~0u, count), 1);
+}
+
+// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean, and how many keys
+// and queries were counted. Squares are summed in another order than there: where the logarithm lies between two
+// integers it may be the other one.
+DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, float keys, float queries) {
   float of_key = 0.0f, of_query = 0.0f;
 #pragma unroll
   for (int i = 0; i < SHARERS; i++) {
     of_key = __fadd_rn(of_key, line(s, pair, SQUARES + i)[channel]);
     of_query = __fadd_rn(of_query, line(s, pair, SQUARES + SHARERS + i)[channel]);
   }
-  of_key = __fdiv_rn(of_key, static_cast<float>(s.kv_len));
-  of_query = __fdiv_rn(of_query, static_cast<float>(b.q_heads / s.kv_heads * b.samples));
+  of_key = __fdiv_rn(of_key, keys);
+  of_query = __fdiv_rn(of_query, queries);
   const float square = __fmul_rn(mean, mean);
   const float variance = fmaxf(__fsub_rn(of_key, square), __fmul_rn(square, MIN_VARIANCE));
   if (!(of_query > 0.0f && variance > 0.0f)) return 0;
@@ -381,10 +448,13 @@ DEVICE uint16 factor(int exponent, uint32 channel) {
 
 // Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
 // channel that they have in those of the first LANES threads.
-DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean) {
+DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean,
+                             float keys) {
   uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));
+  float queries = 0.0f;
+  if (BALANCE && threadIdx.x < 32) queries = sampled_queries(s, b, pair) * (b.q_heads / s.kv_heads);
   if (threadIdx.x < LANES) {
-    const int exponent = BALANCE ? balance_exponent(s, b, pair, channel, mean) : 0;
+    const int exponent = BALANCE ? balance_exponent(s, pair, channel, mean, keys, queries) : 0;
     if (BALANCE) b.factors[pair * CHANNELS + channel] = exp2_of_integer(exponent);
     factors[factor_number(channel, false)] = factor(exponent, channel);
     factors[factor_number(channel, true)] = factor(-exponent, channel);
@@ -401,8 +471,8 @@ DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair,
   line(s, pair, ROTATED_MEAN)[threadIdx.x] = x;
 }
 
-// Threads of a multiprocessor, at least: a thread has 64 registers of tokens, and the balance takes more beside them.
-constexpr int RESIDENT_CHANNELS = !ROTATE ? 512 : CHANNELS == 128 ? 384 : 320;
+// Threads of a multiprocessor, at least: a thread has 64 registers of tokens.
+constexpr int RESIDENT_CHANNELS = PADDED ? 384 : 512;
 
 // Find the means of K and V, V's scales, and K's and Q's balance: a cluster for K of each pair, and one for V.
 extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
@@ -412,23 +482,30 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   const bool of_value = blockIdx.x / SHARERS % 2;
   float* sums = line(s, pair, SUMS + of_value * s.blocks);
   const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
-  const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, sharer * BLOCK + row, s.kv_len,
-                      threadIdx.x % LANES * 8, of_value ? s.v_head_dim : s.head_dim);
-  const Extrema found = reduce_blocks(reader, s.blocks, sums);
+  const KeyReader reader(of_value ? value : key, s, pair, sharer * BLOCK + row, s.kv_len, threadIdx.x % LANES * 8,
+                         of_value ? s.v_head_dim : s.head_dim);
+  const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) + HEAVY_KEYS : nullptr;
+  Found found;
+  __shared__ Partial partial;
   if (of_value) {
+    found = reduce_blocks<true>(reader, s, valid, sums, partial);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
+  } else {
+    if (BALANCE)
+      line(s, pair, SQUARES + SHARERS + sharer)[threadIdx.x] = squares_of_sample(query, s, balance, pair, partial);
+    found = reduce_blocks<false>(reader, s, valid, sums, partial);
+    if (BALANCE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
   }
-  if (BALANCE && !of_value) {
-    line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
-    line(s, pair, SQUARES + SHARERS + sharer)[threadIdx.x] = squares_of_sample(query, s, balance, pair);
-  }
+  float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
+  if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
   sync_cluster();
+  const float tokens = PADDED ? total_count(counts) : s.kv_len;
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
-  float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, s.kv_len);
+  float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, tokens);
   if (ROTATE && !of_value) {
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
-    prepare_rotation(s, balance, pair, channel, mean);
+    prepare_rotation(s, balance, pair, channel, mean, tokens);
     return;
   }
   if (threadIdx.x >= LANES) return;
@@ -513,7 +590,7 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8, of_load = lane / LANES;
   const int first = block * HALF_BLOCK + of_load / 2 * 8 + warp * 2 + of_load % 2;
   constexpr int APART = ROWS / 2 * 8;  // tokens of a thread
-  const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.head_dim);
+  const KeyReader reader(key, s, pair, first, s.kv_len, channel, s.head_dim);
   auto has = [&](int number) { return WHOLE || reader.has(number); };
   uint32 x[LOADS][4];
 #pragma unroll
@@ -523,18 +600,23 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
   load_floats(line(s, pair, KEY_MEAN) + channel, mean);
   // Rounding is monotonic: the extrema of K - mean are those of K, minus the mean.
   float largest = 0.0f;
+  bool some = false;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    uint32 high = x[0][w], low = x[0][w];
+    uint32 high, low;
+    some = false;
 #pragma unroll
-    for (int i = 1; i < LOADS; i++)
-      if (has(i * APART)) high = larger(high, x[i][w]), low = smaller(low, x[i][w]);
+    for (int i = 0; i < LOADS; i++)
+      if (has(i * APART)) {
+        high = some ? larger(high, x[i][w]) : x[i][w], low = some ? smaller(low, x[i][w]) : x[i][w];
+        some = true;
+      }
     for (uint32 extremum : {high, low}) {
       largest = larger_magnitude(largest, __fsub_rn(first_of(extremum), mean[2 * w]));
       largest = larger_magnitude(largest, __fsub_rn(second_of(extremum), mean[2 * w + 1]));
     }
   }
-  if (!has(0)) largest = 0.0f;
+  if (!some) largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < LOADS; i++) pin(x[i]);  // the mean is subtracted again below: that takes fewer registers
   largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
@@ -587,27 +669,12 @@ DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, con
     }
   }
 
-  TileFloats y;
   const float* factors = line(s, pair_of_key, FACTORS) + channel;
-  rotate(x, factors, y, [](int, float (&of_first)[8], float (&of_second)[8]) {
-#pragma unroll
-    for (int c = 0; c < 8; c++) of_first[c] = of_second[c] = 0.0f;
-  });
-  float largest[TILE_ROWS];
-#pragma unroll
-  for (int i = 0; i < TILE_ROWS; i++) {
-    largest[i] = largest_of(y[i]);
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
-      largest[i] = larger_magnitude(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
-  }
-  // A lane makes one token's scale, and lends it to the token's others.
-  const float scale = int8_scale(__fmul_rn(t % 2 ? largest[1] : largest[0], NORM)), inverse = reciprocal(scale);
   const int64 row = kept;
+  const float scale = rotate_query(x, factors, [&](int i, int section, uint2 codes) {
+    *reinterpret_cast<uint2*>(o.query + (row + i * APART) * CHANNELS + channel + section * SECTION) = codes;
+  });
   if (t < TILE_ROWS) o.query_scale[row + t * APART] = scale;
-#pragma unroll
-  for (int i = 0; i < TILE_ROWS; i++)
-    store_codes(y[i], __shfl_sync(~0u, inverse, lane / 4 * 4 + i), o.query + (row + i * APART) * CHANNELS + channel);
 }
 
 // Quantise what `quantize_plain_key` does, rotated.
@@ -616,7 +683,7 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, channel = lane % 4 * 8;
   const int first = block * HALF_BLOCK + g / 2 * 8 + warp * 2 + g % 2;
   constexpr int APART = 32;  // tokens of a thread
-  const Reader reader(key, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.head_dim);
+  const KeyReader reader(key, s, pair, first, s.kv_len, channel, s.head_dim);
   const Kept kept(static_cast<int64>(pair) * s.blocks * BLOCK + first);
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
@@ -639,7 +706,10 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   const int64 row = kept;
   if (lane == 0) o.key_scale[row / HALF_BLOCK * 4 + warp] = scale == scale ? __float_as_uint(scale) >> 16 : 0x7FFF;
 #pragma unroll
-  for (int i = 0; i < TILE_ROWS; i++) store_codes(y[i], inverse, o.key + (row + i * APART) * CHANNELS + channel);
+  for (int i = 0; i < TILE_ROWS; i++)
+    put_codes(y[i], inverse, [&](int section, uint2 codes) {
+      *reinterpret_cast<uint2*>(o.key + (row + i * APART) * CHANNELS + channel + section * SECTION) = codes;
+    });
 }
 
 template <bool WHOLE>
@@ -663,7 +733,7 @@ template <bool WHOLE>
 DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8;
   const int first = block * HALF_BLOCK + threadIdx.x / 32 * 16 + lane / LANES;
-  const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.v_head_dim);
+  const KeyReader reader(value, s, pair, first, s.kv_len, channel, s.v_head_dim);
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, WHOLE || reader.has(i * ROWS), x[i]);
@@ -693,11 +763,10 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
 template <bool OF_VALUE>
 DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
-  const Reader reader(tokens, pair / s.kv_heads, pair % s.kv_heads, first - HEAVY_KEYS, 0, channel,
-                      OF_VALUE ? s.v_head_dim : s.head_dim);
+  const KeyReader reader(tokens, s, pair, first - HEAVY_KEYS, 0, channel, OF_VALUE ? s.v_head_dim : s.head_dim);
   uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, reader.left > 0, x[i]);
+  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
   if (!OF_VALUE) {
     wait_for_previous_kernel();
     float mean[8];
@@ -709,6 +778,7 @@ DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, 
         const float a = __fsub_rn(first_of(x[i][w]), mean[2 * w]), b = __fsub_rn(second_of(x[i][w]), mean[2 * w + 1]);
         const uint32 kept = not_finite(x[i][w]);
         x[i][w] = (FLOAT16 ? to_float16(a, b) : to_bfloat16(a, b)) & ~kept | x[i][w] & kept;
+        if (PADDED && !reader.has(i * ROWS)) x[i][w] = 0;
       }
   }
 #pragma unroll
@@ -740,7 +810,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % 8, quad = lane / 8;
   const int channel = first_channel + eight * 8;
   const int first = block * BLOCK + warp * 32 + quad * 2;
-  const Reader reader(value, pair / s.kv_heads, pair % s.kv_heads, first, s.kv_len, channel, s.v_head_dim);
+  const KeyReader reader(value, s, pair, first, s.kv_len, channel, s.v_head_dim);
   auto has = [&](int number) { return WHOLE || reader.has(number); };
   auto number = [](int i) { return i / 4 * 16 + i / 2 % 2 * 8 + i % 2; };
   uint32 x[8][4];
@@ -798,12 +868,41 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   }
 }
 
+// Return the least of all threads' numbers.
+DEVICE int least_of_block(int x) {
+  __shared__ int of_warps[QUANTIZE_THREADS / 32];
+  x = __reduce_min_sync(~0u, x);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < QUANTIZE_THREADS / 32; i++) x = min(x, of_warps[i]);
+  __syncthreads();
+  return x;
+}
+
+// Find the spans of a batch element's keys: see `operands.KeyPadding`.
+DEVICE void find_spans(const uint8* valid, int keys, int* spans) {
+  int first = keys, end = 0, hole = keys;
+  for (int key = threadIdx.x; key < keys; key += QUANTIZE_THREADS)
+    if (valid[key]) first = min(first, key), end = key + 1;
+  first = least_of_block(first), end = -least_of_block(-end);
+  for (int key = first + threadIdx.x; key < keys; key += QUANTIZE_THREADS)
+    if (!valid[key]) hole = min(hole, key);
+  hole = least_of_block(hole);
+  if (threadIdx.x == 0) spans[0] = first, spans[1] = hole, spans[2] = end;
+}
+
 // Quantise Q, K and V, and copy heavy keys. The grid's blocks take some of Q, for which the statistics need not be
 // complete; K and V, from the last pair to the first, while the L2 cache holds what `statistics` read last; the others
 // of Q.
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
+  if (PADDED && blockIdx.x >= gridDim.x - o.paddings) {
+    const uint32 number = gridDim.x - 1 - blockIdx.x;
+    find_spans(all_valid(s, number), s.kv_len + HEAVY_KEYS, o.spans + 3 * number);
+    return;
+  }
   const uint32 of_key = 2 * s.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
   const uint32 of_pair = of_key_and_value + (HEAVY_KEYS ? 2 : 0);
   const uint32 index = blockIdx.x - o.leading_query_blocks;
@@ -818,7 +917,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
   }
   const uint32 pair = o.pairs - 1 - index / of_pair, number = index % of_pair;
   if (number < of_key) {
-    if ((number + 1) * HALF_BLOCK <= s.kv_len && s.head_dim == CHANNELS)
+    if (s.head_dim == CHANNELS && all_exist<HALF_BLOCK>(s, pair, number * HALF_BLOCK))
       quantize_key<true>(key, s, o, pair, number);
     else
       quantize_key<false>(key, s, o, pair, number);
@@ -829,13 +928,13 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
       copy_heavy<true>(value, s, o.heavy_value, pair);
   } else if (PV_FLOAT16) {
     const uint32 block = number - of_key;
-    if ((block + 1) * HALF_BLOCK <= s.kv_len && s.v_head_dim == CHANNELS)
+    if (s.v_head_dim == CHANNELS && all_exist<HALF_BLOCK>(s, pair, block * HALF_BLOCK))
       scale_value<true>(value, s, o, pair, block);
     else
       scale_value<false>(value, s, o, pair, block);
   } else {
     const uint32 block = (number - of_key) / PARTS, part = (number - of_key) % PARTS;
-    if ((block + 1) * BLOCK <= s.kv_len && (part + 1) * VALUE_CHANNELS <= s.v_head_dim)
+    if ((part + 1) * VALUE_CHANNELS <= s.v_head_dim && all_exist<BLOCK>(s, pair, block * BLOCK))
       quantize_value<true>(value, s, o, pair, block, part, shared);
     else
       quantize_value<false>(value, s, o, pair, block, part, shared);

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...call import Call
+from ...formats import nvfp4
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
 from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
 from ...language.launch import UNSPECIALIZED, launch, strides
@@ -23,6 +24,8 @@ from .statistics import is_finite, reduce_block, token_statistics
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_CHANNELS = 64  # of the FP4 matrix instructions
 LARGEST_CODE = tl.constexpr(0x7E)
+STEPS_ROW = tl.constexpr(nvfp4.STEPS_ROW)
+MAX_STEPS = tl.constexpr(nvfp4.MAX_STEPS)
 ONE_SIXTH = tl.constexpr(1 / 6)
 # 448 · 6 = 1.3125 · 2¹¹
 LIMIT_EXPONENT = tl.constexpr(11)
@@ -103,6 +106,7 @@ def _quantize_tokens(
         key_mean=statistics.key_mean,
         balance=statistics.balance,
         mean_score=score,
+        search=nvfp4.search_table(recipe.scale_steps, x.device),
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -120,8 +124,7 @@ def _quantize_tokens(
         SMOOTH=recipe.smooth_q if is_query else recipe.smooth_k,
         MEAN_SCORE=mean_score,
         TENSOR_SCALE=recipe.tensor_scale,
-        LOWEST_STEP=recipe.scale_steps[0],
-        HIGHEST_STEP=recipe.scale_steps[1],
+        STEPS=len(recipe.scale_steps),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -155,6 +158,7 @@ def _quantize_value(
         tensor_scale=tensor_scale,
         value_mean=statistics.value_mean,
         value_tensor_amax=statistics.value_tensor_amax,
+        search=nvfp4.search_table(recipe.scale_steps, value.device),
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -167,8 +171,7 @@ def _quantize_value(
         CHANNELS=channels,
         SMOOTH=recipe.smooth_v,
         TENSOR_SCALE=recipe.tensor_scale,
-        LOWEST_STEP=recipe.scale_steps[0],
-        HIGHEST_STEP=recipe.scale_steps[1],
+        STEPS=len(recipe.scale_steps),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -216,33 +219,51 @@ def split_groups(x):
 
 
 @triton.jit
-def squared_error(magnitude, code):
-    """Return the squared error of groups (16 of (rows, groups)) with these scales, summed by adjacent pairs."""
-    scale, inverse = decode_with_reciprocal(code)
-    error = ()
+def squared_error(y, up, down):
+    """Return the errors of groups by `nvfp4.best_scale`: y, sixteen float16 (rows, groups), and the ratios likewise."""
+    sums = ()
     for i in tl.static_range(16):
-        # The product is exact, so fma rounds once, as the reference's difference does.
-        difference = tl.fma(round_to_e2m1(magnitude[i] * inverse), scale, -magnitude[i])
-        error += (difference * difference,)
-    for level in tl.static_range(4):
-        sums = ()
-        for i in tl.static_range(8 >> level):
-            sums += (error[2 * i] + error[2 * i + 1],)
-        error = sums
-    return error[0]
+        bits = (y[i] * up).to(tl.int16, bitcast=True) + 0x100
+        d = tl.fma((bits & -0x200).to(tl.float16, bitcast=True), down, -y[i])
+        if i < 2:
+            sums += (d * d,)
+        else:
+            sums = (sums[1], tl.fma(d, d, sums[0]))
+    return sums[0] + sums[1]
 
 
 @triton.jit
-def try_step(best, error, magnitude, nearest, step):
-    """Return (code, error) of the better of `best` and the scale `step` codes above `nearest`."""
-    code = tl.minimum(tl.maximum(nearest.to(tl.int32) + step, 0), LARGEST_CODE).to(tl.uint8)
-    other = squared_error(magnitude, code)
-    better = other < error
-    return tl.where(better, code, best), tl.where(better, other, error)
+def inverse_of(search, code):
+    """Load the reciprocals of scales, 1 for 0, by their codes (int32) from `nvfp4.search_table`."""
+    return tl.load(search + (code + 1) * (MAX_STEPS + 1) - 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
+def best_scale(magnitude, amax, nearest, search, STEPS: tl.constexpr):
+    """Return the uint8 scale of each group (16 of (rows, groups)) that `nvfp4.best_scale` chooses."""
+    best = tl.minimum(nearest.to(tl.int32), LARGEST_CODE)  # that of NaN is not searched
+    first = best
+    inverse = inverse_of(search, first) * 0.125
+    y = ((magnitude[0] * inverse).to(tl.float16),)
+    for i in tl.static_range(1, 16):
+        y += ((magnitude[i] * inverse).to(tl.float16),)  # type: ignore[assignment]
+    same = tl.zeros_like(amax)
+    least = squared_error(y, (same + 2.0**-11).to(tl.float16), (same + 2.0**11).to(tl.float16))
+    # Loop at run time: unrolled, it takes the compiler several times as long.
+    for number in range(STEPS):
+        ratio = tl.load(search + first * (MAX_STEPS + 1) + number)
+        up = ratio.to(tl.int16).to(tl.float16, bitcast=True)
+        error = squared_error(y, up, (ratio >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+        code = first + tl.load(search + STEPS_ROW * (MAX_STEPS + 1) + number)
+        inverse = inverse_of(search, tl.minimum(tl.maximum(code, 0), LARGEST_CODE))
+        better = (error < least) & (amax * inverse < 7.0)
+        best = tl.where(better, code, best)
+        least = tl.where(better, error, least)
+    return tl.where(nearest == E4M3_NAN, nearest, best.to(tl.uint8))
+
+
+@triton.jit
+def quantize_groups(x, search, STEPS: tl.constexpr):
     """Quantise float32 (rows, 16·n) by `nvfp4.round_groups`: int64 (rows, n) of sixteen codes, uint8 scales."""
     x = split_groups(x)
     magnitude = (tl.abs(x[0]),)
@@ -251,17 +272,9 @@ def quantize_groups(x, LOWEST_STEP: tl.constexpr, HIGHEST_STEP: tl.constexpr):
     amax = magnitude[0]
     for i in tl.static_range(1, 16):
         amax = max_or_nan(amax, magnitude[i])
-    nearest = encode_e4m3(tl.where(is_finite(amax), amax, float("nan")) * ONE_SIXTH)
-    best = nearest
-    if LOWEST_STEP < 0 or HIGHEST_STEP > 0:
-        error = squared_error(magnitude, nearest)
-        tl.static_assert(-LOWEST_STEP <= HIGHEST_STEP)
-        # Loop at run time: unrolled, it takes the compiler three times as long.
-        for distance in range(1, 1 - LOWEST_STEP):
-            best, error = try_step(best, error, magnitude, nearest, -distance)
-            best, error = try_step(best, error, magnitude, nearest, distance)
-        for distance in range(1 - LOWEST_STEP, 1 + HIGHEST_STEP):
-            best, error = try_step(best, error, magnitude, nearest, distance)
+    best = encode_e4m3(tl.where(is_finite(amax), amax, float("nan")) * ONE_SIXTH)
+    if STEPS > 0:
+        best = best_scale(magnitude, amax, best, search, STEPS)
     _, inverse = decode_with_reciprocal(best)
     low, high = tl.zeros_like(amax).to(tl.int32), tl.zeros_like(amax).to(tl.int32)
     for i in tl.static_range(8):
@@ -281,6 +294,7 @@ def quantize_tokens_nvfp4(
     key_mean,
     balance,
     mean_score,
+    search,
     valid,
     ranges,
     tokens,
@@ -301,8 +315,7 @@ def quantize_tokens_nvfp4(
     SMOOTH: tl.constexpr,
     MEAN_SCORE: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
-    LOWEST_STEP: tl.constexpr,
-    HIGHEST_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -357,7 +370,7 @@ def quantize_tokens_nvfp4(
         factor, inverse = least_power_of_two(tl.max(tl.max(finite, 0), 0))
         tile = tile * inverse
     tl.store(tensor_scale + first // BLOCK_ROWS, factor)
-    packed, group_scale = quantize_groups(tile, LOWEST_STEP, HIGHEST_STEP)
+    packed, group_scale = quantize_groups(tile, search, STEPS)
     position = token
     if not IS_QUERY:
         position = token // 32 * 32 + token % 8 // 2 * 8 + token % 32 // 8 * 2 + token % 2
@@ -374,6 +387,7 @@ def quantize_value_nvfp4(
     tensor_scale,
     value_mean,
     value_tensor_amax,
+    search,
     valid,
     ranges,
     tokens,
@@ -389,8 +403,7 @@ def quantize_value_nvfp4(
     CHANNELS: tl.constexpr,
     SMOOTH: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
-    LOWEST_STEP: tl.constexpr,
-    HIGHEST_STEP: tl.constexpr,
+    STEPS: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -427,7 +440,7 @@ def quantize_value_nvfp4(
         tile = tile * inverse
     if block == 0:
         tl.store(tensor_scale + head_index, factor)
-    packed, group_scale = quantize_groups(tl.trans(tile), LOWEST_STEP, HIGHEST_STEP)
+    packed, group_scale = quantize_groups(tl.trans(tile), search, STEPS)
     row = (operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel).to(tl.int64)[:, None]
     first = operand_start // GROUP + block * (BLOCK_ROWS // GROUP)
     at = row * (rows // GROUP) + first + tl.arange(0, BLOCK_ROWS // GROUP)[None, :]

@@ -1,0 +1,210 @@
+"""Measure attention over block lists on this GPU: our INT8 kernel beside PyTorch's compiled flex_attention.
+
+python benchmarks/sparse.py --output benchmarks/results
+
+Lists are drawn at random, with the same number of tiles for each block of rows. A row's speed counts the operations of
+kept tiles alone, quantising and sorting of lists included in its time. "routing" has the times of what comes before:
+choosing tiles, and putting tokens into 4×4×4 order and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import git_commit
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from sage_hf.bench import tables
+from sage_hf.bench.measure import facts, first_calls, median_ms, reason, require_finite
+from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
+from sage_hf.sparse.layer import order_beside_text, permute_tokens
+from sage_kernels import exact, ops
+from sage_kernels.blocks import BlockList
+
+NAME = "sparse"
+ERROR_ROWS = 128
+SKIPPED = (0.75, 0.9)
+GRIDS = ((8, 64, 64), (21, 45, 80))
+"""Grids of tokens: 32,768, and the 75,600 of Wan 2.1 at 720p."""
+DENSE = "sage_hf:sage2 dense"
+"""Name of the provider that attends to all tiles by the same door, so by the kernel that is best for that."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A self-attention call with random lists: batch 1, as many heads of K and V as of Q."""
+
+    heads: int
+    tokens: int
+    head_dim: int
+    skipped: float
+    block_m: int = 128
+    block_n: int = 128
+
+    @property
+    def measures_dense(self) -> bool:
+        """Return whether attention to all tiles is measured too: once for each shape."""
+        return self.block_m == 128 and self.skipped == SKIPPED[0]
+
+    @property
+    def places(self) -> int:
+        """Return the number of tiles kept for a block of rows."""
+        return max(1, round(self.tokens // self.block_n * (1 - self.skipped)))
+
+    @property
+    def operations(self) -> float:
+        """Return the number of floating-point operations in kept tiles."""
+        return self.dense_operations * self.places * self.block_n / self.tokens
+
+    @property
+    def dense_operations(self) -> float:
+        """Return the number of floating-point operations in all tiles."""
+        return 4.0 * self.heads * self.tokens**2 * self.head_dim
+
+
+CASES = [
+    Case(24, tokens, head_dim, skipped, size, size)
+    for tokens, head_dim, size in ((32768, 128, 128), (32768, 128, 64), (32768, 64, 128), (109568, 128, 128))
+    for skipped in SKIPPED
+]
+
+
+def draw(case: Case, device: torch.device) -> tuple[list[torch.Tensor], BlockList]:
+    """Return query, key and value, standard normal bfloat16, and a list with `case.places` tiles per block of rows."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, case.heads, case.tokens, case.head_dim)
+    inputs = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    blocks = (1, case.heads, case.tokens // case.block_m, case.tokens // case.block_n)
+    places = torch.rand(blocks, generator=generator, device=device).topk(case.places).indices
+    tiles = places.sort().values.int()
+    counts = torch.full(blocks[:3], case.places, dtype=torch.int32, device=device)
+    return inputs, BlockList(counts, tiles, case.block_m, case.block_n)
+
+
+def flex_mask(blocks: BlockList, tokens: int) -> BlockMask:
+    """Return a list as flex_attention takes it: all of its tiles are computed without a mask."""
+    number = tokens // blocks.block_n
+    tiles = torch.nn.functional.pad(blocks.tiles, (0, number - blocks.tiles.shape[-1]))
+    none = torch.zeros_like(blocks.counts)
+    sizes = (blocks.block_m, blocks.block_n)
+    return BlockMask.from_kv_blocks(none, torch.zeros_like(tiles), blocks.counts, tiles, BLOCK_SIZE=sizes)
+
+
+def error(output: torch.Tensor, inputs: list[torch.Tensor], blocks: BlockList) -> float:
+    """Return the relative L1 error against exact attention over the list, in some rows of the first and last head."""
+    query, key, value = inputs
+    tokens = query.shape[2]
+    rows = torch.linspace(0, tokens - 1, ERROR_ROWS, device=query.device).long()
+    heads = torch.tensor([0, query.shape[1] - 1], device=query.device)
+    kept = blocks.kept(tokens)[:, heads][:, :, rows // blocks.block_m]
+    mask = kept.repeat_interleave(blocks.block_n, -1)
+    truth, _ = exact.attention(query[:, heads][:, :, rows], key[:, heads], value[:, heads], mask=mask)
+    return float((output[:, heads][:, :, rows] - truth).abs().sum() / truth.abs().sum())
+
+
+def new_row(case: Case, provider: str) -> dict[str, Any]:
+    """Return a row with shape and provider, without measurements; DENSE attends to all tiles."""
+    return {
+        "batch": 1,
+        "q_heads": case.heads,
+        "kv_heads": case.heads,
+        "q_len": case.tokens,
+        "kv_len": case.tokens,
+        "head_dim": case.head_dim,
+        "block_m": case.block_m,
+        "block_n": case.block_n,
+        "skipped": 0.0 if provider == DENSE else case.skipped,
+        "provider": provider,
+        "scope": "end_to_end",
+    }
+
+
+def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row for each provider; one that fails has a row that says how."""
+    inputs, blocks = draw(case, device)
+    providers: dict[str, Callable[[], torch.Tensor]] = {
+        "sage_hf:sage2": lambda: ops.attention(*inputs, blocks=blocks, recipe="sage2")[0]
+    }
+    if case.measures_dense:
+        providers[DENSE] = lambda: ops.attention(*inputs, recipe="sage2")[0]
+    if case.block_m == case.block_n == 128:
+        lists, flex = flex_mask(blocks, case.tokens), torch.compile(flex_attention, dynamic=False)
+        providers["flex_attention"] = lambda: flex(*inputs, block_mask=lists)
+    rows = {name: new_row(case, name) for name in providers}
+    calls = {}
+    for name, call in providers.items():
+        try:
+            _, peak, count = first_calls(call)
+            output = call()
+            require_finite(output)
+            rows[name] |= {"peak_extra_bytes": peak}
+            if name != DENSE:
+                rows[name] |= {"rel_l1": error(output, inputs, blocks)}
+            calls[name] = (call, count)
+        except Exception as failure:  # A provider may fail in any way: its row says how.
+            rows[name] |= {"unavailable": reason(failure)}
+    for name, ms in median_ms(calls).items():
+        operations = case.dense_operations if name == DENSE else case.operations
+        rows[name] |= {"ms": ms, "kept_tflops": operations / ms * 1e-9}
+    return list(rows.values())
+
+
+def measure_routing(device: torch.device) -> list[dict[str, Any]]:
+    """Return the time of each router, keeping a quarter of the tiles, and of reordering Q, K, V and the output."""
+    rows = []
+    for grid in GRIDS:
+        tokens = math.prod(grid)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (1, tokens, 24, 128)  # as projections lay them out
+        query, key, value = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(3)
+        )
+        order = order_beside_text(grid, tokens, "last", device)
+        calls: dict[str, Callable[[], object]] = {
+            "mean": lambda: MeanRouter(0.25).route(query, key),  # noqa: B023
+            "subblock": lambda: SubBlockRouter(0.25).route(query, key),  # noqa: B023
+            "share": lambda: ShareRouter(0.9).route(query, key),  # noqa: B023
+            "reorder": lambda: [permute_tokens(x, order.tokens) for x in (query, key, value, value)],  # noqa: B023
+        }
+        counted = {name: (call, first_calls(call)[2]) for name, call in calls.items()}
+        for name, ms in median_ms(counted).items():
+            rows.append({"q_heads": 24, "q_len": tokens, "head_dim": 128, "part": name, "ms": ms})
+    return rows
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return a row as one line of text."""
+    sizes = f"{row['head_dim']} {row['block_m']}x{row['block_n']} {row['skipped']:.2f} {row['provider']}"
+    if "unavailable" in row:
+        return f"{sizes}: {row['unavailable']}"
+    return f"{sizes}: {row['ms']:.3f} ms, {row['kept_tflops']:.0f} TFLOP/s, error {row.get('rel_l1', 0.0):.4f}"
+
+
+def main() -> None:
+    """Measure, and write <gpu>-sparse.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the result")
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    args = parser.parse_args()
+    device, rows = torch.device("cuda"), []
+    commit = git_commit() if args.commit is None else args.commit
+    with torch.no_grad():
+        routing = measure_routing(device)
+        print(*routing, sep="\n", flush=True)
+        for case in CASES:
+            rows += (found := measure(case, device))
+            print(*map(describe, found), sep="\n", flush=True)
+            result = {**facts(device, commit), "routing": routing, "rows": rows}
+            name = "-".join(result["gpu"].lower().split())
+            (args.output / f"{name}-{NAME}.json").write_text(tables.to_json(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Block lists: the tiles of keys that each block of rows attends to (sparse attention)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import exact
+from .layout import ceil_div
+
+BLOCK_SIZES = (64, 128)
+
+
+class BlockList(NamedTuple):
+    """Tiles of keys that each block of rows attends to. Every row of a block attends to the same tiles.
+
+    The last block of rows and the last tile of keys may be partial. Beside a list, keys that do not exist and
+    causality hide scores of listed tiles as they do without one. No key is heavy beside a list
+    (`recipe.Recipe.heavy_keys`): what it does not list is not attended to, and all that it lists is in few bits.
+
+    Attributes:
+        counts: int32 (batch or 1, q_heads or 1, blocks of rows), the number of tiles listed; 0: the rows attend to
+            nothing, so their output is 0 and their lse -inf.
+        tiles: int32 (batch or 1, q_heads or 1, blocks of rows, places): the first `counts` of a block are its tiles,
+            each once, in any order; further places hold anything.
+        block_m: rows a block, 64 or 128.
+        block_n: keys a tile, 64 or 128.
+    """
+
+    counts: torch.Tensor
+    tiles: torch.Tensor
+    block_m: int = 128
+    block_n: int = 128
+
+    @classmethod
+    def of_kept(
+        cls, kept: torch.Tensor, block_m: int = 128, block_n: int = 128, places: int | None = None
+    ) -> BlockList:
+        """List tiles in ascending order.
+
+        Args:
+            kept: bool (batch or 1, q_heads or 1, blocks of rows, tiles), True where a tile is attended to.
+            places: an upper bound of the tiles of a block, so that less is stored; default all tiles.
+        """
+        rank = kept.cumsum(-1, dtype=torch.int32)
+        number = kept.shape[-1]
+        places = number if places is None else places
+        tiles = rank.new_zeros((*kept.shape[:-1], places + 1))  # one place more takes what is not listed
+        at = torch.where(kept, rank - 1, places).clamp_(max=places).long()
+        tiles.scatter_(-1, at, torch.arange(number, dtype=torch.int32, device=kept.device).expand_as(at))
+        counts = rank[..., -1] if number else rank.new_zeros(kept.shape[:-1])
+        return cls(counts.contiguous(), tiles[..., :places], block_m, block_n)
+
+    def kept(self, kv_len: int) -> torch.Tensor:
+        """Return which tiles are listed: bool (batch or 1, q_heads or 1, blocks of rows, tiles of kv_len keys)."""
+        number = ceil_div(kv_len, self.block_n)
+        listed = torch.arange(self.tiles.shape[-1], device=self.tiles.device) < self.counts.unsqueeze(-1)
+        at = torch.where(listed, self.tiles, number).long()
+        kept = torch.zeros((*self.tiles.shape[:3], number + 1), dtype=torch.bool, device=self.tiles.device)
+        return kept.scatter_(-1, at, torch.ones_like(at, dtype=torch.bool))[..., :number]
+
+    def kept_by_rows(self, kv_len: int, first_row: int, stop_row: int) -> torch.Tensor:
+        """Return which tiles rows attend to: bool (batch or 1, q_heads or 1, rows, tiles of kv_len keys)."""
+        first = first_row // self.block_m
+        lists = slice(first, ceil_div(stop_row, self.block_m))
+        part = self._replace(counts=self.counts[:, :, lists], tiles=self.tiles[:, :, lists])
+        rows = torch.arange(first_row, stop_row, device=self.tiles.device) // self.block_m - first
+        return part.kept(kv_len)[:, :, rows]
+
+    def mask(self, kv_len: int, first_row: int, stop_row: int) -> torch.Tensor:
+        """Return which keys rows may attend to: bool (batch or 1, q_heads or 1, rows, kv_len)."""
+        keys = torch.arange(kv_len, device=self.tiles.device) // self.block_n
+        return self.kept_by_rows(kv_len, first_row, stop_row)[..., keys]
+
+
+def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for a list that does not fit a call.
+
+    Values of lists on a GPU are not checked, because the host would have to wait for them, and none inside a compiled
+    graph. A GPU kernel leaves out tiles that do not exist.
+
+    Args:
+        blocks: a list for query (batch, q_heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim).
+    """
+    counts, tiles = blocks.counts, blocks.tiles
+    for name, x in (("counts", counts), ("tiles", tiles)):
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.int32:
+            raise TypeError(f"blocks.{name} must be an int32 tensor; got {getattr(x, 'dtype', type(x).__name__)}")
+        if x.device != query.device:
+            raise ValueError(f"blocks.{name} is on {x.device}, query on {query.device}")
+    if blocks.block_m not in BLOCK_SIZES or blocks.block_n not in BLOCK_SIZES:
+        raise ValueError(
+            f"blocks of {blocks.block_m} rows and tiles of {blocks.block_n} keys are not supported: use 64 or 128"
+        )
+    batch, q_heads, q_len, _ = query.shape
+    row_blocks = ceil_div(q_len, blocks.block_m)
+    if counts.dim() != 3 or tiles.dim() != 4 or counts.shape != tiles.shape[:3]:
+        raise ValueError(
+            "blocks.counts must be (batch or 1, q_heads or 1, blocks of rows), blocks.tiles the same with places; got "
+            f"{tuple(counts.shape)} and {tuple(tiles.shape)}"
+        )
+    if counts.shape[0] not in (1, batch) or counts.shape[1] not in (1, q_heads) or counts.shape[2] != row_blocks:
+        raise ValueError(
+            f"blocks.counts {tuple(counts.shape)} must be ({batch} or 1, {q_heads} or 1, {row_blocks}) for {q_len} "
+            f"queries in blocks of {blocks.block_m}"
+        )
+    if query.device.type != "cpu" or not counts.numel() or torch.compiler.is_compiling():
+        return
+    number, places = ceil_div(key.shape[2], blocks.block_n), tiles.shape[3]
+    if not bool(((counts >= 0) & (counts <= places)).all()):
+        raise ValueError(f"blocks.counts must be 0 to {places}, the places of blocks.tiles")
+    listed = torch.arange(places) < counts.unsqueeze(-1)
+    if bool((listed & ((tiles < 0) | (tiles >= number))).any()):
+        raise ValueError(f"blocks.tiles must be 0 to {number - 1}: {key.shape[2]} keys in tiles of {blocks.block_n}")
+    if not torch.equal(blocks.kept(key.shape[2]).sum(-1, dtype=torch.int32), counts):
+        raise ValueError("blocks.tiles names a tile of a block of rows twice")
+
+
+def exact_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: BlockList,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    causal_offset: int = 0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend exactly to the tiles of a list by PyTorch's scaled_dot_product_attention, some rows at a time.
+
+    It computes all tiles and masks those not listed, so it is no faster than dense attention. Without gradients its
+    memory is linear in length.
+
+    Args:
+        query, key, value, is_causal, causal_offset, scale: as in `exact.attention`.
+        mask: bool (batch or 1, 1, 1, kv_len), False where a key does not exist; None: all do.
+        return_lse: compute the log-sum-exp of each row's scores, without a gradient.
+
+    Returns:
+        (output, lse or None): (batch, q_heads, q_len, v_head_dim) in query's dtype, 0 in rows that may attend to
+        nothing; (batch, q_heads, q_len) float32.
+    """
+    batch, q_heads, q_len, _ = query.shape
+    kv_len, gqa = key.shape[2], q_heads != key.shape[1]
+    outputs, lses = [], []
+    rows = exact.rows_per_chunk(batch * q_heads, kv_len, blocks.block_m)
+    for start in range(0, q_len, rows):
+        part = query[:, :, start : start + rows]
+        allowed = blocks.mask(kv_len, start, start + part.shape[2])
+        if mask is not None:
+            allowed = allowed & mask
+        if is_causal:
+            allowed = exact.with_causality(allowed, part, key, causal_offset + start)
+        output = exact.sdpa(part, key, value, mask=allowed, scale=scale, enable_gqa=gqa)
+        outputs.append(torch.where(exact.attended_rows(allowed), output, 0.0))
+        if return_lse:
+            with torch.no_grad():
+                lses.append(exact.log_sum_exp(part, key, mask=allowed, scale=scale))
+    return torch.cat(outputs, 2), torch.cat(lses, 2) if return_lse else None

@@ -1,0 +1,169 @@
+// Sums over tokens in the order of `transforms.sum_of_tokens`, their squares and extrema. The threads of a block reduce
+// 128 tokens at once: a thread has 8 channels of a few, 16 bytes each.
+#pragma once
+#include "tokens.cuh"
+
+constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
+                 LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
+// Return ones in the halves that are infinite or NaN.
+DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
+
+DEVICE uint32 larger(uint32 x, uint32 y) {
+  uint32 z;
+  if (FLOAT16)
+    asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+DEVICE uint32 smaller(uint32 x, uint32 y) {
+  uint32 z;
+  if (FLOAT16)
+    asm("min.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+// Sum by a tree of halves.
+template <int N>
+DEVICE float sum_of_halves(const float (&x)[N]) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    float y[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) y[i] = __fadd_rn(x[i], x[i + N / 2]);
+    return sum_of_halves<N / 2>(y);
+  }
+}
+
+// Sum the tokens of a warp, in the tree's order.
+DEVICE float sum_of_warp_tokens(float x) {
+#pragma unroll
+  for (int distance = 16; distance >= LANES; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+
+// What is known of 128 tokens, in the shared memory of a block of so many warps, by warp.
+template <int WARPS, bool SQUARES, bool EXTREMA>
+struct Partial {
+  static constexpr int ROWS_AT_ONCE = WARPS * ROWS;  // tokens that the block loads at once
+  static constexpr int LOADS = 128 / ROWS_AT_ONCE;   // tokens of a thread
+  float sums[WARPS][CHANNELS], squares[SQUARES ? WARPS : 1][CHANNELS];
+  uint32 largest[EXTREMA ? WARPS : 1][CHANNELS / 2], smallest[EXTREMA ? WARPS : 1][CHANNELS / 2];
+  uint32 rejected[EXTREMA ? WARPS : 1][CHANNELS / 2];  // ones where an element is not finite
+
+  // Return the first token that the thread reduces; the others follow ROWS_AT_ONCE apart.
+  static DEVICE int first_token() { return threadIdx.x % 32 / LANES * WARPS + threadIdx.x / 32; }
+};
+
+// What is known of channel `threadIdx.x` of 128 tokens.
+struct Reduced {
+  float sum, squares, largest, smallest;
+  bool finite;
+};
+
+// CAREFUL leaves out what is not there or not finite; otherwise there are 128 tokens, all finite.
+template <bool CAREFUL, int WARPS, bool SQUARES, bool EXTREMA>
+DEVICE void reduce_tokens(const Reader& reader, Partial<WARPS, SQUARES, EXTREMA>& partial) {
+  using Shape = Partial<WARPS, SQUARES, EXTREMA>;
+  constexpr int LOADS = Shape::LOADS, APART = Shape::ROWS_AT_ONCE;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32 x[LOADS][4];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++)
+    reader.load<false>(i * APART, CAREFUL ? reader.has(i * APART) : reader.left > 0, x[i]);
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    float first[LOADS], second[LOADS];
+    uint32 largest, smallest, rejected = 0;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      uint32 pair = x[i][w], low = pair, high = pair;
+      if (CAREFUL) {
+        const uint32 bad = not_finite(pair), absent = reader.has(i * APART) ? bad : ~0u;
+        rejected |= bad;
+        pair &= ~bad;
+        high = pair & ~absent | (EXPONENTS | 0x80008000) & absent;
+        low = pair & ~absent | EXPONENTS & absent;
+      }
+      first[i] = first_of(pair), second[i] = second_of(pair);
+      largest = i == 0 ? high : larger(largest, high);
+      smallest = i == 0 ? low : smaller(smallest, low);
+    }
+    const int at = lane * 4 + w;
+    auto sum = [&](const float (&y)[LOADS]) { return sum_of_warp_tokens(sum_of_halves(y)); };
+    const float2 sums = make_float2(sum(first), sum(second));
+    if (lane < LANES) reinterpret_cast<float2*>(partial.sums[warp])[at] = sums;
+    if constexpr (SQUARES) {
+      auto square = [](float y) {
+        const float z = __fmul_rn(y, y);
+        return CAREFUL && !is_finite(z) ? 0.0f : z;
+      };
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) first[i] = square(first[i]), second[i] = square(second[i]);
+      const float2 squares = make_float2(sum(first), sum(second));
+      if (lane < LANES) reinterpret_cast<float2*>(partial.squares[warp])[at] = squares;
+    }
+    if constexpr (EXTREMA) {
+#pragma unroll
+      for (int distance = 16; distance >= LANES; distance /= 2) {
+        largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
+        smallest = smaller(smallest, __shfl_xor_sync(~0u, smallest, distance));
+        if (CAREFUL) rejected |= __shfl_xor_sync(~0u, rejected, distance);
+      }
+      if (lane < LANES) {
+        partial.largest[warp][at] = largest, partial.smallest[warp][at] = smallest;
+        partial.rejected[warp][at] = rejected;
+      }
+    }
+  }
+}
+
+template <int WARPS>
+DEVICE float sum_of_warps(const float (&x)[WARPS][CHANNELS]) {
+  float y[WARPS];
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) y[i] = x[i][threadIdx.x];
+  return sum_of_halves(y);
+}
+
+// Reduce 128 tokens, of which the reader is at the thread's first; all threads call, those of channels get the result.
+template <int WARPS, bool SQUARES, bool EXTREMA>
+DEVICE Reduced reduce_block(const Reader& reader, bool careful, Partial<WARPS, SQUARES, EXTREMA>& partial) {
+  const int channel = threadIdx.x;
+  Reduced found = {};
+  auto add_warps = [&] {
+    __syncthreads();
+    if (channel >= CHANNELS) return;
+    found.sum = sum_of_warps(partial.sums);
+    if constexpr (SQUARES) found.squares = sum_of_warps(partial.squares);
+  };
+  if (!careful) {
+    reduce_tokens<false>(reader, partial);
+    add_warps();
+    careful = __syncthreads_or(!is_finite(found.sum) || !is_finite(found.squares));
+  }
+  if (careful) {
+    reduce_tokens<true>(reader, partial);
+    add_warps();
+  }
+  if constexpr (EXTREMA) {
+    if (channel >= CHANNELS) return found;
+    auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
+    found.largest = half(partial.largest[0]), found.smallest = half(partial.smallest[0]);
+    uint32 rejected = partial.rejected[0][channel / 2];
+#pragma unroll
+    for (int i = 1; i < WARPS; i++) {
+      found.largest = fmaxf(found.largest, half(partial.largest[i]));
+      found.smallest = fminf(found.smallest, half(partial.smallest[i]));
+      rejected |= partial.rejected[i][channel / 2];
+    }
+    found.finite = !(rejected >> channel % 2 * 16 & 1);
+  }
+  return found;
+}

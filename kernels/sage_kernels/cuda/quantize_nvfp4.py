@@ -1,0 +1,276 @@
+"""Make the NVFP4 recipes' operands by `quantize_nvfp4.cu`: those of the Triton quantisers, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..call import Call
+from ..formats.nvfp4 import GROUP, MAX_STEPS, search_table
+from ..layout import BLOCK, ceil_div, power_of_two
+from ..operands import HeavyKeys, NVFP4Operands
+from ..operands import Statistics as FoundStatistics
+from ..recipe import Recipe, get_recipe
+from ..registry import Request
+from ..transforms import BALANCE_QUERIES, MAX_BALANCE, MIN_MEAN, MIN_VARIANCE, rotation_block
+from . import tokens
+from .launch import Kernel, Source, architecture, launch
+from .parameters import Bytes, ConstInts, Floats, HalfWords, Int, UInt32
+from .quantize import signs
+from .tokens import Tokens
+
+REDUCE_THREADS = 256
+RESIDENT_THREADS = 1024  # of a multiprocessor, at least, that run `quantize`
+THREAD_ELEMENTS = 32  # of Q, K or V, that a thread of `quantize` has
+KEY_LINES, VALUE_LINES = 2, 4  # of statistics of a block of K or of a head's sample of Q, and of a block of V
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Buffers that `reduce` and `means` write, and sizes. K and V have pairs of (batch, kv head).
+
+    Attributes:
+        lines: (batch, kv_heads, 6 · blocks + 2 · q_heads / kv_heads, CHANNELS).
+        factors: (batch, kv_heads, 3, CHANNELS): what Q and K are multiplied by, and what is added to K then.
+        key_mean, balance, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
+        value_tensor_scale: as in `operands.NVFP4Operands`.
+        pairs: batch · kv_heads.
+        blocks: of BLOCK tokens of K and V.
+        samples: rows of a head of Q that decide the balance, `sample_distance` apart, from the first one on.
+    """
+
+    lines: Floats
+    factors: Floats
+    key_mean: Floats
+    balance: Floats
+    value_mean: Floats
+    value_amax: Floats
+    value_tensor_amax: Floats
+    value_tensor_scale: Floats
+    pairs: UInt32
+    q_heads: UInt32
+    kv_heads: UInt32
+    blocks: UInt32
+    head_dim: Int
+    v_head_dim: Int
+    q_len: Int
+    kv_len: Int
+    samples: Int
+    sample_distance: Int
+
+
+@dataclass(slots=True)
+class Operands:
+    """Buffers that `quantize` writes: those of `operands.NVFP4Operands` and of its heavy keys, if there are any.
+
+    Attributes:
+        search: `nvfp4.search_table`; None without a search.
+        q_blocks: of BLOCK tokens of Q.
+    """
+
+    query: Bytes
+    query_scale: Bytes
+    query_tensor_scale: Floats
+    query_mean: Floats
+    key: Bytes
+    key_scale: Bytes
+    key_tensor_scale: Floats
+    value: Bytes
+    value_scale: Bytes
+    mean_score: Floats
+    heavy_key: HalfWords
+    heavy_value: HalfWords
+    search: ConstInts
+    q_blocks: UInt32
+
+
+@dataclass(slots=True)
+class ReduceParameters:
+    """Parameters of the kernel `reduce`."""
+
+    query: Tokens
+    key: Tokens
+    value: Tokens
+    s: Statistics
+
+
+@dataclass(slots=True)
+class MeansParameters:
+    """Parameters of the kernel `means`."""
+
+    s: Statistics
+
+
+@dataclass(slots=True)
+class QuantizeParameters:
+    """Parameters of the kernel `quantize`."""
+
+    query: Tokens
+    key: Tokens
+    value: Tokens
+    s: Statistics
+    o: Operands
+
+
+@cache
+def kernels(
+    channels: int, rotation: int, dtype: torch.dtype, recipe: Recipe, heavy_keys: int, return_lse: bool
+) -> tuple[Kernel, Kernel, Kernel]:
+    """Return `reduce`, `means` and `quantize`.
+
+    Args:
+        channels: of the operands, 64 or 128.
+        rotation: channels that are rotated together, 1 for none.
+        dtype: of Q, K and V.
+        recipe: it decides the transforms and the search.
+        heavy_keys: of the call.
+        return_lse: whether Q's products with K's mean are written.
+    """
+    means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
+    macros = {
+        **tokens.macros(channels, dtype),
+        **signs(rotation),
+        "BLOCK": BLOCK,
+        "REDUCE_THREADS": REDUCE_THREADS,
+        "MEANS_THREADS": means_threads,
+        "QUANTIZE_THREADS": quantize_threads,
+        "RESIDENT_THREADS": RESIDENT_THREADS,
+        "ROTATION": rotation,
+        "HEAVY_KEYS": heavy_keys,
+        "MEAN_SCORE": return_lse,
+        "SMOOTH_Q": recipe.smooth_q,
+        "SMOOTH_K": recipe.smooth_k,
+        "SMOOTH_V": recipe.smooth_v,
+        "BALANCE": recipe.balance,
+        "TENSOR_SCALE": recipe.tensor_scale,
+        "SEARCHED": len(recipe.scale_steps),
+        "MAX_STEPS": MAX_STEPS,
+        "STEPS": ",".join(map(str, recipe.scale_steps or (0,))),
+        "MIN_MEAN": MIN_MEAN,
+        "MIN_VARIANCE": MIN_VARIANCE,
+        "MAX_BALANCE": MAX_BALANCE,
+    }
+    parameters = {"reduce": ReduceParameters, "means": MeansParameters, "quantize": QuantizeParameters}
+    source = Source("quantize_nvfp4.cu", parameters, macros)
+    return (
+        Kernel(source, "reduce", REDUCE_THREADS),
+        Kernel(source, "means", means_threads),
+        Kernel(source, "quantize", quantize_threads),
+    )
+
+
+def _rotation(recipe: Recipe, head_dim: int) -> int:
+    return rotation_block(head_dim + -head_dim % GROUP) if recipe.rotate else 1
+
+
+def unavailable(request: Request) -> str:
+    """Return why the kernels of a request that `registration.NVFP4Quantizer` serves cannot be had, or ""."""
+    recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
+    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
+    rotation = _rotation(recipe, request.head_dim)
+    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, request.return_lse)
+    assert request.capability is not None  # of a GPU
+    return reduce.source.why_not(architecture(request.capability))
+
+
+def quantize_operands(call: Call) -> NVFP4Operands:
+    """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
+
+    Args:
+        call: one that `registration.NVFP4Quantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
+            v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
+            other strides multiples of 16 bytes; no mask.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
+    tail, recipe, query = call.tail, call.recipe, call.query
+    batch, q_heads, q_len, head_dim = query.shape
+    _, kv_heads, kv_len, v_head_dim = tail.value.shape
+    channels, pairs, device = power_of_two(head_dim), batch * kv_heads, query.device
+    q_blocks, blocks = ceil_div(q_len, BLOCK), ceil_div(kv_len, BLOCK)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return new(*shape, dtype=torch.uint8)
+
+    heavy = None
+    if call.heavy_keys:
+        shape = (batch, kv_heads, call.heavy_keys, channels)
+        heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype))
+    found = FoundStatistics(
+        new(batch, kv_heads, channels),
+        new(batch, kv_heads, channels),
+        new(batch, kv_heads, channels),
+        new(batch, kv_heads),
+        new(batch, kv_heads, channels) if recipe.balance else None,
+    )
+    q_rows, rows = q_blocks * BLOCK, blocks * BLOCK
+    operands = NVFP4Operands(
+        codes(batch, q_heads, q_rows, channels // 2),
+        codes(batch, q_heads, q_rows, channels // GROUP),
+        new(batch, q_heads, q_blocks),
+        new(batch, q_heads, q_blocks, channels) if recipe.smooth_q else None,
+        codes(batch, kv_heads, rows, channels // 2),
+        codes(batch, kv_heads, rows, channels // GROUP),
+        new(batch, kv_heads, blocks),
+        codes(batch, kv_heads, channels, rows // 2),
+        codes(batch, kv_heads, channels, rows // GROUP),
+        new(batch, kv_heads),
+        found.value_mean,
+        new(batch, q_heads, q_rows) if call.return_lse else None,
+        found,
+        heavy,
+    )
+    sample_distance = ceil_div(q_len, BALANCE_QUERIES)
+    samples = ceil_div(q_len, sample_distance) if recipe.balance else 0
+    statistics = Statistics(
+        lines=new(pairs, (KEY_LINES + VALUE_LINES) * blocks + KEY_LINES * (q_heads // kv_heads), channels),
+        factors=new(pairs, 3, channels),
+        key_mean=found.key_mean,
+        balance=found.balance,
+        value_mean=found.value_mean,
+        value_amax=found.value_amax,
+        value_tensor_amax=found.value_tensor_amax,
+        value_tensor_scale=operands.value_tensor_scale,
+        pairs=pairs,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        blocks=blocks,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        q_len=q_len,
+        kv_len=kv_len,
+        samples=samples,
+        sample_distance=sample_distance,
+    )
+    written = Operands(
+        query=operands.query,
+        query_scale=operands.query_scale,
+        query_tensor_scale=operands.query_tensor_scale,
+        query_mean=operands.query_mean,
+        key=operands.key,
+        key_scale=operands.key_scale,
+        key_tensor_scale=operands.key_tensor_scale,
+        value=operands.value,
+        value_scale=operands.value_scale,
+        mean_score=operands.mean_score,
+        heavy_key=None if heavy is None else heavy.key,
+        heavy_value=None if heavy is None else heavy.value,
+        search=search_table(recipe.scale_steps, device),
+        q_blocks=q_blocks,
+    )
+    reduce, means, quantize = kernels(
+        channels, _rotation(recipe, head_dim), query.dtype, recipe, call.heavy_keys, call.return_lse
+    )
+    q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
+    sampled = batch * q_heads if recipe.balance else 0
+    launch(reduce, 2 * pairs * blocks + sampled, ReduceParameters(query=q, key=k, value=v, s=statistics), device)
+    launch(means, 2 * pairs, MeansParameters(s=statistics), device)
+    quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
+    launch(quantize, quantized, QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written), device)
+    return operands

@@ -1,0 +1,477 @@
+// The operands of `sage3` and `sage3_paper`, bit for bit as `triton/quantize/nvfp4.py` writes them, in three launches:
+// `reduce` reads K, V and a sample of Q for the sums of their blocks, `means` adds these up, `quantize` reads Q, K and
+// V.
+//
+// The host, `quantize_nvfp4.py`, gives the kernels' parameters, with their structs, and all compile-time constants that
+// are not defined here.
+#include "nvfp4.cuh"
+#include "parameters.cuh"
+#include "token_statistics.cuh"
+#include "tokens.cuh"
+
+static_assert(BLOCK == 128, "BLOCK must be 128 tokens, whose sum is a tree, and to whose multiple operands are padded");
+static_assert(REDUCE_THREADS == 256, "REDUCE_THREADS must be 256: 8 warps");
+static_assert(MEANS_THREADS == 8 * CHANNELS, "MEANS_THREADS must be 8 for each channel");
+static_assert(QUANTIZE_THREADS == BLOCK * CHANNELS / 32, "QUANTIZE_THREADS must be one for 32 elements of a block");
+static_assert(RESIDENT_THREADS % QUANTIZE_THREADS == 0, "RESIDENT_THREADS of a multiprocessor must be whole blocks");
+static_assert(ROTATION == 1 || ROTATION == 16 || ROTATION == 32 || ROTATION == CHANNELS,
+              "ROTATION must be 1 for none, CHANNELS, or 16 or 32, which a thread has");
+static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64: a block of the grid writes a pair's");
+static_assert(MIN_MEAN > 0.0 && MIN_MEAN < 1.0, "MIN_MEAN must be a fraction of the largest distance from the mean");
+static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
+static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 16, "MAX_BALANCE must be 1 to 15: its fourth power is a float32 number");
+ASSERT_FLAG(SMOOTH_Q, "Q's means are subtracted, and written");
+ASSERT_FLAG(SMOOTH_K, "K's mean is subtracted");
+ASSERT_FLAG(SMOOTH_V, "V's mean is subtracted where it is large");
+ASSERT_FLAG(BALANCE, "Q and K are balanced");
+ASSERT_FLAG(TENSOR_SCALE, "blocks of Q and K, and heads of V, have a power of two as their scale");
+ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
+
+// ---- Statistics ----
+
+constexpr int KEY_LINES = 2, VALUE_LINES = 4;  // of a block: sums and sums of squares; sums, largest, smallest, finite
+
+// Of a pair of (batch, kv head): the lines of K's blocks, of V's, and those of each of its heads of Q, of K's kind.
+DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
+  const uint32 lines = (KEY_LINES + VALUE_LINES) * s.blocks + KEY_LINES * (s.q_heads / s.kv_heads);
+  return s.lines + (static_cast<int64>(pair) * lines + number) * CHANNELS;
+}
+
+// What channels are multiplied by and what is added then, by pair: for Q, for K, and what is added to K.
+enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, FACTORS };
+
+// Reduce a block of K or V of a pair; or a head's sample of Q.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAMETERS) {
+  constexpr int WARPS = REDUCE_THREADS / 32;
+  __shared__ union {
+    Partial<WARPS, true, false> with_squares;
+    Partial<WARPS, false, true> with_extrema;
+  } partial;
+  const int channel = threadIdx.x, eight = channel % 32 % LANES * 8;
+  const int first = Partial<WARPS, true, false>::first_token();
+  const uint32 of_pair = 2 * s.blocks, group = s.q_heads / s.kv_heads;
+  if (blockIdx.x >= s.pairs * of_pair) {
+    const uint32 number = blockIdx.x - s.pairs * of_pair, pair = number / group;
+    Reader reader(query, number / s.q_heads, number % s.q_heads, first * s.sample_distance, s.q_len, eight, s.head_dim);
+    reader.stride *= s.sample_distance;
+    reader.left = eight < s.head_dim ? s.samples - first : 0;
+    const Reduced found = reduce_block(reader, true, partial.with_squares);
+    if (channel >= CHANNELS) return;
+    float* into = line(s, pair, (KEY_LINES + VALUE_LINES) * s.blocks + KEY_LINES * (number % group)) + channel;
+    into[0] = found.sum, into[CHANNELS] = found.squares;
+    return;
+  }
+  const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair;
+  const bool of_value = number >= s.blocks;
+  const uint32 block = of_value ? number - s.blocks : number;
+  const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, block * BLOCK + first, s.kv_len,
+                      eight, of_value ? s.v_head_dim : s.head_dim);
+  const bool careful = (block + 1) * BLOCK > s.kv_len;
+  if (of_value) {
+    const Reduced found = reduce_block(reader, careful, partial.with_extrema);
+    if (channel >= CHANNELS) return;
+    float* into = line(s, pair, KEY_LINES * s.blocks + VALUE_LINES * block) + channel;
+    into[0] = found.sum, into[CHANNELS] = found.largest, into[2 * CHANNELS] = found.smallest;
+    into[3 * CHANNELS] = found.finite;
+  } else if (SMOOTH_K || BALANCE) {
+    const Reduced found = reduce_block(reader, careful, partial.with_squares);
+    if (channel >= CHANNELS) return;
+    float* into = line(s, pair, KEY_LINES * block) + channel;
+    into[0] = found.sum, into[CHANNELS] = found.squares;
+  }
+}
+
+// Return a channel's mean from the sums of blocks, `apart` numbers from one to the next: 128 of them by a tree, these
+// in order. A channel has 8 threads; all of them get it.
+DEVICE float mean_of_blocks(const float* sums, int apart, int blocks, int tokens) {
+  __shared__ float partial[8][CHANNELS];
+  const int channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
+  float total = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < blocks; first += BLOCK) {
+    float x[16], y[8];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int block = first + i * 8 + row;
+      x[i] = block < blocks ? sums[static_cast<int64>(block) * apart + channel] : 0.0f;
+    }
+    partial[row][channel] = sum_of_halves(x);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = partial[i][channel];
+    total = __fadd_rn(total, sum_of_halves(y));
+    __syncthreads();
+  }
+  return __fdiv_rn(total, static_cast<float>(tokens));
+}
+
+DEVICE float sign_of_rotation(uint32 channel) {
+  const uint32 words[4] = {SIGNS_0, SIGNS_1, SIGNS_2, SIGNS_3};
+  const uint32 place = channel % ROTATION;
+  uint32 signs = words[0];
+#pragma unroll
+  for (int i = 1; i < CHANNELS / 32; i++)
+    if (place / 32 == i) signs = words[i];
+  return ROTATION > 1 && signs >> place % 32 & 1 ? -1.0f : 1.0f;
+}
+
+// Return the variance, but no less than what sums in float32 tell from none.
+DEVICE float variance_of(float mean_square, float mean) {
+  const float square = __fmul_rn(mean, mean);
+  return fmaxf(__fsub_rn(mean_square, square), __fmul_rn(square, MIN_VARIANCE));
+}
+
+// Return a channel's factor in the balance (`transforms.balance`), given K's mean and mean square.
+DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float mean, float mean_square) {
+  const uint32 group = s.q_heads / s.kv_heads;
+  const float samples = static_cast<float>(max(s.samples, 1));
+  float of_query = 0.0f;
+  for (uint32 member = 0; member < group; member++) {
+    const float* from = line(s, pair, (KEY_LINES + VALUE_LINES) * s.blocks + KEY_LINES * member) + channel;
+    const float square = __fdiv_rn(from[CHANNELS], samples);
+    of_query = __fadd_rn(of_query, SMOOTH_Q ? variance_of(square, __fdiv_rn(from[0], samples)) : square);
+  }
+  of_query = __fdiv_rn(of_query, static_cast<float>(group));
+  const float variance = variance_of(mean_square, mean);
+  const bool some = of_query > 0.0f && variance > 0.0f;
+  const float most = __int_as_float(127 + 4 * MAX_BALANCE << 23), least = __int_as_float(127 - 4 * MAX_BALANCE << 23);
+  const float ratio = fminf(fmaxf(some ? __fdiv_rn(variance, of_query) : 1.0f, least), most);
+  return __int_as_float(((__float_as_int(ratio) >> 23) - 126 + 1 >> 2) + 127 << 23);
+}
+
+// Find the mean of K, or of V, of a pair, and what follows from it.
+extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETERS) {
+  const uint32 pair = blockIdx.x / 2, channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
+  const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
+  if (blockIdx.x % 2 == 0) {
+    constexpr int APART = KEY_LINES * CHANNELS;
+    float mean = 0.0f, factor = 1.0f;
+    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), APART, s.blocks, s.kv_len);
+    if (BALANCE) {
+      const float square = mean_of_blocks(line(s, pair, 1), APART, s.blocks, s.kv_len);
+      factor = balance_of(s, pair, channel, mean, square);
+    }
+    if (row != 0) return;
+    if (!SMOOTH_K) mean = 0.0f;
+    s.key_mean[at] = mean;
+    if (BALANCE) s.balance[at] = factor;
+    float* factors = s.factors + static_cast<int64>(pair) * FACTORS * CHANNELS + channel;
+    const float sign = sign_of_rotation(channel), inverse = __fmul_rn(sign, __fdiv_rn(1.0f, factor));
+    factors[OF_QUERY * CHANNELS] = __fmul_rn(sign, factor);
+    factors[OF_KEY * CHANNELS] = inverse;
+    factors[SHIFT_OF_KEY * CHANNELS] = -__fmul_rn(mean, inverse);
+    return;
+  }
+  __shared__ float extrema[3][8][CHANNELS];
+  __shared__ uint32 most;
+  const float* lines = line(s, pair, KEY_LINES * s.blocks);
+  float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
+  for (uint32 block = row; block < s.blocks; block += 8) {
+    const float* from = lines + (static_cast<int64>(block) * VALUE_LINES + 1) * CHANNELS + channel;
+    largest = fmaxf(largest, from[0]);
+    smallest = fminf(smallest, from[CHANNELS]);
+    finite = fminf(finite, from[2 * CHANNELS]);
+  }
+  extrema[0][row][channel] = largest, extrema[1][row][channel] = smallest, extrema[2][row][channel] = finite;
+  if (threadIdx.x == 0) most = 0;
+  float mean = 0.0f;
+  if (SMOOTH_V) mean = mean_of_blocks(lines, VALUE_LINES * CHANNELS, s.blocks, s.kv_len);
+  __syncthreads();
+  if (row == 0) {
+#pragma unroll
+    for (int i = 1; i < 8; i++) {
+      largest = fmaxf(largest, extrema[0][i][channel]);
+      smallest = fminf(smallest, extrema[1][i][channel]);
+      finite = fminf(finite, extrema[2][i][channel]);
+    }
+    // Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+    auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
+    if (!(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
+    const float amax = largest < smallest ? 0.0f : spread();
+    s.value_mean[at] = mean;
+    s.value_amax[at] = finite == 0.0f ? __int_as_float(0x7FC00000) : amax;
+    atomicMax(&most, __float_as_uint(amax));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    s.value_tensor_amax[pair] = __uint_as_float(most);
+    float inverse;
+    s.value_tensor_scale[pair] = TENSOR_SCALE ? least_power_of_two(__uint_as_float(most), inverse) : 1.0f;
+  }
+}
+
+// ---- Q and K ----
+
+DEVICE const SearchRow* search_table(const Operands& o) { return reinterpret_cast<const SearchRow*>(o.search); }
+
+// Return whether the products of further factors with this one could overflow or underflow.
+DEVICE bool is_extreme(float inverse) { return inverse > 0x1p100f || inverse < 0x1p-100f; }
+
+constexpr int WARPS = QUANTIZE_THREADS / 32;
+constexpr int TOKEN_LANES = CHANNELS / 32;  // threads of a token
+constexpr float NORM = ROTATION == 128  ? 0.08838834764831845
+                       : ROTATION == 64 ? 0.125
+                       : ROTATION == 32 ? 0.17677669529663687
+                       : ROTATION == 16 ? 0.25
+                                        : 1.0;
+// Place of a channel's number in shared memory: threads of a token read theirs from different banks.
+DEVICE int spread_out(int channel) { return channel + channel / 32 * 4; }
+
+struct SharedTokens {
+  Partial<WARPS, false, false> partial;
+  alignas(16) float shifts[CHANNELS + CHANNELS / 8];
+  uint32 largest[WARPS];
+};
+struct SharedValue {
+  alignas(16) uint2 codes[CHANNELS][9];  // 8, and one that spreads the rows over the banks
+  alignas(8) uint8 scales[CHANNELS][8];
+};
+union Shared {
+  SharedTokens tokens;
+  SharedValue value;
+};
+
+// Rotate a token's channels, of which its threads have 32 each; then a thread has groups `first_group()` and
+// `second_group()` of 16.
+DEVICE void rotate(float (&x)[2][GROUP]) {
+#pragma unroll
+  for (int distance = 1; distance < GROUP; distance *= 2)
+#pragma unroll
+    for (int i = 0; i < 2 * GROUP; i++)
+      if (!(i & distance)) {
+        float &a = x[i / GROUP][i % GROUP], &b = x[i / GROUP][i % GROUP + distance];
+        const float difference = __fsub_rn(a, b);
+        a = __fadd_rn(a, b), b = difference;
+      }
+  // A butterfly of distance 16 n leaves one of its two numbers with the thread, the other goes to the thread that has
+  // its partner in that of distance 32 n. Where a thread has the second of two partners, it has minus their difference.
+  const int t = threadIdx.x % TOKEN_LANES;
+  const float sign = t & 1 ? -1.0f : 1.0f, next_sign = t & 2 ? -1.0f : 1.0f;
+  const float first_norm = TOKEN_LANES == 4 && t & 2 ? NORM * sign : NORM;
+  const float second_norm = first_norm * (TOKEN_LANES == 4 ? next_sign : sign);
+#pragma unroll
+  for (int i = 0; i < GROUP; i++) {
+    float &a = x[0][i], &b = x[1][i];
+    if (ROTATION == CHANNELS) {
+      float kept = __fmaf_rn(sign, b, a), got = __shfl_xor_sync(~0u, __fmaf_rn(-sign, b, a), 1);
+      if (TOKEN_LANES == 4) {
+        const float sent = __fmaf_rn(-next_sign, got, kept);
+        kept = __fmaf_rn(next_sign, got, kept);
+        got = __shfl_xor_sync(~0u, sent, 2);
+      }
+      a = __fmul_rn(__fadd_rn(kept, got), first_norm);
+      b = __fmul_rn(__fsub_rn(kept, got), second_norm);
+    } else if (ROTATION == 32) {
+      const float difference = __fsub_rn(a, b);
+      a = __fmul_rn(__fadd_rn(a, b), NORM), b = __fmul_rn(difference, NORM);
+    } else {
+      a = __fmul_rn(a, NORM), b = __fmul_rn(b, NORM);
+    }
+  }
+}
+DEVICE int first_group() { return ROTATION == CHANNELS ? threadIdx.x % TOKEN_LANES : threadIdx.x % TOKEN_LANES * 2; }
+DEVICE int second_group() { return first_group() + (ROTATION == CHANNELS ? TOKEN_LANES : 1); }
+
+// Return the largest finite magnitude of a group whose largest one is given.
+DEVICE float largest_finite(const float (&x)[GROUP], float largest) {
+  if (largest < INFINITE) return largest;
+  float y = 0.0f;
+  if (ROTATION == 1)  // otherwise none is finite
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) y = fmaxf(y, is_finite(x[i]) ? fabsf(x[i]) : 0.0f);
+  return y;
+}
+
+// Quantise a block of 128 tokens of Q, or of K, of one (batch, head).
+template <bool IS_QUERY>
+DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
+                            SharedTokens& shared) {
+  const uint32 heads = IS_QUERY ? s.q_heads : s.kv_heads, group = IS_QUERY ? s.q_heads / s.kv_heads : 1;
+  const uint32 batch = pair / heads, head = pair % heads, pair_of_key = batch * s.kv_heads + head / group;
+  const int length = IS_QUERY ? s.q_len : s.kv_len;
+  const int token = threadIdx.x / TOKEN_LANES, channel = threadIdx.x % TOKEN_LANES * 32;
+  const int64 first_row = (static_cast<int64>(pair) * (IS_QUERY ? o.q_blocks : s.blocks) + block) * BLOCK;
+  const bool exists = block * BLOCK + token < length;
+  uint32 words[4][4];
+  {
+    const Reader reader(tokens, batch, head, block * BLOCK + token, length, channel, s.head_dim);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint16* from = reader.from + i * 8;
+      const bool has = exists && channel + i * 8 < s.head_dim;
+      const uint4 y = has ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+      words[i][0] = y.x, words[i][1] = y.y, words[i][2] = y.z, words[i][3] = y.w;
+    }
+  }
+  const float* factors = s.factors + static_cast<int64>(pair_of_key) * FACTORS * CHANNELS;
+  constexpr bool SMOOTH = IS_QUERY ? SMOOTH_Q : SMOOTH_K;
+  if (IS_QUERY && SMOOTH) {
+    const Reader reader(tokens, batch, head, block * BLOCK + shared.partial.first_token(), length,
+                        threadIdx.x % 32 % LANES * 8, s.head_dim);
+    const int count = min(length - static_cast<int>(block) * BLOCK, BLOCK);
+    const Reduced found = reduce_block(reader, count < BLOCK, shared.partial);
+    if (threadIdx.x < CHANNELS) {
+      const float mean = __fdiv_rn(found.sum, static_cast<float>(count));
+      o.query_mean[(first_row / BLOCK) * CHANNELS + threadIdx.x] = mean;
+      shared.shifts[spread_out(threadIdx.x)] = -__fmul_rn(mean, factors[OF_QUERY * CHANNELS + threadIdx.x]);
+    }
+    __syncthreads();
+  }
+  if (IS_QUERY && MEAN_SCORE) {
+    const float* means = s.key_mean + static_cast<int64>(pair_of_key) * CHANNELS + channel;
+    float score = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; i++) score = __fmaf_rn(channel_of(words[i / 8], i % 8), __ldg(means + i), score);
+#pragma unroll
+    for (int distance = 1; distance < TOKEN_LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
+    if (threadIdx.x % TOKEN_LANES == 0) o.mean_score[first_row + token] = score;
+  }
+  float x[2][GROUP];
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    const int at = channel + i;
+    const float* line = factors + (IS_QUERY ? OF_QUERY : OF_KEY) * CHANNELS + at;
+    const float4 factor =
+        BALANCE || ROTATION > 1 ? __ldg(reinterpret_cast<const float4*>(line)) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    float4 shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (SMOOTH && IS_QUERY) shift = *reinterpret_cast<const float4*>(shared.shifts + spread_out(at));
+    if (SMOOTH && !IS_QUERY) shift = __ldg(reinterpret_cast<const float4*>(factors + SHIFT_OF_KEY * CHANNELS + at));
+    // Factors are powers of two: this rounds as the difference from the mean does.
+    float* y = x[i / GROUP] + i % GROUP;
+    y[0] = __fmaf_rn(channel_of(words[i / 8], i % 8), factor.x, shift.x);
+    y[1] = __fmaf_rn(channel_of(words[i / 8], i % 8 + 1), factor.y, shift.y);
+    y[2] = __fmaf_rn(channel_of(words[i / 8], i % 8 + 2), factor.z, shift.z);
+    y[3] = __fmaf_rn(channel_of(words[i / 8], i % 8 + 3), factor.w, shift.w);
+  }
+  if (!exists)
+#pragma unroll
+    for (int i = 0; i < 2 * GROUP; i++) x[i / GROUP][i % GROUP] = 0.0f;
+  if (ROTATION > 1) rotate(x);
+  float largest[2] = {largest_magnitude(x[0]), largest_magnitude(x[1])};
+  float inverse = 1.0f, scale = 1.0f;
+  if (TENSOR_SCALE) {
+    const float of_thread = fmaxf(largest_finite(x[0], largest[0]), largest_finite(x[1], largest[1]));
+    const uint32 of_warp = __reduce_max_sync(~0u, __float_as_uint(of_thread));
+    if (threadIdx.x % 32 == 0) shared.largest[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    const uint32 of_block = __reduce_max_sync(~0u, shared.largest[threadIdx.x % WARPS]);
+    scale = least_power_of_two(__uint_as_float(of_block), inverse);
+    if (is_extreme(inverse)) {
+#pragma unroll
+      for (int i = 0; i < 2 * GROUP; i++) x[i / GROUP][i % GROUP] = __fmul_rn(x[i / GROUP][i % GROUP], inverse);
+      largest[0] = __fmul_rn(largest[0], inverse), largest[1] = __fmul_rn(largest[1], inverse), inverse = 1.0f;
+    }
+  }
+  if (threadIdx.x == 0) (IS_QUERY ? o.query_tensor_scale : o.key_tensor_scale)[first_row / BLOCK] = scale;
+  const int place = IS_QUERY ? token : token / 32 * 32 + token % 8 / 2 * 8 + token % 32 / 8 * 2 + token % 2;
+  const int64 row = first_row + place;
+  uint2* codes = reinterpret_cast<uint2*>(IS_QUERY ? o.query : o.key) + row * (CHANNELS / GROUP);
+  uint8* scales = (IS_QUERY ? o.query_scale : o.key_scale) + row * (CHANNELS / GROUP);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int number = i == 0 ? first_group() : second_group();
+    uint32 code;
+    codes[number] = quantize_group(x[i], largest[i], inverse, search_table(o), code);
+    scales[number] = code;
+  }
+}
+
+// ---- V ----
+
+// Quantise a block of 128 tokens of V of one pair, transposed: a thread has 16 tokens of two channels.
+DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
+                           SharedValue& shared) {
+  const int channel = threadIdx.x % (CHANNELS / 2) * 2, part = threadIdx.x / (CHANNELS / 2);
+  const int first = block * BLOCK + part * GROUP, left = channel < s.v_head_dim ? s.kv_len - first : 0;
+  const uint16* from = tokens.first + pair / s.kv_heads * tokens.batch_stride + pair % s.kv_heads * tokens.head_stride +
+                       first * tokens.token_stride + channel;
+  uint32 words[GROUP];
+#pragma unroll
+  for (int i = 0; i < GROUP; i++, from += tokens.token_stride)
+    words[i] = i < left ? __ldcs(reinterpret_cast<const uint32*>(from)) : 0;
+  const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
+  float inverse = 1.0f;
+  if (TENSOR_SCALE) least_power_of_two(s.value_tensor_amax[pair], inverse);
+  float x[2][GROUP];
+#pragma unroll
+  for (int i = 0; i < GROUP; i++) {
+    x[0][i] = __fsub_rn(first_of(words[i]), mean.x);
+    x[1][i] = __fsub_rn(second_of(words[i]), mean.y);
+  }
+  if (left < GROUP)
+#pragma unroll
+    for (int i = 0; i < GROUP; i++)
+      if (i >= left) x[0][i] = x[1][i] = 0.0f;
+  if (is_extreme(inverse)) {
+#pragma unroll
+    for (int i = 0; i < 2 * GROUP; i++) x[i / GROUP][i % GROUP] = __fmul_rn(x[i / GROUP][i % GROUP], inverse);
+    inverse = 1.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    uint32 code;
+    shared.codes[channel + i][part] = quantize_group(x[i], largest_magnitude(x[i]), inverse, search_table(o), code);
+    shared.scales[channel + i][part] = code;
+  }
+  __syncthreads();
+  const int row = threadIdx.x / 4, quarter = threadIdx.x % 4;
+  const int64 block_of_row = (static_cast<int64>(pair) * CHANNELS + row) * s.blocks + block;
+  const uint2 low = shared.codes[row][2 * quarter], high = shared.codes[row][2 * quarter + 1];
+  reinterpret_cast<uint4*>(o.value)[block_of_row * 4 + quarter] = make_uint4(low.x, low.y, high.x, high.y);
+  if (quarter == 0)
+    reinterpret_cast<uint2*>(o.value_scale)[block_of_row] = *reinterpret_cast<const uint2*>(shared.scales[row]);
+}
+
+// ---- Heavy keys ----
+
+// Round two numbers to the tokens' 16 bits; the first is in the lower half.
+DEVICE uint32 pack_halves(float a, float b) {
+  uint32 y;
+  if (FLOAT16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
+
+// Write the heavy keys of one pair without the mean of the others, and their V as it is. They lie before the tokens
+// that `Tokens` describes.
+DEVICE void copy_heavy(const Tokens& key, const Tokens& value, const Statistics& s, const Operands& o, uint32 pair) {
+  for (int number = threadIdx.x; number < HEAVY_KEYS * LANES; number += QUANTIZE_THREADS) {
+    const int token = number / LANES, channel = number % LANES * 8;
+    const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + token;
+    auto load = [&](const Tokens& tokens, int channels, uint32(&x)[4]) {
+      Reader(tokens, pair / s.kv_heads, pair % s.kv_heads, token - HEAVY_KEYS, 0, channel, channels)
+          .load<true>(0, channel < channels, x);
+    };
+    uint32 k[4], v[4];
+    load(key, s.head_dim, k);
+    load(value, s.v_head_dim, v);
+    const float* mean = s.key_mean + static_cast<int64>(pair) * CHANNELS + channel;
+    // In the order of `layout.heavy_order`.
+    uint32* into = reinterpret_cast<uint32*>(o.heavy_key) + row * (CHANNELS / 2) + channel / 32 * 16 + channel / 8 % 4;
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+      into[w * 4] = pack_halves(__fsub_rn(first_of(k[w]), mean[2 * w]), __fsub_rn(second_of(k[w]), mean[2 * w + 1]));
+    reinterpret_cast<uint4*>(o.heavy_value)[row * LANES + channel / 8] = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+// Quantise K and V, from the last pair to the first, while the L2 cache holds what `reduce` read last; then Q.
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT_THREADS / QUANTIZE_THREADS)
+    quantize(QUANTIZE_PARAMETERS) {
+  __shared__ Shared shared;
+  const uint32 of_pair = 2 * s.blocks + (HEAVY_KEYS > 0);
+  if (blockIdx.x >= s.pairs * of_pair) {
+    const uint32 number = blockIdx.x - s.pairs * of_pair;
+    quantize_tokens<true>(query, s, o, number / o.q_blocks, number % o.q_blocks, shared.tokens);
+    return;
+  }
+  const uint32 pair = s.pairs - 1 - blockIdx.x / of_pair, number = blockIdx.x % of_pair;
+  if (number < s.blocks)
+    quantize_tokens<false>(key, s, o, pair, number, shared.tokens);
+  else if (number < 2 * s.blocks)
+    quantize_value(value, s, o, pair, number - s.blocks, shared.value);
+  else
+    copy_heavy(key, value, s, o, pair);
+}

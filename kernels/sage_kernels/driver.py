@@ -1,0 +1,166 @@
+"""The few functions of the CUDA driver that repeated calls need, by ctypes: a call costs a third less than by bindings.
+
+Each acts on the current context, which PyTorch makes that of its current device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+MAP_BYTES = 128  # of a CUtensorMap
+MAP_ALIGNMENT = 64
+
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+"""Bytes of a swizzle of a tensor map, and what the driver calls it."""
+MAP_DTYPES = {
+    **dict.fromkeys((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2), 0),
+    **{torch.float16: 6, torch.float32: 7, torch.bfloat16: 9},
+}
+"""Dtypes of a tensor map, and what the driver calls them: those of one byte are bytes to the accelerator."""
+
+CONFIG = "<7I4xQQI4x"
+"""A CUlaunchConfig, as Python's `struct` packs it: grid, block, dynamic shared memory, stream, attributes, how many."""
+CONFIG_STREAM = 32
+"""First byte of the stream in a CUlaunchConfig."""
+DEPENDENT = "<I4xI60x"
+"""A CUlaunchAttribute with a 32-bit value."""
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+_INVALID_VALUE = 1
+_NON_BLOCKING_STREAM = 1
+_EVENT_WITHOUT_TIMING = 2
+_RELAXED_CAPTURE = 2
+_L2_PROMOTION_256B = 3
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the driver's library; OSError: there is none."""
+    loaded = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    pointer = ctypes.c_void_p
+    loaded.cuLaunchKernelEx.argtypes = [pointer] * 4
+    loaded.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    loaded.cuTensorMapEncodeTiled.argtypes = [
+        *(pointer, ctypes.c_int, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer),
+        *(ctypes.c_int,) * 4,
+    ]
+    loaded.cuEventCreate.argtypes = [pointer, ctypes.c_uint]
+    loaded.cuEventRecord.argtypes = [pointer, pointer]
+    loaded.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
+    loaded.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
+    loaded.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
+    loaded.cuCtxGetCurrent.argtypes = [pointer]
+    loaded.cuCtxSetCurrent.argtypes = [pointer]
+    loaded.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    loaded.cuGetErrorName.argtypes = [ctypes.c_int, pointer]
+    return loaded
+
+
+def check(what: str, status: int) -> None:
+    """Raise RuntimeError if a status is an error, which the message names after `what`."""
+    if status:
+        name = ctypes.c_char_p()
+        library().cuGetErrorName(status, ctypes.addressof(name))
+        raise RuntimeError(f"{what}: {(name.value or b'an unknown error').decode()} ({status})")
+
+
+def ensure_context(index: int) -> bool:
+    """Give a thread that has no context that of GPU `index`, which PyTorch uses too; return whether it had none."""
+    context = ctypes.c_void_p()
+    check("cuCtxGetCurrent", library().cuCtxGetCurrent(ctypes.addressof(context)))
+    if context.value:
+        return False
+    check("cuCtxSetCurrent", library().cuCtxSetCurrent(_primary_context(index)))
+    return True
+
+
+@cache
+def _primary_context(index: int) -> int:
+    context = ctypes.c_void_p()
+    check("cuDevicePrimaryCtxRetain", library().cuDevicePrimaryCtxRetain(ctypes.addressof(context), index))
+    return context.value or 0
+
+
+def parameter_sizes(function: int) -> list[int]:
+    """Return the bytes of each parameter of a loaded kernel, by its handle."""
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while True:
+        places = ctypes.addressof(offset), ctypes.addressof(size)
+        status = library().cuFuncGetParamInfo(function, len(sizes), *places)
+        if status == _INVALID_VALUE:  # beyond the last
+            return sizes
+        check("cuFuncGetParamInfo", status)
+        sizes.append(size.value)
+
+
+def encode_tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    pitches: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+) -> bytes:
+    """Return a CUtensorMap.
+
+    Args:
+        address: a multiple of 16.
+        dtype: one-byte dtypes are bytes to the accelerator.
+        shape, box: elements along each axis, the contiguous one last.
+        pitches: bytes from element to element of each axis but the last; multiples of 16.
+        swizzle: bytes.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    rank = len(shape)
+    space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    start = -ctypes.addressof(space) % MAP_ALIGNMENT
+    arrays = (
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * rank)(*reversed(pitches)),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+    )
+    status = library().cuTensorMapEncodeTiled(
+        ctypes.addressof(space) + start,
+        MAP_DTYPES[dtype],
+        rank,
+        address,
+        *(ctypes.addressof(one) for one in arrays),
+        *(0, SWIZZLES[swizzle], _L2_PROMOTION_256B, 0),
+    )
+    check("cuTensorMapEncodeTiled", status)
+    return space.raw[start : start + MAP_BYTES]
+
+
+def new_event() -> int:
+    """Return the handle of an event, also while the thread captures a graph."""
+    return _created("cuEventCreate", _EVENT_WITHOUT_TIMING)
+
+
+def new_stream() -> int:
+    """Return the handle of a stream that waits for no other, also while the thread captures a graph."""
+    return _created("cuStreamCreate", _NON_BLOCKING_STREAM)
+
+
+def _created(function: str, flags: int) -> int:
+    handle, mode = ctypes.c_void_p(), ctypes.c_int(_RELAXED_CAPTURE)
+    check("cuThreadExchangeStreamCaptureMode", library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode)))
+    try:
+        check(function, getattr(library(), function)(ctypes.addressof(handle), flags))
+    finally:
+        library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
+    return handle.value or 0
+
+
+def wait_for(stream: int, other: int, event: int) -> None:
+    """Let `stream` wait for what `other` has been given so far; `event` is free again when this returns."""
+    check("cuEventRecord", library().cuEventRecord(event, other))
+    check("cuStreamWaitEvent", library().cuStreamWaitEvent(stream, event, 0))

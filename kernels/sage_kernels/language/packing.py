@@ -1,0 +1,98 @@
+"""Pack the parameters of a compiled Triton or Gluon kernel as its own launcher does."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from .. import driver
+from ..driver import MAP_ALIGNMENT, MAP_BYTES
+from ..rehearsal import NotRepeatableError, PackedLaunch, StandIn, relocatable
+
+WARP = 32
+SCALARS = {
+    **{"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"},
+    **{"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"},
+    **{"fp32": "f", "fp64": "d"},
+}
+"""Types of a kernel's parameters as Python's `struct` packs them."""
+SWIZZLE_BYTES = (0, 32, 64, 128)
+
+
+def pack(
+    kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
+) -> PackedLaunch:
+    """Return a launch as the driver takes it; the kernel is compiled if it is not yet.
+
+    Args:
+        kernel, grid, arguments, options: as of `launch.launch`, with stand-ins.
+
+    Raises:
+        NotRepeatableError: the kernel needs more of a launch than parameters, or has others than are known here.
+    """
+    compiled = kernel.run(grid=grid, warmup=True, **arguments, **options)
+    _ = compiled[grid]  # loads it
+    metadata = compiled.metadata
+    for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
+        if getattr(metadata, name, 0):
+            raise NotRepeatableError(f"{kernel.__name__} has a {name}")
+    if metadata.num_ctas != 1:
+        raise NotRepeatableError(f"{kernel.__name__} runs in clusters")
+    values = [arguments[name] for name in kernel.arg_names]
+    tensor_maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    parts = [
+        part
+        for kind, value in zip(compiled.src.signature.values(), values, strict=True)
+        for part in _parts(kind, value, tensor_maps)
+    ]
+    parts += [("Q", 0), ("Q", 0)]  # two scratch buffers, which it has none of
+    sizes = [MAP_BYTES if kind == "map" else struct.calcsize(kind) for kind, _ in parts]
+    if (found := driver.parameter_sizes(compiled.function)) != sizes:
+        raise NotRepeatableError(f"{kernel.__name__} has parameters of {found} bytes, {sizes} are known of")
+    parameters, starts, addresses = bytearray(), [], []
+    for (kind, value), size in zip(parts, sizes, strict=True):
+        parameters += bytes(-len(parameters) % (MAP_ALIGNMENT if kind == "map" else size))
+        starts.append(len(parameters))
+        if kind in ("map", "Q"):
+            addresses.append(len(parameters))
+        parameters += value if kind == "map" else struct.pack("=" + kind, value)
+    return PackedLaunch(
+        function=compiled.function,
+        grid=(*grid, 1, 1)[:3],  # type: ignore[arg-type]
+        threads=WARP * metadata.num_warps,
+        shared_bytes=metadata.shared,
+        dependent=False,
+        parameters=bytes(parameters),
+        starts=tuple(starts),
+        addresses=tuple(addresses),
+        constants=tuple(x for x in values if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)),
+    )
+
+
+def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the format and the value of what a parameter becomes."""
+    if kind == "constexpr":
+        return
+    if isinstance(kind, str) and kind.startswith("*"):
+        yield "Q", 0 if value is None else value.data_ptr()
+    elif isinstance(kind, str) and kind.startswith("tensordesc"):
+        described = next(tensor_maps, None)
+        if described is None or described["fp4_padded"] or described.get("is_im2col") or value.padding != "zero":
+            raise NotRepeatableError("a tensor descriptor of a kind that is not known")
+        dtype, pitches = value.base.dtype, [stride * value.base.element_size() for stride in value.strides[:-1]]
+        swizzle, box = SWIZZLE_BYTES[described["swizzle"]], described["block_size"]
+
+        def tensor_map(address: int) -> bytes:
+            return driver.encode_tensor_map(address, dtype, value.shape, pitches, box, swizzle)
+
+        yield "map", relocatable(tensor_map, value.base.data_ptr())
+        yield from (("i", size) for size in value.shape)
+        yield from (("q", stride) for stride in value.strides)
+    elif kind in SCALARS:
+        yield SCALARS[kind], value
+    else:
+        raise NotRepeatableError(f"a parameter of type {kind}")

@@ -1,0 +1,312 @@
+"""Prepared calls: what a call's shapes, strides, dtypes, device and options decide is found out once, then repeated.
+
+The second call that agrees in all of these is prepared, so a length that occurs once costs nothing. A prepared call
+makes no checks, for those of the first one hold, and runs no operator of torch.library: it serves plain tensors outside
+of tracing, of transforms and of modes that want to see operators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from . import dispatch, exact, registry
+from .call import Call, Mask
+from .dispatch import without_cudnn
+from .recipe import Recipe, get_recipe
+from .registry import Plan, get_forward, get_quantizer
+from .rehearsal import Rehearsal, StandIn, rehearsing
+from .tape import Tape
+
+logger = logging.getLogger(__name__)
+
+CALLS = 512
+"""Calls that are remembered; of more, those used least lately are forgotten."""
+ALIGNMENT = 16
+"""Bytes, of the addresses of prepared calls."""
+
+Made = TypeVar("Made")
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Prepared(Protocol):
+    """Call that is ready to be repeated.
+
+    Attributes:
+        plan: what runs.
+    """
+
+    plan: Plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (output, lse), the latter None if it is not wanted, for arguments that `find` finds alike."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Knowledge of calls that agree in all but addresses and values.
+
+    Attributes:
+        prepared: the call, if it is prepared.
+        calls: how many there were before.
+        announce: is told the plan of each.
+    """
+
+    prepared: Prepared | None = None
+    calls: int = 0
+    announce: Callable[[Plan], None] = dispatch.announce
+
+    def prepare(
+        self, make: Callable[[], Prepared | None], announce: Callable[[Plan], None] = dispatch.announce
+    ) -> None:
+        """Count a call that was not prepared; after the second one, ask `make` once for the prepared one."""
+        self.calls += 1
+        if self.calls == 2:
+            self.prepared, self.announce = make(), announce
+
+
+@lru_cache(maxsize=CALLS)
+def _slot(*facts: object) -> Slot:
+    return Slot()
+
+
+registry.forgetters.append(_slot.cache_clear)
+
+
+def forget() -> None:
+    """Forget all prepared calls."""
+    _slot.cache_clear()
+
+
+def find(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *options: object
+) -> Slot | None:
+    """Return what is known of a call, or None if such a call is never prepared.
+
+    Args:
+        query, key, value, mask: the arguments, not checked yet.
+        options: all else that decides what runs; the first one names the function that is called.
+    """
+    if modes_are_active():
+        return None
+    try:
+        of_mask = None
+        if mask is not None:
+            if not is_plain(mask):
+                return None
+            of_mask = mask.shape, mask.stride(), mask.dtype, mask.device, mask.layout
+        if not is_plain(query, key, value):
+            return None
+        return _slot(
+            *(query.shape, query.stride(), query.dtype, query.device, query.layout),
+            *(key.shape, key.stride(), key.dtype, key.device, key.layout),
+            *(value.shape, value.stride(), value.dtype, value.device, value.layout),
+            of_mask,
+            *options,
+        )
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
+        return None
+
+
+def modes_are_active() -> bool:
+    """Return whether operators are traced, transformed, or seen by a mode."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes."""
+    for x in tensors:
+        if x.__class__ not in _PLAIN or x.data_ptr() % ALIGNMENT or x.is_neg() or x._is_zerotensor():
+            return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class ExactCall:
+    """Call of exact attention without the LSE.
+
+    Attributes:
+        plan: as in `Prepared`.
+        is_causal, scale, enable_gqa: as in `exact.sdpa`.
+        direct: PyTorch's function takes the arguments as they are.
+        empties_rows: rows that may attend to no key are set to 0.
+        tokens_first: the output is laid out as (batch, tokens, heads, channels).
+        cudnn: PyTorch may take its cuDNN backend.
+        shared_rows: the single queries that share keys and values are rows of one head (`dispatch.shares_rows`).
+    """
+
+    plan: Plan
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    direct: bool
+    empties_rows: bool
+    tokens_first: bool
+    cudnn: bool
+    shared_rows: bool
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Attend."""
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+            with torch.autocast(query.device.type, enabled=False):
+                return self(query, key, value, mask)
+        attend = self._attend_directly if self.direct else self._attend
+        output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
+        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
+
+    def _attend_directly(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        if mask is not None and mask.dim() < 2:
+            mask = mask[(None,) * (2 - mask.dim())]
+        batch, q_heads, q_len, _ = query.shape
+        gqa = self.enable_gqa and not self.shared_rows
+        if self.shared_rows:
+            query = query.reshape(batch, key.shape[1], -1, query.shape[3])
+        output = exact.sdpa(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
+        if self.empties_rows and mask is not None:
+            output = torch.where(exact.attended_rows(mask), output, 0.0)
+        return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
+
+
+@dataclass(slots=True, eq=False)
+class LowBitCall:
+    """Call of low-bit attention without gradients.
+
+    Attributes:
+        plan: as in `Prepared`.
+        tape: its launches; the arguments are Q, K, V and the mask, if there is one.
+        return_lse: the LSE is wanted.
+    """
+
+    plan: Plan
+    tape: Tape
+    return_lse: bool
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
+        return output, others[0] if self.return_lse else None
+
+
+def prepare_exact(
+    plan: Plan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    *,
+    empties_rows: bool,
+    tokens_first: bool = False,
+    shared_rows: bool = False,
+) -> ExactCall | None:
+    """Prepare a call of exact attention.
+
+    Args:
+        plan: what is announced.
+        query, key, value, mask, is_causal, scale: as in `exact.sdpa`; causality may come with a mask, but is then not
+            prepared.
+        empties_rows, tokens_first, shared_rows: see `ExactCall`.
+    """
+    if is_causal and mask is not None:
+        return None
+    gqa = query.shape[1] != key.shape[1]
+    direct = mask is None and exact.takes_as_they_are(query, key, value, scale)
+    if direct and scale is None and query.is_cuda:
+        scale = query.shape[-1] ** -0.5
+    cudnn = plan.kernel == "sdpa"
+    return ExactCall(plan, is_causal, scale, gqa, direct, empties_rows, tokens_first, cudnn, shared_rows)
+
+
+def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:
+    """Prepare a call without gradients, or return None if its launches depend on more than `find` compares.
+
+    Args:
+        call: the call.
+        plan: what runs.
+        mask: the caller's; a call with another, made of that, is not prepared.
+        tokens_first: see `ExactCall`; low-bit kernels lay out their outputs so.
+    """
+    if call.is_empty or call.lengths is not None or call.mask.tensor is not mask:
+        return None
+    if plan.numerics != "exact":
+        return _prepare_low_bit(call, plan) if call.query.is_cuda else None
+    if call.return_lse or (call.is_causal and call.causal_offset):
+        return None
+    return prepare_exact(
+        *(plan, call.query, call.key, call.value, mask, call.is_causal, call.scale),
+        empties_rows=True,
+        tokens_first=tokens_first,
+        shared_rows=plan.kernel != "sdpa" and dispatch.shares_rows(call),
+    )
+
+
+def _prepare_low_bit(call: Call, plan: Plan) -> LowBitCall | None:
+    kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
+
+    def rehearse(rehearsal: Rehearsal) -> LowBitCall:
+        inputs, stand_in = stand_in_of(rehearsal, call, get_recipe(plan.recipe))
+        output, lse = kernel.attend(stand_in, quantizer)
+        outputs = [output.transpose(1, 2).contiguous().transpose(1, 2)]
+        if call.return_lse:
+            assert lse is not None
+            outputs.append(lse)
+        tape = Tape(rehearsal, inputs, outputs, call.query.device)
+        return LowBitCall(plan, tape, call.return_lse)
+
+    return attempt(rehearse, call.query.device)
+
+
+def stand_in_of(rehearsal: Rehearsal, call: Call, recipe: Recipe) -> tuple[list[StandIn], Call]:
+    """Return the stand-ins for a call's tensors, and the call with them and another recipe."""
+    inputs = [rehearsal.stand_in(x) for x in (call.query, call.key, call.value)]
+    mask = call.mask
+    if mask.tensor is not None:
+        inputs.append(rehearsal.stand_in(mask.tensor))
+        mask = Mask.of(inputs[3], call.key.shape[2])
+    stand_in = replace(call, query=inputs[0], key=inputs[1], value=inputs[2], mask=mask, recipe=recipe)
+    return inputs, stand_in
+
+
+def attempt(rehearse: Callable[[Rehearsal], Made], device: torch.device) -> Made | None:
+    """Return what a rehearsal makes; None if the call cannot be rehearsed."""
+    try:
+        with torch.cuda.device(device), rehearsing() as rehearsal:
+            return rehearse(rehearsal)
+    except Exception as error:  # the call has run, and runs so again: its next failure shows
+        logger.info("a call is not repeated but run anew each time: %s: %s", type(error).__name__, error)
+        return None

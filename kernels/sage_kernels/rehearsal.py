@@ -1,0 +1,231 @@
+"""Rehearse a call: run its host code with tensors that have addresses but no memory, and note what it would launch.
+
+Between calls that differ in addresses only, a kernel's host code decides the same. A rehearsal finds out once which
+buffers it allocates, for how long, and where the kernels' parameters hold which address; `tape.Tape` then repeats the
+launches with other addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FIRST_ADDRESS = 2**56
+"""Stand-ins have addresses from here on, and tensors with memory have lower ones."""
+MEMORY_BYTES = 2**44
+"""Distance between the addresses of two memories, which is more than any GPU has."""
+
+SAMPLE_ADDRESSES = 2**40, 2**46 + 2**20 + 16
+"""Addresses whose tensor maps show where the address lies."""
+
+
+class NotRepeatableError(RuntimeError):
+    """Error for a call whose host code does more than allocate, take views and launch kernels."""
+
+
+@dataclass(frozen=True)
+class PackedLaunch:
+    """Launch with its parameters as the driver takes them.
+
+    Attributes:
+        function: the driver's handle of the kernel.
+        grid: blocks along three axes.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        dependent: it may start before the stream's previous kernel has ended.
+        parameters: the bytes of all parameters.
+        starts: first byte of each parameter.
+        addresses: first bytes of the 64-bit addresses among them, those at the heads of tensor maps included.
+        constants: tensors with memory whose addresses are among them.
+    """
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    dependent: bool
+    parameters: bytes
+    starts: tuple[int, ...]
+    addresses: tuple[int, ...]
+    constants: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(eq=False)
+class Memory:
+    """Memory that a call reads, or allocates.
+
+    Attributes:
+        number: its place in `Rehearsal.memories`.
+        size: bytes.
+        first, last: numbers of the steps between which it is allocated; `last` is None while it is.
+    """
+
+    number: int
+    size: int
+    first: int
+    last: int | None = None
+
+    @property
+    def address(self) -> int:
+        """Return the address of its stand-ins' first byte."""
+        return FIRST_ADDRESS + self.number * MEMORY_BYTES
+
+
+@dataclass
+class Rehearsal:
+    """Launches and allocations of a rehearsed call.
+
+    Attributes:
+        memories: those it reads and those it allocates, by number.
+        steps: its launches in order, each with whether it runs beside the stream (`language.launch.overlapping`);
+            and "fork" and "join", between which it may.
+        beside: whether launches run beside the stream now.
+    """
+
+    memories: list[Memory] = field(default_factory=list)
+    steps: list[tuple[PackedLaunch, bool] | str] = field(default_factory=list)
+    beside: bool = False
+
+    def stand_in(self, x: torch.Tensor) -> StandIn:
+        """Return a stand-in for an argument, with a memory of its own."""
+        meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+        return StandIn(meta, self.new_memory(meta), x.device, self)
+
+    def new_memory(self, meta: torch.Tensor) -> Memory:
+        """Note an allocation."""
+        memory = Memory(len(self.memories), meta.untyped_storage().nbytes(), len(self.steps))
+        self.memories.append(memory)
+        return memory
+
+    def launched(self, launch: PackedLaunch) -> None:
+        """Note a launch."""
+        self.steps.append((launch, self.beside))
+
+    @contextlib.contextmanager
+    def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        """Do as `language.launch.overlapping`."""
+        self.steps.append("fork")
+        yield self._run_beside()
+        self.steps.append("join")
+
+    @contextlib.contextmanager
+    def _run_beside(self) -> Iterator[None]:
+        self.beside = True
+        yield
+        self.beside = False
+
+
+def is_stand_in(address: int) -> bool:
+    """Return whether an address is a stand-in's."""
+    return address >= FIRST_ADDRESS
+
+
+def locate(address: int) -> tuple[int, int]:
+    """Return the number of the memory at a stand-in's address, and the byte of it."""
+    return divmod(address - FIRST_ADDRESS, MEMORY_BYTES)
+
+
+def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
+    """Return `tensor_map(address)`; of a stand-in's address, made of that of others, which the driver may refuse less.
+
+    Raises:
+        NotRepeatableError: this driver's maps of two addresses differ in more than the first 64 bits.
+    """
+    if not is_stand_in(address):
+        return tensor_map(address)
+    first, second = (tensor_map(sample) for sample in SAMPLE_ADDRESSES)
+    heads = tuple(struct.unpack_from("<Q", one)[0] for one in (first, second))
+    if heads != SAMPLE_ADDRESSES or first[8:] != second[8:]:
+        raise NotRepeatableError("a tensor map's address is not its first 64 bits alone")
+    return struct.pack("<Q", address) + first[8:]
+
+
+_current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+current = _current.get
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[Rehearsal]:
+    """Note what this thread would launch inside, instead of launching it."""
+    rehearsal = Rehearsal()
+    token = _current.set(rehearsal)
+    try:
+        with torch.no_grad():
+            yield rehearsal
+    finally:
+        _current.reset(token)
+
+
+class StandIn(torch.Tensor):
+    """A tensor on a GPU with an address but no memory. It can be viewed, and others can be allocated like it."""
+
+    _meta: torch.Tensor
+    _memory: Memory
+    _rehearsal: Rehearsal
+    _nominal: torch.device
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, rehearsal: Rehearsal) -> StandIn:
+        """Stand in for a tensor of that memory; `meta` has its sizes, on the meta device."""
+        x = torch.Tensor._make_wrapper_subclass(
+            cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("meta")
+        )
+        x._meta, x._memory, x._rehearsal, x._nominal = meta, memory, rehearsal, device
+        return x
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the device on which it would be."""
+        return self._nominal
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Return whether it would be on a GPU."""
+        return self._nominal.type == "cuda"
+
+    def get_device(self) -> int:
+        """Return the number of the GPU on which it would be."""
+        return self._nominal.index or 0
+
+    def data_ptr(self) -> int:
+        """Return the address, which nothing can read."""
+        return self._memory.address + int(self._meta.storage_offset()) * self._meta.element_size()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take a view, or allocate; NotRepeatableError for anything else."""
+        of = args[0]
+        options = {**(kwargs or {}), "device": "meta"} if "device" in (kwargs or {}) else kwargs or {}
+        if not isinstance(of, StandIn) or function._schema.is_mutable:
+            raise NotRepeatableError(f"{function} is more than a view or an allocation")
+        given = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
+        allocates = function.overloadpacket in _ALLOCATING
+        meta = function(*given, **options)
+        if not isinstance(meta, torch.Tensor):
+            raise NotRepeatableError(f"{function} is more than a view or an allocation")
+        views = meta.untyped_storage()._cdata == of._meta.untyped_storage()._cdata
+        if views == allocates:
+            raise NotRepeatableError(f"{function} is more than a view or an allocation")
+        if views:
+            return StandIn(meta, of._memory, of.device, of._rehearsal)
+        rehearsal = of._rehearsal
+        memory = rehearsal.new_memory(meta)
+        weakref.finalize(meta.untyped_storage(), _freed, rehearsal, memory)
+        return StandIn(meta, memory, of.device, rehearsal)
+
+
+_ALLOCATING = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)
+
+
+def _freed(rehearsal: Rehearsal, memory: Memory) -> None:
+    memory.last = len(rehearsal.steps)

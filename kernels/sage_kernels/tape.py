@@ -1,0 +1,225 @@
+"""Repeat the launches of a rehearsed call with other addresses: the least that a call on a GPU can do on its host."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from . import driver
+from .rehearsal import Memory, NotRepeatableError, PackedLaunch, Rehearsal, is_stand_in, locate
+
+ALIGNMENT = 256
+"""Bytes, of each buffer in the memory that a call allocates."""
+WORD = 8
+
+
+class Tape:
+    """The launches of a call, with their parameters packed; run as often as there are calls that differ in addresses.
+
+    What the call returns has memory of its own, from PyTorch's allocator. All buffers besides are parts of one more
+    allocation, in which those that are not needed at the same time may share bytes. Any thread may run it, on any
+    stream of the device, and graphs capture it.
+
+    Attributes:
+        device: the GPU.
+        launches: how many kernels it runs.
+        workspace_bytes: of the buffers that it allocates besides outputs.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Lay out what was rehearsed.
+
+        Args:
+            rehearsal: what the call does.
+            inputs: the stand-ins for its arguments, in the order of the addresses that `run` gets.
+            outputs: the stand-ins for what it returns, each in a memory of its own.
+            device: the GPU.
+
+        Raises:
+            NotRepeatableError: an output is an argument, a part of a buffer, or another output.
+        """
+        self.device, self._index = device, device.index or 0
+        self._outputs = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
+        given = {locate(x.data_ptr())[0]: base for base, x in enumerate(inputs)}
+        for base, x in enumerate(outputs, len(given)):
+            number, start = locate(x.data_ptr())
+            if number in given or start:
+                raise NotRepeatableError("an output shares its memory")
+            given[number] = base
+        steps = rehearsal.steps
+        buffers = [memory for memory in rehearsal.memories if memory.number not in given]
+        places, self.workspace_bytes = place_buffers(buffers, len(steps))
+        self._workspace = len(inputs) + len(outputs)
+        bases = {number: (base, 0) for number, base in given.items()}
+        bases |= {number: (self._workspace, start) for number, start in places.items()}
+
+        packed = [step[0] for step in steps if not isinstance(step, str)]
+        self.launches = len(packed)
+        self._constants = [x for launch in packed for x in launch.constants]
+        self._space, starts = _pack(packed)
+        self._words = memoryview(self._space).cast("B").cast("Q")
+        self._patches: list[list[tuple[int, int]]] = [[] for _ in range(self._workspace + 1)]
+        self._streams: list[int] = []
+        self._beside: list[int] = []
+        self._calls: list[Callable[[], int] | str] = []
+        remaining = iter(zip(packed, starts, strict=True))
+        for step in steps:
+            if isinstance(step, str):
+                self._calls.append(step)
+                continue
+            launch, (config, addresses, parameters) = next(remaining)
+            for place in launch.addresses:
+                address = struct.unpack_from("<Q", launch.parameters, place)[0]
+                if is_stand_in(address):
+                    number, offset = locate(address)
+                    base, start = bases[number]
+                    self._patches[base].append(((parameters + place) // WORD, start + offset))
+            (self._beside if step[1] else self._streams).append((config + driver.CONFIG_STREAM) // WORD)
+            origin = ctypes.addressof(self._space)
+            self._calls.append(_launcher(origin + config, launch.function, origin + addresses))
+        self._latest = [0] * len(self._patches)
+        self._latest_stream = -1
+        self._events: dict[int, tuple[int, int, int]] = {}
+        self._lock = threading.Lock()
+
+    def run(self, *addresses: int) -> list[torch.Tensor]:
+        """Launch on the current stream of the device; return the outputs.
+
+        Args:
+            addresses: of the arguments, whose sizes, strides, dtypes and alignment are the rehearsed ones'.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        if current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self.run(*addresses)
+        new = [
+            torch.empty_strided(size, stride, dtype=dtype, device=self.device) for size, stride, dtype in self._outputs
+        ]
+        bases = [*addresses, *[x.data_ptr() for x in new]]
+        if self.workspace_bytes:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            bases.append(workspace.data_ptr())
+        stream = current_stream(self._index)
+        with self._lock:
+            words, latest = self._words, self._latest
+            for base, address in enumerate(bases):
+                if latest[base] != address:
+                    for word, offset in self._patches[base]:
+                        words[word] = address + offset
+                    latest[base] = address
+            if stream != self._latest_stream:
+                self._set_stream(stream)
+            for call in self._calls:
+                if isinstance(call, str):
+                    self._wait(call, stream)
+                elif status := call():
+                    if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
+                        status = call()
+                    driver.check("cuLaunchKernelEx", status)
+        return new
+
+    def _set_stream(self, stream: int) -> None:
+        """Let the launches run on a stream, and those beside it on one that belongs to it."""
+        for word in self._streams:
+            self._words[word] = stream
+        if self._beside and stream not in self._events:
+            driver.ensure_context(self._index)
+            self._events[stream] = side_stream(self._index, stream), driver.new_event(), driver.new_event()
+        for word in self._beside:
+            self._words[word] = self._events[stream][0]
+        self._latest_stream = stream
+
+    def _wait(self, step: str, stream: int) -> None:
+        """Let the stream beside wait for the stream ("fork"), or the stream for that ("join")."""
+        beside, fork, join = self._events[stream]
+        if step == "fork":
+            driver.wait_for(beside, stream, fork)
+        else:
+            driver.wait_for(stream, beside, join)
+
+
+def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int], int]:
+    """Place buffers in one allocation so that those allocated at the same step do not overlap.
+
+    Returns:
+        The first byte of each by its number, and the size of the allocation.
+    """
+    placed: list[tuple[int, int, Memory]] = []
+    for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
+        start = 0
+        for first, end, other in sorted(placed, key=lambda one: one[0]):
+            together = buffer.first <= _last(other, steps) and other.first <= _last(buffer, steps)
+            if together and first < start + buffer.size and start < end:
+                start = end
+        placed.append((start, start + -(-buffer.size // ALIGNMENT) * ALIGNMENT, buffer))
+    return {buffer.number: start for start, _, buffer in placed}, max((end for _, end, _ in placed), default=0)
+
+
+def _last(buffer: Memory, steps: int) -> int:
+    """Return the last step at which a buffer is allocated; the next one may use its bytes."""
+    return steps if buffer.last is None else buffer.last - 1
+
+
+def _pack(launches: Sequence[PackedLaunch]) -> tuple[ctypes.Array[ctypes.c_char], list[tuple[int, int, int]]]:
+    """Return what the driver reads of all launches, and where that of each begins: config, addresses, parameters."""
+    size = len(launches) * struct.calcsize(driver.CONFIG) + struct.calcsize(driver.DEPENDENT)
+    starts = []
+    for number, launch in enumerate(launches):
+        addresses = size
+        parameters = -(-(addresses + WORD * len(launch.starts)) // driver.MAP_ALIGNMENT) * driver.MAP_ALIGNMENT
+        starts.append((number * struct.calcsize(driver.CONFIG), addresses, parameters))
+        size = parameters + -(-len(launch.parameters) // WORD) * WORD
+    space = ctypes.create_string_buffer(size)
+    origin = ctypes.addressof(space)
+    dependent = len(launches) * struct.calcsize(driver.CONFIG)
+    struct.pack_into(driver.DEPENDENT, space, dependent, driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    for launch, (config, addresses, parameters) in zip(launches, starts, strict=True):
+        attributes = (origin + dependent, 1) if launch.dependent else (0, 0)
+        sizes = *launch.grid, launch.threads, 1, 1, launch.shared_bytes
+        struct.pack_into(driver.CONFIG, space, config, *sizes, 0, *attributes)
+        struct.pack_into(
+            f"<{len(launch.starts)}Q", space, addresses, *(origin + parameters + start for start in launch.starts)
+        )
+        struct.pack_into(f"{len(launch.parameters)}s", space, parameters, launch.parameters)
+    return space, starts
+
+
+def _launcher(config: int, function: int, parameters: int) -> Callable[[], int]:
+    pointers = (ctypes.c_void_p(address) for address in (config, function, parameters, 0))
+    return partial(driver.library().cuLaunchKernelEx, *pointers)
+
+
+_side_streams: dict[tuple[int, int], int] = {}
+
+
+def side_stream(index: int, stream: int) -> int:
+    """Return the handle of the stream whose work may run beside that of a stream of device `index`.
+
+    Each stream has one of its own: a graph that captures the one captures the other.
+    """
+    if (index, stream) not in _side_streams:
+        _side_streams[index, stream] = driver.new_stream()
+    return _side_streams[index, stream]
+
+
+def current_device() -> int:
+    """Return the number of PyTorch's current GPU."""
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(index: int) -> int:
+    """Return the handle of PyTorch's current stream on a GPU."""
+    return torch._C._cuda_getCurrentRawStream(index)

@@ -1,0 +1,177 @@
+"""Block lists as the forward kernel reads them: tiles without a mask first, and none that a call hides wholly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ..call import Call
+from ..language.launch import UNSPECIALIZED, launch
+
+SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any does
+
+
+@dataclass(frozen=True)
+class BlockTiles:
+    """The tiles of a block list that a call leaves to compute.
+
+    Attributes:
+        tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles all of whose scores
+            count, the number of all tiles, then the tiles, those first; one place more may be read. Sizes are 1 where
+            the list is broadcast.
+        valid: uint8 (batch or 1, kv_len), 0 where a key does not exist; None: all keys exist.
+        block_m: rows that a list holds for.
+    """
+
+    tiles: torch.Tensor
+    valid: torch.Tensor | None
+    block_m: int
+
+    @property
+    def tile_strides(self) -> tuple[int, int, int]:
+        """Return the strides of batch, head and block of rows, 0 where the list is broadcast."""
+        batch, head = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(2))
+        return batch, head, self.tiles.stride(2)
+
+    @property
+    def valid_stride(self) -> int:
+        """Return the stride of `valid` along batch, 0 where it is broadcast or None."""
+        return 0 if self.valid is None or self.valid.shape[0] == 1 else self.valid.stride(0)
+
+
+def block_tiles(call: Call, block_n: int) -> BlockTiles:
+    """Sort the lists of a call for tiles of block_n keys, a divisor of the list's own."""
+    blocks, valid, kv_len = call.mask.blocks, call.mask.valid, call.kv_len
+    assert blocks is not None
+    parts = blocks.block_n // block_n
+    state = None
+    if valid is not None:
+        valid = valid.contiguous().view(torch.uint8)
+        of_tile = F.pad(valid, (0, -kv_len % block_n)).unflatten(-1, (-1, block_n))
+        state = of_tile.amin(-1) + of_tile.amax(-1)
+    batches, heads, row_blocks, places = blocks.tiles.shape
+    if valid is not None:
+        batches = max(batches, valid.shape[0])
+    counts, tiles = (x.expand(batches, *x.shape[1:]) for x in (blocks.counts, blocks.tiles))
+    entries = tiles.new_empty((batches, heads, row_blocks, 3 + parts * places))
+    launch(
+        sort_tiles,
+        (row_blocks, heads, batches),
+        counts=counts,
+        tiles=tiles,
+        state=state,
+        entries=entries,
+        q_len=call.q_len,
+        kv_len=kv_len,
+        causal_offset=call.causal_offset,
+        counts_stride_batch=counts.stride(0),
+        counts_stride_head=counts.stride(1),
+        counts_stride_row=counts.stride(2),
+        tiles_stride_batch=tiles.stride(0),
+        tiles_stride_head=tiles.stride(1),
+        tiles_stride_row=tiles.stride(2),
+        tiles_stride_place=tiles.stride(3),
+        places=entries.shape[3],
+        state_stride=0 if state is None or state.shape[0] == 1 else state.stride(0),
+        BLOCK_M=blocks.block_m,
+        BLOCK_N=block_n,
+        PARTS=parts,
+        CAUSAL=call.is_causal,
+        PADDED=state is not None,
+        WIDTH=min(1024, max(32, triton.next_power_of_2(parts * places))),
+    )
+    return BlockTiles(entries, valid, blocks.block_m)
+
+
+@triton.jit
+def find_tiles(
+    tiles,
+    state,
+    place,
+    number,
+    first_row,
+    last_row,
+    kv_len,
+    causal_offset,
+    stride_place,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Return (tile, seen, whole) of places in a list: its number, and whether some or all of its scores count."""
+    listed = place < number
+    tile = tl.load(tiles + (place // PARTS).to(tl.int64) * stride_place, mask=listed, other=0) * PARTS + place % PARTS
+    first, last = tile * BLOCK_N, tile * BLOCK_N + BLOCK_N - 1
+    seen = listed & (tile >= 0) & (first < kv_len)
+    whole = seen & (last < kv_len)
+    if CAUSAL:
+        seen = seen & (first <= last_row + causal_offset)
+        whole = whole & (last <= first_row + causal_offset)
+    if PADDED:
+        existing = tl.load(state + tile, mask=seen, other=0)
+        seen = seen & (existing >= SOME)
+        whole = whole & (existing == ALL)
+    return tile, seen, whole & seen
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "places"])
+def sort_tiles(
+    counts,
+    tiles,
+    state,
+    entries,
+    q_len,
+    kv_len,
+    causal_offset,
+    counts_stride_batch,
+    counts_stride_head,
+    counts_stride_row,
+    tiles_stride_batch,
+    tiles_stride_head,
+    tiles_stride_row,
+    tiles_stride_place,
+    places,
+    state_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the entries (`BlockTiles.tiles`) of one block of rows of one (list batch, list head)."""
+    block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    entries += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * places
+    tiles += batch * tiles_stride_batch + head * tiles_stride_head + block.to(tl.int64) * tiles_stride_row
+    number = tl.load(counts + batch * counts_stride_batch + head * counts_stride_head + block * counts_stride_row)
+    number = tl.minimum(number * PARTS, places - 3)
+    if PADDED:
+        state += batch * state_stride
+    first_row = block * BLOCK_M
+    last_row = tl.minimum(first_row + BLOCK_M, q_len) - 1
+    lane = tl.arange(0, WIDTH)
+    wholes = 0
+    for start in range(0, number, WIDTH):
+        _, _, whole = find_tiles(
+            tiles, state, start + lane, number, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
+            BLOCK_N, PARTS, CAUSAL, PADDED,
+        )  # fmt: skip
+        wholes += tl.sum(whole.to(tl.int32), 0)
+    before, behind = 0, wholes
+    for start in range(0, number, WIDTH):
+        tile, seen, whole = find_tiles(
+            tiles, state, start + lane, number, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
+            BLOCK_N, PARTS, CAUSAL, PADDED,
+        )  # fmt: skip
+        rest = (seen & ~whole).to(tl.int32)
+        at = tl.where(whole, before + tl.cumsum(whole.to(tl.int32), 0), behind + tl.cumsum(rest, 0)) - 1
+        tl.store(entries + 2 + at, tile, mask=seen)
+        before += tl.sum(whole.to(tl.int32), 0)
+        behind += tl.sum(rest, 0)
+    tl.store(entries, wholes)
+    tl.store(entries + 1, behind)

@@ -1,0 +1,164 @@
+"""Tables of the grid: shares, means and the worst calls, as text, as Markdown and as cells of the heat map."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sage_hf.app.report import text_table
+from sage_hf.bench.grid import POINTS, SIZES, Point
+
+Row = dict[str, Any]
+
+ENOUGH = 0.97
+"""Smallest speed relative to the fastest other attention that counts as not slower."""
+LONG_KEYS = 4096
+"""Number of keys from which low bits are expected to gain."""
+WORST = 10
+EXACT_HOST_US, LOW_BIT_HOST_US = 25.0, 45.0
+"""Host time that a call may take beyond the best one's: where exact attention runs, and where low bits do."""
+
+TOKENS = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Smallest number of tokens in each column of the heat map."""
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Return what identifies the point of a row."""
+    return tuple(row[name] for name in (*SIZES, "direction"))
+
+
+def merged(result: Row, before: Row | None) -> Row:
+    """Return a result with the rows that an earlier one has of other points, in the order of POINTS.
+
+    They stay only if everything but the date is the same: machine, versions and commit.
+    """
+    ignored = ("rows", "date")
+    facts = {name: value for name, value in result.items() if name not in ignored}
+    if before is None or facts != {name: value for name, value in before.items() if name not in ignored}:
+        return result
+    rows = {key(row): row for row in (*before["rows"], *result["rows"])}
+    order = {key(point.sizes): index for index, point in enumerate(POINTS)}
+    return {**result, "rows": sorted(rows.values(), key=lambda row: order.get(key(row), len(order)))}
+
+
+def ratio(row: Row) -> float:
+    """Return our speed relative to the fastest other attention."""
+    return row["best_ms"] / row["ours_ms"]
+
+
+def measured(result: Row) -> list[Row]:
+    """Return the rows that have times."""
+    return [row for row in result["rows"] if "ours_ms" in row]
+
+
+def geometric_mean(numbers: Iterable[float]) -> float:
+    """Return the geometric mean; NaN of nothing."""
+    logarithms = [math.log(number) for number in numbers]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan
+
+
+def summary(result: Row) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of the table by kind of call, with all calls in the last line."""
+    header = ["calls", "number", "low bits ran", f"at least {ENOUGH:g}", "geometric mean", "smallest"]
+    header += [f"geometric mean from {LONG_KEYS:,} keys on", "host time within limits"]
+    rows = measured(result)
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}
+    return header, [_summary_line(kind, of_kind) for kind, of_kind in {**kinds, "all": rows}.items()]
+
+
+def _summary_line(name: str, rows: Sequence[Row]) -> list[str]:
+    long = [ratio(row) for row in rows if row["kv_len"] >= LONG_KEYS]
+    low = sum(row["recipe"] != "exact" for row in rows)
+    return [
+        name,
+        str(len(rows)),
+        str(low),
+        _share(ratio(row) >= ENOUGH for row in rows),
+        f"{geometric_mean(map(ratio, rows)):.2f}",
+        f"{min(map(ratio, rows)):.2f}" if rows else "–",
+        f"{geometric_mean(long):.2f}" if long else "–",
+        _share(map(has_host_time_within_limits, rows)),
+    ]
+
+
+def _share(held: Iterable[bool]) -> str:
+    found = list(held)
+    return f"{sum(found) / len(found):.0%}" if found else "–"
+
+
+def has_host_time_within_limits(row: Row) -> bool:
+    """Return whether our call takes no more of the host than the best one's and the limit of what ran."""
+    limit = EXACT_HOST_US if row["recipe"] == "exact" else LOW_BIT_HOST_US
+    return row["ours_host_us"] <= row["best_host_us"] + limit
+
+
+def worst(result: Row) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of the WORST calls, the slowest of ours first."""
+    header = ["call", "ran", "ours, ms", "best, ms", "best", "ours is faster by", "host, µs", "best's host, µs"]
+    cells = [
+        [
+            str(_point(row)),
+            f"{row['recipe']} by {row['kernel']}",
+            f"{row['ours_ms']:.4f}",
+            f"{row['best_ms']:.4f}",
+            row["best"],
+            f"{ratio(row):.2f}",
+            f"{row['ours_host_us']:.0f}",
+            f"{row['best_host_us']:.0f}",
+        ]
+        for row in sorted(measured(result), key=ratio)[:WORST]
+    ]
+    return header, cells
+
+
+def _point(row: Row) -> Point:
+    return Point(**{name: row[name] for name in SIZES}, training=row["direction"] == "forward_backward")
+
+
+def markdown(result: Row) -> str:
+    """Return the summary and the worst calls as Markdown tables."""
+
+    def table(header: list[str], cells: list[list[str]]) -> str:
+        return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells))
+
+    return "\n\n".join((table(*summary(result)), f"The {WORST} slowest:", table(*worst(result)), caption(result)))
+
+
+def text(result: Row) -> str:
+    """Return the tables for a terminal, and what could not be timed."""
+    missing = [f"  {_point(row)}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row]
+    parts = [caption(result), text_table(*summary(result)), text_table(*worst(result))]
+    return "\n\n".join([*parts, *(["\n".join(["Not timed:", *missing])] if missing else [])])
+
+
+def caption(result: Row) -> str:
+    """Return what the numbers are."""
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
+    source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
+    return (
+        f"Our speed relative to the fastest of PyTorch's backends and FlashAttention 3: {len(measured(result))} calls"
+        f" on {result['gpu']}; batch × heads (query/key) × tokens (queries·keys) × head_dim; "
+        "bfloat16, quantisation included, GPU time of CUDA graph replays. Host time may exceed the best one's by "
+        f"{EXACT_HOST_US:.0f} µs where exact attention runs, and by {LOW_BIT_HOST_US:.0f} µs where low bits do. "
+        f"{versions}, {source}{result['date']}."
+    )
+
+
+def cells(result: Row) -> tuple[list[str], list[str], list[list[float]]]:
+    """Return (kinds, labels of the columns, geometric mean of the speed in each cell of the heat map, NaN if empty)."""
+    rows = measured(result)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    bounds = (*TOKENS, math.inf)
+    found = [
+        [
+            geometric_mean(
+                ratio(row) for row in rows if row["kind"] == kind and low <= max(row["q_len"], row["kv_len"]) < high
+            )
+            for low, high in itertools.pairwise(bounds)
+        ]
+        for kind in kinds
+    ]
+    labels = [str(low) if low < 1024 else f"{low // 1024}k" for low in TOKENS]
+    return kinds, [*(f"{low}–" for low in labels[:-1]), f"{labels[-1]}+"], found

@@ -1,0 +1,91 @@
+"""Sparse: which router chooses the tiles of a model's self-attention, how many are kept, and where it stays dense."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .routers import MeanRouter, Router, ShareRouter, SubBlockRouter
+
+BLOCK = 128
+"""Rows a block and keys a tile: the kernel's fastest."""
+ROUTERS = ("mean", "subblock", "share")
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Settings of sparse attention in a denoiser's self-attention.
+
+    Attributes:
+        router: "mean", "subblock" (`SubBlockRouter`), or "share" (`ShareRouter`, after SpargeAttention).
+        keep: for "mean" and "subblock" the share of tiles that each block of rows keeps, `dense` tokens not counted;
+            for "share" the bound of the cumulative share of attention weight.
+        dense_steps: number of first denoising steps that attend densely.
+        dense_layers: patterns of names of layers that attend densely (shell style, as in `LayerRule`).
+        from_tokens: calls with fewer tokens attend densely.
+
+    Raises:
+        ValueError: a value is not supported.
+    """
+
+    router: str = "subblock"
+    keep: float = 0.25
+    dense_steps: int = 0
+    dense_layers: tuple[str, ...] = ()
+    from_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            raise ValueError(f"sparse.router: {self.router!r} is not one of {', '.join(ROUTERS)}")
+        if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0 < self.keep <= 1:
+            raise ValueError(f"sparse.keep: expected a share in (0, 1], got {self.keep!r}")
+        for name in ("dense_steps", "from_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"sparse.{name}: expected an integer that is not negative, got {value!r}")
+        layers = self.dense_layers
+        if not isinstance(layers, tuple) or any(not isinstance(one, str) or not one for one in layers):
+            raise ValueError(f"sparse.dense_layers: expected patterns of layer names, got {layers!r}")
+
+    def is_dense(self, layer: str) -> bool:
+        """Return whether a pattern of `dense_layers` matches the layer's name."""
+        return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.dense_layers)
+
+    def describe(self) -> str:
+        """Return the settings as one line of text."""
+        if self.router == "share":
+            what = f"the tiles with {self.keep:.0%} of the weight of means"
+        else:
+            what = f"the {self.keep:.0%} of tiles with the best scores by {self.router}"
+        steps = f", after {self.dense_steps} dense steps" if self.dense_steps else ""
+        return f"{what}, in calls of {self.from_tokens} tokens and more{steps}"
+
+    def make_router(self) -> Router:
+        """Return the router."""
+        if self.router == "share":
+            return ShareRouter(self.keep, block_m=BLOCK, block_n=BLOCK)
+        kind = MeanRouter if self.router == "mean" else SubBlockRouter
+        return kind(self.keep, BLOCK, BLOCK)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data that `from_dict` reads back."""
+        return asdict(self) | {"dense_layers": list(self.dense_layers)}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Sparse:
+        """Build settings from plain data.
+
+        Raises:
+            ValueError: a key is unknown, or its value is not supported; the message names the key.
+        """
+        names = [field.name for field in fields(cls)]
+        if not isinstance(data, Mapping):
+            raise ValueError(f"sparse: expected an object with {', '.join(names)}, got {data!r}")
+        if unknown := [key for key in data if key not in names]:
+            raise ValueError(f"sparse: unknown key {unknown[0]!r}; keys are {', '.join(names)}")
+        values = dict(data)
+        if isinstance(values.get("dense_layers"), list):
+            values["dense_layers"] = tuple(values["dense_layers"])
+        return cls(**values)

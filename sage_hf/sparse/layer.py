@@ -1,0 +1,268 @@
+"""Sparse self-attention of one layer of a denoiser: when it is sparse, in which order, and what it kept."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.utils import logging
+from torch import nn
+
+from sage_hf.attention import check_fallback, default_fallback, sage_attention
+from sage_kernels import exact, tracing
+from sage_kernels.registry import KernelUnavailableError, Request, select
+
+from .config import Sparse
+from .grids import Grid, Layout, arguments_of, layout_of
+from .order import TileOrder
+from .routers import kept_mass
+
+MEASURED_CALLS = 8
+"""Number of a layer's first sparse calls in which the attention weight that was kept is measured."""
+
+logger = logging.get_logger(__name__)
+
+
+class SparseModel:
+    """State that the sparse layers of one denoiser share: its grid of tokens, and whether the step is dense.
+
+    Attributes:
+        settings: the configuration.
+        grid: (frames, height, width) of the present call in tokens; None: unknown.
+        dense_step: whether the present step attends densely.
+    """
+
+    def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
+        self.settings = settings
+        self.layout: Layout | None = layout_of(denoiser)
+        self.grid: Grid | None = None
+        self.dense_step = settings.dense_steps > 0
+        self.router = settings.make_router()
+
+    def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        """Follow the denoiser's calls until `remove()` of the returned handle."""
+        return denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)
+
+    def set_step(self, step: int) -> None:
+        """Move to a denoising step, 0 being the first."""
+        self.dense_step = step < self.settings.dense_steps
+
+    @tracing.disable
+    def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model = getattr(denoiser, "_orig_mod", denoiser)
+        self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
+
+    def order(self, tokens: int, device: torch.device) -> Order | None:
+        """Return the order for a call's tokens.
+
+        None without a known grid: nothing is known about text then either, and all tokens count as video.
+        """
+        if self.layout is None or self.grid is None or math.prod(self.grid) > tokens:
+            return None
+        return order_beside_text(self.grid, tokens, self.layout.text, device)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order of a call's tokens: video in 4×4×4 tiles, and text where it is.
+
+    Attributes:
+        tokens: int64 (tokens,), the index of the token at each place.
+        places: the inverse.
+        text: the places of text.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    text: slice
+
+
+@lru_cache(maxsize=16)
+def order_beside_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> Order:
+    """Return the order of a call of `tokens` tokens, those that are not in the grid being text."""
+    video = TileOrder.of(grid, device).tokens
+    first = tokens - len(video) if text == "first" else 0
+    order = torch.arange(tokens, device=device)
+    order[first : first + len(video)] = first + video
+    return Order(order, order.argsort(), slice(0, first) if text == "first" else slice(len(video), tokens))
+
+
+def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x (batch, heads, tokens, channels) with its tokens at `index`.
+
+    It is laid out as (batch, tokens, heads, channels), as models' projections are, where a token is one run of memory.
+    """
+    return x.transpose(1, 2).index_select(1, index).transpose(1, 2)
+
+
+@dataclass
+class Kept:
+    """Record of what the calls of a layer kept. Sums stay on their device until they are asked for.
+
+    Attributes:
+        calls: number of sparse calls.
+        tiles: sum over calls of the share of tiles kept.
+        mass, least: for each measured call the mean share of attention weight kept, and the least one of a head.
+        dense: number of calls that attended densely, by reason.
+        ordered: whether the latest sparse call had its tokens in 4×4×4 order.
+    """
+
+    calls: int = 0
+    tiles: torch.Tensor | None = None
+    mass: list[torch.Tensor] = field(default_factory=list)
+    least: list[torch.Tensor] = field(default_factory=list)
+    dense: Counter[str] = field(default_factory=Counter)
+    ordered: bool = False
+
+
+class SparseLayer:
+    """Sparse self-attention of one layer.
+
+    Attributes:
+        model: what it shares with the denoiser's other layers.
+        always_dense: whether the configuration keeps this layer dense.
+        kept: what its calls kept.
+    """
+
+    def __init__(self, model: SparseModel, always_dense: bool = False) -> None:
+        self.model = model
+        self.always_dense = always_dense
+        self.kept = Kept()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        *,
+        recipe: str,
+        fallback: str | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Run `sage_attention` over the tiles that the router chooses, or densely where that is not possible.
+
+        Args:
+            query, key, value, attn_mask, recipe, fallback, options: as in `sage_attention`.
+        """
+        arguments = {"recipe": recipe, "fallback": fallback, **options}
+        if torch.compiler.is_compiling():
+            say_that_graphs_are_dense()
+            return sage_attention(query, key, value, attn_mask, **arguments)
+        if reason := self._why_dense(query, key, value, attn_mask, recipe, fallback, options):
+            self.kept.dense[reason] += 1
+            return sage_attention(query, key, value, attn_mask, **arguments)
+        order = self.model.order(query.shape[2], query.device)
+        if order is not None:
+            query, key, value = (permute_tokens(x, order.tokens) for x in (query, key, value))
+            if attn_mask is not None and attn_mask.shape[-1] > 1:
+                attn_mask = attn_mask.index_select(-1, order.tokens)
+        scale = options.get("scale")
+        blocks = self.model.router.route(query, key, scale, dense=[] if order is None else [order.text])
+        self._count(query, key, blocks, scale, order is not None)
+        output = sage_attention(query, key, value, attn_mask, blocks=blocks, **arguments)
+        return output if order is None else permute_tokens(output, order.places)
+
+    def _why_dense(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        recipe: str,
+        fallback: str | None,
+        options: dict[str, Any],
+    ) -> str:
+        settings = self.model.settings
+        if self.always_dense:
+            return "a layer that the configuration keeps dense"
+        if recipe == "exact":
+            return "exact attention over a list is no faster than dense"
+        if self.model.dense_step:
+            return f"one of the first {settings.dense_steps} steps"
+        if query.shape[2] != key.shape[2]:
+            return "cross-attention"
+        if query.shape[2] < settings.from_tokens:
+            return f"fewer than {settings.from_tokens} tokens"
+        if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
+            return "causal attention, dropout, or a log-sum-exp that is wanted"
+        if attn_mask is not None and exact.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
+            return "a mask that says more than which keys exist"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            return "gradients are wanted"
+        request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks")
+        chosen = default_fallback() if fallback is None else check_fallback(fallback)
+        try:
+            kernel = select(request, chosen).kernel
+        except KernelUnavailableError:
+            return f"no kernel of {recipe} takes block lists here"
+        return f"no kernel of {recipe} takes block lists here" if kernel == "sdpa" else ""
+
+    def _count(self, query: torch.Tensor, key: torch.Tensor, blocks: Any, scale: float | None, ordered: bool) -> None:
+        kept = self.kept
+        share = blocks.counts.float().mean() / math.ceil(key.shape[2] / blocks.block_n)
+        kept.tiles = share if kept.tiles is None else kept.tiles + share
+        if kept.calls < MEASURED_CALLS:
+            mass = kept_mass(query, key, blocks, scale)
+            kept.mass.append(mass.mean())
+            kept.least.append(mass.min())
+        kept.calls += 1
+        kept.ordered = ordered
+
+
+def sparsity_of(layer: SparseLayer) -> str:
+    """Return what the calls of a layer kept, as one line of text; "" before any call."""
+    kept, parts = layer.kept, []
+    if kept.calls:
+        assert kept.tiles is not None
+        mass, least = (float(torch.stack(x).mean()) for x in (kept.mass, kept.least))
+        order = "4×4×4" if kept.ordered else "raster"
+        parts.append(
+            f"{kept.calls} sparse calls by {layer.model.settings.router}: {float(kept.tiles) / kept.calls:.1%} of "
+            f"tiles, {mass:.1%} of attention weight (least head {least:.1%}), {order} order"
+        )
+    parts += [f"{calls} dense: {reason}" for reason, calls in kept.dense.items()]
+    return "; ".join(parts)
+
+
+class _Thread(threading.local):
+    """The sparse layer whose attention this thread computes."""
+
+    def __init__(self) -> None:
+        self.layer: SparseLayer | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def running(layer: SparseLayer | None) -> Iterator[None]:
+    """Make calls of diffusers' attention backends inside this layer's."""
+    before, _thread.layer = _thread.layer, layer
+    try:
+        yield
+    finally:
+        _thread.layer = before
+
+
+def running_layer() -> SparseLayer | None:
+    """Return the sparse layer whose processor is running in this thread."""
+    return _thread.layer
+
+
+def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:
+    return mask[(None,) * (4 - mask.dim())]
+
+
+@tracing.assume_constant_result
+@cache
+def say_that_graphs_are_dense() -> None:
+    """Log once, when the first layer with sparse attention is compiled, that such layers attend densely."""
+    logger.warning("sparse attention runs eagerly only: inside a compiled graph these layers attend densely")

@@ -1,0 +1,301 @@
+"""Routers: which tiles of keys a block of rows attends to, chosen from means of Q and K without training.
+
+Each is its own specification in PyTorch; scores are float32, because ties of bfloat16 means would choose at random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from sage_kernels.blocks import BlockList
+
+SCORES_AT_ONCE = 2**25
+"""Number of scores of parts that `SubBlockRouter` holds at once."""
+
+Keep = float | tuple[float, ...]
+"""Share of the tiles that each block of rows keeps, of all heads or one number for each head."""
+
+
+class Router(Protocol):
+    """Rule that chooses tiles."""
+
+    def route(
+        self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
+    ) -> BlockList:
+        """Return the tiles that each block of rows attends to.
+
+        Args:
+            query: (batch, q_heads, q_len, head_dim), any floating dtype.
+            key: (batch, kv_heads, kv_len, head_dim); q_heads a multiple of kv_heads.
+            scale: factor of the scores, default head_dim ** -0.5.
+            dense: ranges of tokens (of text), each of which attends to all keys and is attended to by all queries.
+        """
+
+
+@dataclass(frozen=True)
+class MeanRouter:
+    """Router that keeps the tiles whose mean key has the largest scores with the block's mean query.
+
+    Attributes:
+        keep: share of the tiles that a block keeps, at least one tile, `dense` ones not counted.
+        block_m, block_n: rows a block, keys a tile.
+    """
+
+    keep: Keep
+    block_m: int = 128
+    block_n: int = 128
+
+    def __post_init__(self) -> None:
+        _check_keep(self.keep)
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """Return float32 (batch, q_heads, blocks of rows, tiles): mean query · mean key · scale, of real tokens."""
+        return _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
+
+    def route(
+        self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
+    ) -> BlockList:
+        """Return the tiles kept; see `Router.route`."""
+        return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
+
+
+@dataclass(frozen=True)
+class SubBlockRouter:
+    """Router by means of parts of blocks, after SGLang's SubBlock: log Σ_ab exp(mean Q_a · mean K_b · scale).
+
+    Attributes:
+        keep, block_m, block_n: as in `MeanRouter`.
+        parts_m, parts_n: equal parts that a block of rows and a tile of keys are cut into. A part without tokens, in a
+            partial block, does not count.
+    """
+
+    keep: Keep
+    block_m: int = 128
+    block_n: int = 128
+    parts_m: int = 4
+    parts_n: int = 4
+
+    def __post_init__(self) -> None:
+        _check_keep(self.keep)
+        if self.block_m % self.parts_m or self.block_n % self.parts_n:
+            raise ValueError(
+                f"blocks of {self.block_m} rows and {self.block_n} keys have no {self.parts_m} and {self.parts_n} "
+                "equal parts"
+            )
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """Return float32 (batch, q_heads, blocks of rows, tiles); a few blocks at a time, so memory stays linear."""
+        scale = _scale(scale, query)
+        q_means = block_means(query, self.block_m // self.parts_m)
+        k_means = block_means(key, self.block_n // self.parts_n)
+        batch, q_heads, q_parts, _ = q_means.shape
+        row_blocks, tiles = -(-q_parts // self.parts_m), -(-k_means.shape[2] // self.parts_n)
+        scores = q_means.new_empty(batch, q_heads, row_blocks, tiles)
+        at_once = max(1, SCORES_AT_ONCE // max(1, batch * q_heads * self.parts_m * tiles * self.parts_n))
+        for first in range(0, row_blocks, at_once):
+            part = q_means[:, :, first * self.parts_m : (first + at_once) * self.parts_m]
+            fine = _mean_scores(part, k_means, scale)
+            missing = (0, tiles * self.parts_n - fine.shape[3], 0, -fine.shape[2] % self.parts_m)
+            if any(missing):
+                fine = F.pad(fine, missing, value=-torch.inf)
+            fine = fine.unflatten(3, (tiles, self.parts_n)).logsumexp(-1).unflatten(2, (-1, self.parts_m))
+            scores[:, :, first : first + at_once] = fine.logsumexp(3)
+        return scores
+
+    def route(
+        self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
+    ) -> BlockList:
+        """Return the tiles kept; see `Router.route`."""
+        return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
+
+
+@dataclass(frozen=True)
+class ShareRouter:
+    """Router that keeps tiles until their share of the softmax of mean scores reaches a bound (SpargeAttention).
+
+    arXiv 2502.18137. How many tiles are kept depends on how peaked attention is. A block of rows or a tile of keys
+    whose tokens differ, so that its mean says little, is not left out: such a block attends to all tiles, such a tile
+    is attended to by all blocks.
+
+    Attributes:
+        share: bound of the cumulative share, in (0, 1].
+        similarity: least mean cosine of two tokens of a block, those of one token with itself included, from which
+            its mean stands for it.
+        block_m, block_n: rows a block, keys a tile.
+    """
+
+    share: float
+    similarity: float = 0.0
+    block_m: int = 128
+    block_n: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be in (0, 1]; got {self.share}")
+
+    def route(
+        self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
+    ) -> BlockList:
+        """Return the tiles kept; see `Router.route`."""
+        scores = _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
+        weights, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        before = weights.cumsum(-1) - weights
+        needed = before < self.share
+        needed[..., :1] = True  # float32 sums may begin above 0
+        if self.share == 1:
+            needed.fill_(True)
+        kept = torch.zeros_like(needed).scatter_(-1, order, needed)
+        group = query.shape[1] // key.shape[1]
+        kept |= (block_similarity(query, self.block_m) < self.similarity).unsqueeze(-1)
+        kept |= (block_similarity(key, self.block_n) < self.similarity).repeat_interleave(group, 1).unsqueeze(-2)
+        return _with_dense(kept, query, key, dense, self.block_m, self.block_n)
+
+
+def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the mean of each block of `size` tokens: float32 (batch, heads, blocks, channels), of real tokens."""
+    tokens = x.shape[2]
+    if missing := -tokens % size:
+        x = F.pad(x, (0, 0, 0, missing))
+    sums = x.unflatten(2, (-1, size)).sum(3, dtype=torch.float32)
+    counts = (tokens - torch.arange(sums.shape[2], device=x.device) * size).clamp(max=size)
+    return sums / counts[:, None]
+
+
+def block_similarity(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the mean cosine of all pairs of tokens of each block: float32 (batch, heads, blocks).
+
+    Pairs of a token with itself count. It is the squared length of the mean of the tokens' directions.
+    """
+    return block_means(F.normalize(x.float(), dim=-1), size).square().sum(-1)
+
+
+def tile_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float | None = None,
+    *,
+    block_n: int = 128,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the share of each row's attention weight in each tile of keys.
+
+    Args:
+        query, key, scale: as in `Router.route`.
+        block_n: keys a tile.
+        rows: int64 (rows,), those that are looked at; None: all.
+
+    Returns:
+        float32 (batch, q_heads, rows, tiles), whose sums over tiles are 1.
+    """
+    if rows is not None:
+        query = query[:, :, rows]
+    group, parts = query.shape[1] // key.shape[1], []
+    for head in range(key.shape[1]):  # one at a time, for less memory
+        queries = query[:, head * group : (head + 1) * group].float()
+        weights = (queries @ key[:, head : head + 1].float().mT * _scale(scale, query)).softmax(-1)
+        parts.append(F.pad(weights, (0, -key.shape[2] % block_n)).unflatten(-1, (-1, block_n)).sum(-1))
+    return torch.cat(parts, 1)
+
+
+def kept_mass(
+    query: torch.Tensor, key: torch.Tensor, blocks: BlockList, scale: float | None = None, sampled_rows: int = 64
+) -> torch.Tensor:
+    """Return the share of attention weight in the listed tiles, the mean over evenly spaced rows.
+
+    Args:
+        query, key, scale: as in `Router.route`.
+        blocks: a list for them.
+        sampled_rows: the number of rows.
+
+    Returns:
+        float32 (batch, q_heads).
+    """
+    q_len = query.shape[2]
+    rows = torch.linspace(0, q_len - 1, min(sampled_rows, q_len), device=query.device).long()
+    mass = tile_mass(query, key, scale, block_n=blocks.block_n, rows=rows)
+    return (mass * blocks.kept(key.shape[2])[:, :, rows // blocks.block_m]).sum(-1).mean(-1)
+
+
+def even_budgets(mass: torch.Tensor, keep: float) -> tuple[float, ...]:
+    """Return a share of tiles for each head, so that all heads keep about the same share of their attention weight.
+
+    A head's curve is the weight in its n heaviest tiles, the mean over rows; the level that all heads reach is the
+    highest one at which they keep `keep` of all tiles in the mean.
+
+    Args:
+        mass: (batch, q_heads, rows, tiles), a result of `tile_mass`.
+        keep: mean share of the tiles, in (0, 1].
+    """
+    _check_keep(keep)
+    curves = mass.sort(-1, descending=True).values.cumsum(-1).mean((0, 2)).double()
+    heads, tiles = curves.shape
+    allowed = max(heads, math.floor(keep * heads * tiles + 1e-6))
+
+    def needed(level: float) -> torch.Tensor:
+        return ((curves < level).sum(-1) + 1).clamp(max=tiles)
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if int(needed(middle).sum()) <= allowed else (low, middle)
+    return tuple((needed(low) / tiles).tolist())
+
+
+def _scale(scale: float | None, query: torch.Tensor) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _mean_scores(q_means: torch.Tensor, k_means: torch.Tensor, scale: float) -> torch.Tensor:
+    group = q_means.shape[1] // k_means.shape[1]
+    return q_means @ k_means.repeat_interleave(group, 1).mT * scale
+
+
+def _check_keep(keep: Keep) -> None:
+    for share in keep if isinstance(keep, tuple) else (keep,):
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"keep must be a share in (0, 1], or a tuple with one for each head; got {keep!r}")
+
+
+def _keep_most(
+    scores: torch.Tensor,
+    keep: Keep,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    dense: Sequence[slice],
+    block_m: int,
+    block_n: int,
+) -> BlockList:
+    """Keep the tiles of the largest scores; of equal ones, those that come first."""
+    heads, tiles = scores.shape[1], scores.shape[3]
+    shares = keep if isinstance(keep, tuple) else (keep,) * heads
+    if len(shares) != heads:
+        raise ValueError(f"keep has {len(shares)} shares, one for each head, and the call has {heads} heads")
+    numbers = [max(1, math.ceil(share * tiles - 1e-6)) for share in shares]
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    if len(set(numbers)) == 1 and all(one.stop is not None and one.start == one.stop for one in dense):
+        best = order[..., : numbers[0]].sort(-1).values.int()
+        return BlockList(best.new_full(best.shape[:3], numbers[0]), best, block_m, block_n)
+    of_head = torch.tensor(numbers, device=scores.device)[:, None, None]
+    most = (torch.arange(tiles, device=scores.device) < of_head).expand_as(order)
+    kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, most)
+    return _with_dense(kept, query, key, dense, block_m, block_n)
+
+
+def _with_dense(
+    kept: torch.Tensor, query: torch.Tensor, key: torch.Tensor, dense: Sequence[slice], block_m: int, block_n: int
+) -> BlockList:
+    """Keep the rows and columns of `dense` tokens as well, and list the tiles kept."""
+    for tokens in dense:
+        start, stop, _ = tokens.indices(query.shape[2])
+        if stop > start:
+            kept[:, :, start // block_m : -(-stop // block_m)] = True
+        start, stop, _ = tokens.indices(key.shape[2])
+        if stop > start:
+            kept[..., start // block_n : -(-stop // block_n)] = True
+    return BlockList.of_kept(kept, block_m, block_n)

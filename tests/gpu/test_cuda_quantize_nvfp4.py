@@ -1,0 +1,140 @@
+"""The operands of quantize_nvfp4.cu are those of the Triton quantisers, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels.cuda import compiler
+from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.dispatch import request_of
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import select
+from tests.helpers import triton_calls
+from tests.helpers.layouts import lay_out
+
+pytestmark = [
+    pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SAGE3, PAPER = get_recipe("sage3"), get_recipe("sage3_paper")
+RECIPES = {
+    "sage3": SAGE3,
+    "sage3_paper": PAPER,
+    "no heavy keys": replace(SAGE3, heavy_keys=0),
+    "no rotation": replace(SAGE3, rotate=False, balance=False),
+    "Q not smoothed": replace(SAGE3, smooth_q=False),
+    "K and V not smoothed": replace(SAGE3, smooth_k=False, smooth_v=False),
+    "three scales": replace(SAGE3, scale_steps=(-1, 4)),
+}
+SIZES = [  # batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim
+    (1, 4, 4, 1024, 1088, 128, 128),
+    (2, 4, 2, 300, 500, 64, 64),
+    (1, 3, 1, 16500, 1000, 128, 128),  # more than 128 blocks
+    (2, 2, 2, 130, 16520, 128, 128),
+    (1, 4, 2, 257, 333, 80, 96),
+    (1, 2, 2, 200, 64, 40, 48),
+    (1, 2, 2, 1, 129, 112, 72),
+]
+
+
+def draw(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype=torch.bfloat16):
+    """Q, K and V with means and channels of different magnitudes."""
+    generator = torch.Generator("cuda").manual_seed(head_dim + q_len)
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    tensors = []
+    for heads, tokens, channels in (
+        (q_heads, q_len, head_dim),
+        (kv_heads, kv_len, head_dim),
+        (kv_heads, kv_len, v_head_dim),
+    ):
+        x = normal(batch, heads, tokens, channels) + normal(heads, 1, channels)
+        tensors.append((x * normal(channels).exp()).to(dtype))
+    return tensors
+
+
+def parts(operands):
+    """The operands' tensors by name; mean_score, which is summed in another order, is left out."""
+    found = {name: x for name, x in vars(operands).items() if isinstance(x, torch.Tensor) and name != "mean_score"}
+    found |= {f"statistics.{name}": x for name, x in vars(operands.statistics).items() if x is not None}
+    if operands.heavy is not None:
+        found |= {"heavy.key": operands.heavy.key, "heavy.value": operands.heavy.value}
+    return found
+
+
+def check(inputs, recipe=SAGE3, return_lse=False):
+    call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
+    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    actual, expected = NVFP4Quantizer().quantize(call), triton_calls.quantize(call)
+    assert parts(actual).keys() == parts(expected).keys()
+    for name, y in parts(expected).items():
+        x = parts(actual)[name]
+        assert x.shape == y.shape and x.dtype == y.dtype, name
+        if x.dtype.is_floating_point:  # a NaN is like any other
+            assert torch.equal(x.isnan(), y.isnan()), name
+            x, y = x.nan_to_num(), y.nan_to_num()
+        assert torch.equal(x, y), name
+    if not return_lse:
+        return
+    scores, query = actual.mean_score, inputs[0]
+    group = query.shape[1] // inputs[1].shape[1]
+    mean = expected.statistics.key_mean.double().repeat_interleave(group, 1)[..., None, : query.shape[3]]
+    products = query.double() * mean
+    bound = products.abs().sum(-1) * query.shape[3] * 2.0**-24
+    assert ((scores[:, :, : query.shape[2]] - products.sum(-1)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operands_are_those_of_triton_at_every_size(sizes, dtype):
+    check(draw(*sizes, dtype=dtype), return_lse=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_operands_are_those_of_triton_for_every_recipe(name):
+    check(draw(2, 2, 2, 300, 333, 128, 128), RECIPES[name])
+    check(draw(2, 2, 2, 300, 333, 64, 64), RECIPES[name])
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "packed"])
+def test_strides_do_not_matter(layout):
+    check([lay_out(x, layout) for x in draw(2, 2, 2, 300, 333, 128, 128)])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["sage3", "sage3_paper", "no rotation"])
+def test_what_is_not_finite_spoils_what_it_spoils_in_triton(bad, name):
+    query, key, value = draw(1, 2, 2, 300, 333, 128, 128)
+    query[0, 0, 3, 5], key[0, 0, 70, 2], key[0, 1, 7, 2], value[0, 0, 330, 8], value[0, 1, 100, 3] = [bad] * 5
+    check((query, key, value), RECIPES[name])
+
+
+@pytest.mark.parametrize("exponents", [(-110, -115, -105), (110, 100, 115)])
+def test_tiny_and_huge_values_use_the_tensor_scale(exponents):
+    check([x * 2.0**exponent for x, exponent in zip(draw(1, 2, 2, 300, 333, 128, 128), exponents, strict=True)])
+
+
+def test_zeros_stay_zeros():
+    query, key, value = draw(1, 2, 2, 300, 333, 128, 128)
+    query[:, :, 100:], key[:, :, 200:], value[:, :, 200:] = 0, 0, 0
+    check((query, key, value))
+    check([torch.zeros_like(x) for x in (query, key, value)])
+
+
+def test_it_is_chosen_before_triton_s_but_not_for_masks():
+    inputs = draw(1, 2, 2, 300, 333, 128, 128)
+    call = triton_calls.new_call(*inputs, "sage3")
+    assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
+    valid = torch.ones(1, 333, dtype=torch.bool, device="cuda")
+    assert NVFP4Quantizer().unsupported(request_of(triton_calls.new_call(*inputs, "sage3", valid=valid))) == "no masks"
+
+
+def test_reruns_are_equal():
+    inputs = draw(2, 4, 4, 1000, 1000, 128, 128)
+    call = triton_calls.new_call(*inputs, "sage3")
+    first, second = (parts(NVFP4Quantizer().quantize(call)) for _ in range(2))
+    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)

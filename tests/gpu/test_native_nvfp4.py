@@ -1,0 +1,151 @@
+"""The native NVFP4 forward without FP4 hardware: portable functions stand for the instructions that need it.
+
+All else is what runs on compute capability 12.x: its tiles and masks, scales loaded in words, the vote before the
+accumulator is rescaled, logarithms of the special function unit.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sage_kernels import exact
+from sage_kernels.language import nvfp4
+from sage_kernels.language.formats import dequantize, encode_e2m1, round_to_e2m1
+from sage_kernels.recipe import get_recipe
+from sage_kernels.reference import forward as reference
+from sage_kernels.triton import nvfp4_forward
+from sage_kernels.triton.configs import Config
+from tests.helpers.triton_calls import attend, new_call
+
+BLACKWELL = (12, 0)
+# Without the search for scales, which the forward kernel knows nothing of, and which compiles for long.
+RECIPES = {name: replace(get_recipe(name), scale_steps=(0, 0)) for name in ("sage3", "sage3_paper")}
+# Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
+# across a rounding boundary: their errors against float64 agree to a few percent.
+RATIO = 1.05
+
+
+@triton.jit
+def portable_dot(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
+    """Do as `dot_nvfp4`, in float16, which holds every product's factors."""
+    return tl.dot(dequantize(a, a_scale), tl.trans(dequantize(b, b_scale)), accumulator)
+
+
+@triton.jit
+def portable_bytes(words):
+    """Do as `native_bytes`, in any layout."""
+    shift = (8 * tl.arange(0, 4))[None, None, :]
+    return tl.reshape((words[:, :, None] >> shift).to(tl.uint8), (words.shape[0], words.shape[1] * 4))
+
+
+@triton.jit
+def portable_pack(x):
+    """Do as `native_pack_e2m1`."""
+    value = tl.reshape(round_to_e2m1(x), (x.shape[0], x.shape[1] // 8, 8))
+    code = encode_e2m1(value, value) & 7
+    words = tl.sum(code << (4 * tl.arange(0, 8))[None, None, :], 2)
+    return words, tl.sum((2 * value).to(tl.int32), 2)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(autouse=True)
+def portable_instructions(monkeypatch, cache):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(nvfp4_forward, "dot_nvfp4", portable_dot)
+    monkeypatch.setattr(nvfp4, "dot_nvfp4", portable_dot)
+    monkeypatch.setattr(nvfp4, "native_bytes", portable_bytes)
+    monkeypatch.setattr(nvfp4, "native_pack_e2m1", portable_pack)
+    # A decoded tile of K and V beside what the native kernel holds: of two more tiles there is no room.
+    monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(128, 128, 8, 2))
+    caches = nvfp4_forward.nvfp4_forward.device_caches
+    kept = dict(caches)
+    caches.clear()
+    yield
+    caches.clear()
+    caches.update(kept)
+
+
+def random_inputs(q_len, kv_len, q_heads, kv_heads, head_dim, batch=2):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(heads, tokens, bias):
+        mean = torch.randn(batch, heads, 1, head_dim, generator=generator, device="cuda") * bias
+        return (torch.randn(batch, heads, tokens, head_dim, generator=generator, device="cuda") + mean).bfloat16()
+
+    # Keys grow, so that maxima do until late in a row.
+    key = random(kv_heads, kv_len, 2) * torch.linspace(0.3, 1, kv_len, device="cuda")[:, None]
+    return random(q_heads, q_len, 1), key.bfloat16(), random(kv_heads, kv_len, 1)
+
+
+def bool_mask(*shape):
+    return torch.rand(shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda") > 0.4
+
+
+def additive_mask(*shape):
+    generator = torch.Generator("cuda").manual_seed(2)
+    mask = torch.randn(shape, generator=generator, device="cuda") * 3
+    return mask.masked_fill(torch.rand(shape, generator=generator, device="cuda") > 0.8, -torch.inf)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        ("sage3", {}),
+        ("sage3", {"return_lse": True}),
+        ("sage3", {"is_causal": True}),
+        ("sage3", {"is_causal": True, "causal_offset": 37, "return_lse": True}),
+        ("sage3", {"mask": (1, 1, 300, 700)}),
+        ("sage3", {"mask": (2, 1, 1, 700), "return_lse": True}),
+        ("sage3", {"mask": (2, 4, 300, 700), "is_causal": True}),
+        ("sage3", {"bias": (1, 4, 300, 700)}),
+        ("sage3_paper", {"return_lse": True}),
+        ("sage3_paper", {"is_causal": True}),
+    ],
+    ids=str,
+)
+def test_the_native_kernel_has_the_recipe_s_error(recipe, options, head_dim):
+    options = dict(options)
+    return_lse = options.pop("return_lse", False)
+    if shape := options.get("mask"):
+        options["mask"] = bool_mask(*shape)
+    if shape := options.pop("bias", None):
+        options["mask"] = additive_mask(*shape)
+    inputs = random_inputs(300, 700, 4, 2, head_dim)
+    call = new_call(*inputs, RECIPES[recipe], return_lse=return_lse, **options)
+    output, lse = attend(call, BLACKWELL, native=True)
+    expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=128, **options)
+    true, _ = exact.attention(*inputs, **options)
+
+    def error(x):
+        return ((x.double() - true).abs().sum() / true.abs().sum()).item()
+
+    assert error(output) <= RATIO * error(expected)
+    if return_lse:
+        torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=2e-5)
+
+
+def test_rows_without_a_key_are_zero():
+    inputs = random_inputs(140, 260, 2, 2, 64)
+    mask = torch.ones(1, 1, 140, 260, dtype=torch.bool, device="cuda")
+    mask[..., 7, :] = False
+    mask[..., 128:, :] = False
+    output, lse = attend(new_call(*inputs, RECIPES["sage3"], mask=mask, return_lse=True), BLACKWELL, native=True)
+    nothing = ~mask[0, 0].any(-1)
+    assert output[:, :, nothing].count_nonzero() == 0 and (lse[:, :, nothing] == -torch.inf).all()
+    assert output[:, :, ~nothing].isfinite().all() and lse[:, :, ~nothing].isfinite().all()
+
+
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it():
+    query, key, value = random_inputs(140, 300, 2, 2, 64)
+    key[0, 0, 100, 5] = torch.nan
+    output, _ = attend(new_call(query, key, value, RECIPES["sage3"], is_causal=True), BLACKWELL, native=True)
+    expected, _ = reference.attention(query, key, value, RECIPES["sage3"], is_causal=True, block_n=128)
+    assert torch.equal(output.isnan(), expected.isnan())

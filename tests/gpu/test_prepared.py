@@ -1,0 +1,299 @@
+"""Prepared calls on a GPU: their results are those of the first call, whatever changes between calls."""
+
+import threading
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from sage_hf import record, sage_attention
+from sage_kernels import prepared
+from sage_kernels.prepared import LowBitCall
+
+SHAPE = (2, 4, 320, 64)
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    prepared.forget()
+    yield
+    prepared.forget()
+
+
+def draw(device, *shape, dtype=torch.bfloat16, count=3):
+    return [torch.randn(shape or SHAPE, device=device, dtype=dtype) for _ in range(count)]
+
+
+def unprepared(*tensors, **options):
+    """The result of a call's first time."""
+    prepared.forget()
+    result = sage_attention(*tensors, **{"recipe": "sage2", "fallback": "error", **options})
+    prepared.forget()
+    return result
+
+
+def repeat(*tensors, **options):
+    return sage_attention(*tensors, **{"recipe": "sage2", "fallback": "error", **options})
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """The calls that were repeated, not run anew."""
+    calls = []
+    original = LowBitCall.__call__
+    monkeypatch.setattr(LowBitCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
+    return calls
+
+
+def same(one, other) -> bool:
+    pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+    return all(torch.equal(x, y) and x.stride() == y.stride() for x, y in pairs)
+
+
+MASKED = {"attn_mask": "keys"}
+CALLS = {
+    "plain": (SHAPE, {}),
+    "128 channels": ((1, 4, 500, 128), {}),
+    "80 channels": ((1, 4, 500, 80), {}),
+    "causal": (SHAPE, {"is_causal": True}),
+    "lse": (SHAPE, {"return_lse": True}),
+    "scale": (SHAPE, {"scale": 0.3}),
+    "few keys": ((1, 2, 64, 64), {}),
+    "keys": (SHAPE, MASKED),
+    "keys and lse": ((2, 4, 320, 128), {**MASKED, "return_lse": True}),
+    "float16": (SHAPE, {"dtype": torch.float16}),
+    "sage1": (SHAPE, {"recipe": "sage1"}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, repeated, name):
+    shape, options = CALLS[name]
+    options = dict(options)
+    dtype = options.pop("dtype", torch.bfloat16)
+    calls = [draw(device, *shape, dtype=dtype) for _ in range(5)]
+    masks = [torch.rand(shape[0], 1, 1, shape[2], device=device) > 0.3 for _ in calls]
+
+    def given(number):
+        return options | ({"attn_mask": masks[number]} if "attn_mask" in options else {})
+
+    wanted = [unprepared(*tensors, **given(number)) for number, tensors in enumerate(calls)]
+    for number, tensors in enumerate(calls):
+        assert same(repeat(*tensors, **given(number)), wanted[number])
+    assert len(repeated) == 3
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_repeated_call_reads_nothing_that_it_has_not_written(device, repeated):
+    query, key, value = draw(device, 1, 2, 200, 64)
+    wanted = unprepared(query, key, value, return_lse=True)
+    for _ in range(4):
+        assert same(repeat(query, key, value, return_lse=True), wanted)
+    assert len(repeated) == 2
+
+
+def test_strides_and_shared_memory_may_change(device, repeated):
+    """Q, K and V in one buffer, apart, tokens before heads, or one tensor three times."""
+    together = torch.randn(2, 320, 3, 4, 64, device=device, dtype=torch.bfloat16)
+    layouts = [
+        [x.transpose(1, 2) for x in together.unbind(2)],
+        [x.transpose(1, 2).contiguous() for x in together.unbind(2)],
+        [together[:, :, 0].transpose(1, 2)] * 3,
+        [x[:, :, :300] for x in draw(device)],
+    ]
+    wanted = [unprepared(*tensors) for tensors in layouts]
+    for _ in range(4):
+        for tensors, output in zip(layouts, wanted, strict=True):
+            assert same(repeat(*tensors), output)
+    assert len(repeated) >= 8
+
+
+def test_an_unaligned_tensor_is_served_as_before(device, repeated):
+    for _ in range(3):
+        repeat(*draw(device))
+    repeated.clear()
+    query, key, value = draw(device)
+    shifted = torch.empty(query.numel() + 1, device=device, dtype=query.dtype)[1:].view(SHAPE).copy_(query)
+    assert not repeated
+    output = sage_attention(shifted, key, value, recipe="sage2")
+    assert torch.allclose(output.float(), repeat(query, key, value).float(), atol=0.1)
+
+
+def test_each_stream_has_its_own_work_and_its_own_memory(device, repeated):
+    inputs = [draw(device) for _ in range(8)]
+    wanted = [unprepared(*tensors) for tensors in inputs]
+    for tensors in inputs[:2]:
+        repeat(*tensors)
+    torch.cuda.synchronize()
+    streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
+    for turn in range(4):
+        for number, tensors in enumerate(inputs):
+            with torch.cuda.stream(streams[(number + turn) % 4]):
+                outputs.append(repeat(*tensors))
+    torch.cuda.synchronize()
+    assert all(same(x, wanted[number % 8]) for number, x in enumerate(outputs))
+    assert len(repeated) == 32
+
+
+def test_a_graph_captures_a_repeated_call(device, repeated):
+    query, key, value = draw(device)
+    for _ in range(3):
+        repeat(query, key, value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = repeat(query, key, value)
+    eager = repeat(*draw(device))  # other addresses, between capture and replay
+    for _ in range(3):
+        new = draw(device)
+        for x, y in zip((query, key, value), new, strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert same(output, unprepared(*new))
+    assert eager.isfinite().all() and len(repeated) == 3
+
+
+def test_threads_repeat_the_same_call_at_the_same_time(device):
+    inputs = [draw(device) for _ in range(4)]
+    wanted = [unprepared(*tensors) for tensors in inputs]
+    for _ in range(3):
+        repeat(*inputs[0])
+    wrong = []
+
+    def work(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outputs = [repeat(*inputs[number]) for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+        wrong.extend(number for x in outputs if not same(x, wanted[number]))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_thread_that_has_not_used_the_gpu_repeats_a_call(device):
+    tensors = draw(device)
+    wanted = unprepared(*tensors)
+    for _ in range(3):
+        repeat(*tensors)
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.append(repeat(*tensors)))
+    thread.start()
+    thread.join()
+    assert same(outputs[0], wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_has_its_own_calls(device, repeated):
+    for _ in range(4):
+        for index in (0, 1):
+            tensors = draw(torch.device("cuda", index))
+            assert repeat(*tensors).get_device() == index
+    assert len(repeated) == 4
+
+
+def test_a_compiled_graph_repeats_its_calls(device, repeated):
+    query, key, value = draw(device)
+    wanted = unprepared(query, key, value)
+    compiled = torch.compile(lambda *tensors: repeat(*tensors), fullgraph=True)
+    with torch.no_grad():
+        for _ in range(5):
+            assert same(compiled(query, key, value), wanted)
+    assert len(repeated) >= 2
+
+
+def test_observers_and_layers_see_a_repeated_call(device, repeated):
+    layer, seen = torch.nn.Identity(), []
+    for _ in range(3):
+        repeat(*draw(device))
+    with record.layer_scope(layer), record.observe(seen.append):
+        repeat(*draw(device))
+    assert len(seen) == 1 and seen[0].plan is record.last_plans(layer)[0]
+    assert seen[0].plan.recipe == "sage2" and len(repeated) == 2
+
+
+TRAINING = {
+    "plain": (SHAPE, {}),
+    "128 channels, causal": ((1, 4, 500, 128), {"is_causal": True}),
+    "keys": (SHAPE, MASKED),
+    "int8": (SHAPE, {"recipe": "sage_bwd_int8"}),
+    "sum": (SHAPE, {}),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_repeated_gradients_are_bitwise_those_of_the_first_time(device, name):
+    shape, options = TRAINING[name]
+    options = {"recipe": "sage_bwd", "fallback": "error", **options}
+    calls = [
+        ([x.requires_grad_() for x in draw(device, *shape)], torch.randn_like(draw(device, *shape)[0]))
+        for _ in range(5)
+    ]
+    masks = [torch.rand(shape[0], 1, 1, shape[2], device=device) > 0.3 for _ in calls]
+
+    def step(number):
+        inputs, gradient = calls[number]
+        output = sage_attention(*inputs, **options | ({"attn_mask": masks[number]} if "attn_mask" in options else {}))
+        if name == "sum":  # whose gradient is one number, expanded
+            return output, *torch.autograd.grad(output.float().sum().to(output.dtype), inputs)
+        return output, *torch.autograd.grad(output, inputs, gradient)
+
+    wanted = []
+    for number in range(5):
+        prepared.forget()
+        wanted.append(step(number))
+    prepared.forget()
+    found = [step(number) for number in range(5)]
+    assert "_Attention" in type(found[-1][0].grad_fn).__name__
+    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_repeated_call_has_no_second_derivative(device):
+    inputs = [x.requires_grad_() for x in draw(device)]
+    outputs = [sage_attention(*inputs, recipe="sage_bwd", fallback="error") for _ in range(3)]
+    first = torch.autograd.grad(outputs[-1].float().sum(), inputs, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(first[0].float().sum(), inputs)
+
+
+def test_a_graph_captures_repeated_gradients(device):
+    inputs = [x.requires_grad_() for x in draw(device)]
+    gradient = torch.randn_like(inputs[0])
+
+    def step():
+        return torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd", fallback="error"), inputs, gradient)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            wanted = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, wanted, strict=True))
+
+
+def test_checkpointing_recomputes_a_repeated_call(device):
+    inputs = [x.requires_grad_() for x in draw(device)]
+
+    def attend(*tensors):
+        return sage_attention(*tensors, recipe="sage_bwd", fallback="error")
+
+    wanted = torch.autograd.grad(attend(*inputs).float().sum(), inputs)
+    for _ in range(4):
+        output = torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)
+        found = torch.autograd.grad(output.float().sum(), inputs)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_what_cannot_be_repeated_is_run_anew(device, repeated):
+    tensors = draw(device)
+    wanted = unprepared(*tensors, scale=-0.2)
+    for _ in range(4):
+        assert same(repeat(*tensors, scale=-0.2), wanted)
+    assert not repeated

@@ -1,0 +1,82 @@
+"""Block lists at the front door: recipes, gradients, refusals, compiled calls."""
+
+import pytest
+import torch
+
+from sage_hf import record, sage_attention
+from sage_kernels import exact
+from sage_kernels.registry import KernelUnavailableError
+from tests.helpers.blocks import as_mask, draw_blocks
+
+
+def draw():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, n, 32, generator=generator) for heads, n in ((4, 300), (2, 330), (2, 330))]
+
+
+def plans_of(function, *args, **kwargs):
+    layer = torch.nn.Identity()
+    result = record.run_in_layer(layer, function, *args, **kwargs)
+    return result, record.last_plans(layer)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+def test_a_call_attends_to_the_listed_tiles(recipe):
+    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330, 64, 64)
+    options = {"enable_gqa": True, "recipe": recipe, "blocks": blocks, "return_lse": True}
+    (output, lse), (plan,) = plans_of(sage_attention, *inputs, **options)
+    truth, truth_lse = exact.attention(*inputs, mask=as_mask(blocks, 300, 330))
+    assert plan.request.mask == "blocks"
+    assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
+    assert not output[lse == -torch.inf].any()
+    assert (output - truth).norm() / truth.norm() < (0.05 if recipe == "sage2" else 1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage_bwd", "exact"])
+def test_gradients_are_exact_and_reported(recipe):
+    inputs, blocks = [x.double() if recipe == "exact" else x for x in draw()], draw_blocks(2, 4, 300, 330, 64, 64)
+    inputs = [x.requires_grad_() for x in inputs]
+    output, (plan,) = plans_of(sage_attention, *inputs, enable_gqa=True, recipe=recipe, blocks=blocks)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    found = torch.autograd.grad((output * weight).sum(), inputs)
+    query, key, value = (x.detach().double().requires_grad_() for x in inputs)
+    scores = query @ key.repeat_interleave(2, 1).mT * 32**-0.5
+    allowed = as_mask(blocks, 300, 330)
+    p = scores.masked_fill(~allowed, -1e300).softmax(-1) * allowed.any(-1, keepdim=True)
+    truth = torch.autograd.grad((p @ value.repeat_interleave(2, 1) * weight).sum(), (query, key, value))
+    for actual, expected in zip(found, truth, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
+    assert plan.kernel == "sdpa"
+    if recipe == "sage2":
+        assert plan.reason == "sage2 is forward only and gradients are wanted"
+    if recipe == "sage_bwd":
+        assert plan.reason == "gradients over a block list are exact"
+        with pytest.raises(KernelUnavailableError, match="gradients over a block list"):
+            sage_attention(*inputs, enable_gqa=True, recipe=recipe, blocks=blocks, fallback="error")
+
+
+def test_a_mask_of_scores_beside_a_list_is_refused():
+    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
+    for recipe in ("sage2", "exact"):
+        with pytest.raises(ValueError, match="which keys exist"):
+            sage_attention(*inputs, torch.zeros(300, 330), enable_gqa=True, recipe=recipe, blocks=blocks)
+
+
+def test_padding_and_a_list_go_together():
+    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
+    keys = torch.arange(330) < 200
+    output = sage_attention(*inputs, keys[None, None, None], enable_gqa=True, recipe="sage2", blocks=blocks)
+    truth, _ = exact.attention(*inputs, mask=as_mask(blocks, 300, 330) & keys)
+    assert (output - truth).norm() / truth.norm() < 0.05
+
+
+def test_a_compiled_call_is_the_eager_one():
+    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
+
+    def attend(query, key, value, counts, tiles):
+        lists = blocks._replace(counts=counts, tiles=tiles)
+        return sage_attention(query, key, value, enable_gqa=True, recipe="sage2", blocks=lists)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    arguments = (*inputs, blocks.counts, blocks.tiles)
+    assert torch.equal(compiled(*arguments), attend(*arguments))

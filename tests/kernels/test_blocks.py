@@ -1,0 +1,208 @@
+"""Block lists: the tiles of keys that each block of rows attends to, on every device's doors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import blocks as block_lists
+from sage_kernels import dispatch, exact, ops
+from sage_kernels.blocks import BlockList
+from sage_kernels.call import Call, Mask
+from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.reference import forward as reference
+from sage_kernels.registry import Request, select
+from sage_kernels.triton import registration
+from tests.helpers.blocks import as_mask, draw_blocks
+
+SIZES = ((128, 128), (128, 64), (64, 64), (64, 128))
+
+
+def draw(batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=330, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(batch, q_heads, q_len, 64, generator=generator).to(dtype),
+        torch.randn(batch, kv_heads, kv_len, 64, generator=generator).to(dtype),
+        torch.randn(batch, kv_heads, kv_len, 32, generator=generator).to(dtype),
+    )
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), SIZES)
+def test_a_list_of_kept_tiles_lists_those(block_m, block_n):
+    blocks = draw_blocks(2, 3, 300, 330, block_m, block_n)
+    kept = blocks.kept(330)
+    assert torch.equal(kept.sum(-1, dtype=torch.int32), blocks.counts)
+    again = BlockList.of_kept(kept, block_m, block_n, places=kept.shape[-1])
+    assert torch.equal(again.kept(330), kept)
+    assert torch.equal(blocks.mask(330, 0, 300), as_mask(blocks, 300, 330))
+    few = BlockList.of_kept(kept[:, :, 1:-1], block_m, block_n, places=int(kept[:, :, 1:-1].sum(-1).max()))
+    assert torch.equal(few.kept(330), kept[:, :, 1:-1])
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), SIZES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"keys": True}])
+@pytest.mark.parametrize("recipe", ["exact", "sage2", "sage1", "sage3"])
+def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m, block_n):
+    """In few bits without heavy keys, to the bit."""
+    inputs, options = draw(), dict(options)
+    blocks = draw_blocks(2, 4, 300, 330, block_m, block_n)
+    mask = as_mask(blocks, 300, 330)
+    keys = None
+    if options.pop("keys", False):
+        keys = (torch.rand(2, 1, 1, 330, generator=torch.Generator().manual_seed(3)) < 0.8).clone()
+        keys[..., 128:256] = False
+        mask = mask & keys
+    output, lse = ops.attention(
+        *inputs, mask=keys, blocks=blocks, recipe=recipe, return_lse=True, fallback="emulate", **options
+    )
+    truth, truth_lse = exact.attention(*inputs, mask=mask, **options)
+    assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
+    assert (lse == -torch.inf)[:, :, :block_m].all()
+    assert not output[lse == -torch.inf].any()
+    if recipe == "exact":
+        finite = truth_lse != -torch.inf
+        assert (output - truth).norm() / truth.norm() < 1e-5
+        assert torch.allclose(lse[finite].double(), truth_lse[finite], atol=1e-4)
+        return
+    # Each key is listed by some block, so means and scales are the same.
+    expected = reference.attention(*inputs, replace(RECIPES[recipe], heavy_keys=0), mask=mask, **options)
+    assert torch.equal(output, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage3"])
+def test_all_tiles_listed_is_dense_attention_without_heavy_keys(recipe):
+    inputs = draw()
+    blocks = BlockList.of_kept(torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    output, lse = ops.attention(*inputs, blocks=blocks, recipe=recipe, return_lse=True, fallback="emulate")
+    expected, expected_lse = reference.attention(*inputs, replace(get_recipe(recipe), heavy_keys=0))
+    assert torch.equal(output, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_a_list_that_is_the_same_for_all_batches_and_heads_is_stored_once():
+    inputs = draw()
+    blocks = draw_blocks(1, 1, 300, 330)
+    full = blocks._replace(counts=blocks.counts.expand(2, 4, -1), tiles=blocks.tiles.expand(2, 4, -1, -1))
+    for recipe in ("sage2", "exact"):
+        for actual, expected in zip(
+            *(ops.attention(*inputs, blocks=one, recipe=recipe, return_lse=True) for one in (blocks, full)), strict=True
+        ):
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+def test_one_tile_kept_attends_to_that_tile(recipe):
+    query, key, value = draw()
+    kept = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    kept[..., 2] = True
+    output, _ = ops.attention(query, key, value, blocks=BlockList.of_kept(kept), recipe=recipe)
+    truth, _ = exact.attention(query, key[:, :, 256:], value[:, :, 256:])
+    assert (output - truth).norm() / truth.norm() < (0.05 if recipe == "sage2" else 1e-5)
+
+
+def test_opcheck_passes():
+    blocks = draw_blocks(2, 4, 300, 330)
+    for dtype in (torch.float32, torch.bfloat16):
+        for mask in (None, torch.ones(2, 1, 1, 330, dtype=torch.bool)):
+            torch.library.opcheck(
+                torch.ops.sage_kernels.block_attention.default,
+                (*draw(dtype=dtype), mask, *blocks, False, 0, None, "sage2", "native", True),
+            )
+
+
+def test_one_compiled_graph_serves_all_lengths_without_breaks():
+    compiled = torch.compile(
+        lambda q, k, v, blocks: ops.attention(q, k, v, blocks=blocks, recipe="sage2", return_lse=True),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    with torch.compiler.set_stance("default"):
+        for q_len, kv_len in ((300, 330), (200, 500)):
+            inputs, blocks = draw(q_len=q_len, kv_len=kv_len), draw_blocks(2, 4, q_len, kv_len)
+            expected = ops.attention(*inputs, blocks=blocks, recipe="sage2", return_lse=True)
+            for actual, wanted in zip(compiled(*inputs, blocks), expected, strict=True):
+                assert torch.equal(actual, wanted)
+
+
+def test_the_plan_shows_the_kind_of_mask():
+    heard = []
+    dispatch.plan_listeners.append(heard.append)
+    try:
+        ops.attention(*draw(), blocks=draw_blocks(2, 4, 300, 330), recipe="sage2")
+    finally:
+        dispatch.plan_listeners.remove(heard.append)
+    assert [(plan.request.mask, plan.recipe, plan.kernel) for plan in heard] == [("blocks", "sage2", "reference")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "kernel", "ran"),
+    [
+        ("sage2", (9, 0), "int8_forward", "sage2"),
+        ("sage1", (8, 0), "int8_forward", "sage1"),
+        ("sage3", (12, 0), "int8_forward", "sage2"),
+    ],
+)
+def test_kernels_without_lists_are_passed_over_with_a_reason(recipe, capability, kernel, ran, monkeypatch):
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
+    request = Request(
+        recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 64, 64, "blocks", False, False, aligned=True
+    )
+    select.cache_clear()
+    plan = select(request)
+    select.cache_clear()
+    assert (plan.kernel, plan.recipe) == (kernel, ran)
+    reasons = " ".join(reason for _, reason in plan.passed_over)
+    if capability == (9, 0):
+        assert "no masks but those of keys" in reasons
+    if recipe == "sage3":
+        assert "no block lists" in plan.reason
+
+
+def test_lists_that_do_not_fit_are_refused():
+    inputs = draw()
+    good = draw_blocks(2, 4, 300, 330)
+
+    def refused(blocks, error=ValueError, mask=None, **match):
+        with pytest.raises(error, **match):
+            ops.attention(*inputs, blocks=blocks, mask=mask, recipe="sage2")
+
+    refused(good._replace(counts=good.counts.long()), TypeError, match="int32")
+    refused(good._replace(block_m=32), match="64 or 128")
+    refused(good._replace(block_m=64), match="blocks of 64")
+    refused(good._replace(tiles=good.tiles[0]), match="with places")
+    refused(good._replace(tiles=good.tiles + 1), match="0 to 2")
+    refused(good._replace(counts=good.counts + 2), match=r"blocks\.counts must be 0 to 3")
+    refused(good._replace(tiles=torch.zeros_like(good.tiles)), match="twice")
+    refused(good, match="which keys exist", mask=torch.ones(1, 1, 300, 330, dtype=torch.bool))
+    refused(good, match="which keys exist", mask=torch.zeros(1, 1, 1, 330))
+
+
+def test_a_call_beside_a_list_has_no_heavy_keys():
+    query, key, value = draw()
+    mask = Mask.of_blocks(draw_blocks(2, 4, 300, 330), None, 330)
+    call = Call(query, key, value, get_recipe("sage2"), mask)
+    assert call.heavy_keys == 0
+    assert call.tail is call
+
+
+def test_exact_attention_in_chunks_is_that_in_one(monkeypatch):
+    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
+    options = {"is_causal": True, "causal_offset": 40, "return_lse": True}
+    expected = block_lists.exact_attention(*inputs, blocks, **options)
+    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 1)
+    for actual, wanted in zip(block_lists.exact_attention(*inputs, blocks, **options), expected, strict=True):
+        assert torch.allclose(actual, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"kv_len": 0}, {"batch": 0}])
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+def test_calls_without_elements_give_nothing(sizes, recipe):
+    query, key, value = draw(**sizes)
+    tiles = -(-key.shape[2] // 128)
+    blocks = BlockList.of_kept(torch.ones(1, 1, -(-query.shape[2] // 128), tiles, dtype=torch.bool))
+    output, lse = ops.attention(query, key, value, blocks=blocks, recipe=recipe, return_lse=True)
+    assert output.shape == (*query.shape[:3], 32)
+    assert not output.any()
+    assert (lse == -torch.inf).all()

@@ -1,0 +1,272 @@
+"""Prepared calls on a GPU that runs nothing: what a repeated call does on its host, and when a call is repeated."""
+
+import contextlib
+import sys
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage_hf import record, sage_attention
+from sage_kernels import dispatch, prepared, prepared_training, registry, tape
+from sage_kernels.call import Call, Mask
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import Plan
+from tests.helpers import fake_gpu
+
+SHAPE = (1, 2, 192, 64)
+HOPPER = {"kernel": "int8_forward_hopper", "quantizer": "int8_quantize_hopper", "backward": "int8_backward_hopper"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    prepared.forget()
+    yield
+    prepared.forget()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The driver of a GPU on which calls with tensors of the CPU are prepared, with Hopper's kernels."""
+    library = fake_gpu.install(monkeypatch)
+
+    def plan_of(call, grad):
+        return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
+
+    def prepare(call, plan, mask, tokens_first=False):
+        return prepared._prepare_low_bit(call, plan_of(call, False))
+
+    def prepare_training(query, key, value, mask, is_causal, scale, recipe, fallback):
+        call = Call(query, key, value, get_recipe(recipe), Mask.of(mask, key.shape[2]), is_causal, 0, 0.125)
+        return prepared_training._prepare(call, plan_of(call, True), scale, fallback)
+
+    monkeypatch.setattr(prepared, "prepare", prepare)
+    monkeypatch.setattr(prepared_training, "prepare", prepare_training)
+    return library
+
+
+@pytest.fixture
+def gluon(monkeypatch):
+    """Let Triton launches be packed without a compiler."""
+    from sage_kernels.language import backward_operands, launch, rotation
+
+    def matrix(channels, dtype, device):
+        return rotation.rotation_matrix(channels, dtype, torch.device("cpu"))
+
+    monkeypatch.setattr(launch, "pack", fake_gpu.pack)
+    monkeypatch.setattr(backward_operands, "rotation_matrix", matrix)
+
+
+def draw(*shape, count=3):
+    return [torch.randn(shape or SHAPE, dtype=torch.bfloat16) for _ in range(count)]
+
+
+def python_calls(function) -> list[str]:
+    """The functions in Python of our own that a call runs."""
+    names = []
+
+    def trace(frame, event, argument):
+        if event == "call" and any(package in frame.f_code.co_filename for package in ("sage_kernels", "sage_hf")):
+            names.append(frame.f_code.co_qualname)
+
+    sys.setprofile(trace)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def allocations(function) -> int:
+    """How many tensors a call allocates."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.count for event in profile.key_averages() if event.key in ("aten::empty", "aten::empty_strided"))
+
+
+def check_budget(call, library, *, python, allocated, launched):
+    for _ in range(3):
+        call()
+    names = python_calls(call)
+    assert len(names) <= python, "\n".join(names)
+    assert allocations(call) <= allocated
+    library.launched.clear()
+    call()
+    assert len(library.launched) == launched
+
+
+def test_a_repeated_call_costs_the_host_little(gpu):
+    query, key, value = draw()
+    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=13, allocated=2, launched=3)
+
+
+def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
+    query, key, value = draw()
+    call = partial(torch.ops.sage_kernels.attention, query, key, value, None, False, 0, None, "sage2", "native", False)
+    check_budget(call, gpu, python=13, allocated=3, launched=3)
+
+
+def test_a_repeated_exact_call_costs_the_host_little(gpu):
+    query, key, value = draw()
+    own = allocations(partial(F.scaled_dot_product_attention, query, key, value))
+    check_budget(partial(sage_attention, query, key, value, recipe="exact"), gpu, python=10, allocated=own, launched=0)
+
+
+def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
+    inputs = [x.requires_grad_() for x in draw()]
+    gradient = torch.randn(SHAPE, dtype=torch.bfloat16)
+
+    def step():
+        torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd"), inputs, gradient)
+
+    check_budget(step, gpu, python=36, allocated=14, launched=7)
+
+
+def is_prepared(*tensors, **options) -> bool:
+    """Whether a call is repeated from its third time on."""
+    for _ in range(2):
+        sage_attention(*tensors, **options)
+    return "LowBitCall.__call__" in python_calls(partial(sage_attention, *tensors, **options))
+
+
+def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
+    assert is_prepared(*draw(), recipe="sage2")
+    names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
+    assert "LowBitCall.__call__" in names
+    for tensors, options in (
+        (draw(1, 2, 193, 64), {}),
+        ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw()], {}),
+        ([x.half() for x in draw()], {}),
+        (draw(), {"scale": 0.25}),
+        (draw(), {"scale": 1}),
+        (draw(), {"is_causal": True}),
+        (draw(), {"return_lse": True}),
+        (draw(), {"fallback": "emulate"}),
+    ):
+        assert "LowBitCall.__call__" not in python_calls(
+            partial(sage_attention, *tensors, **{"recipe": "sage2", **options})
+        )
+
+
+def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeypatch):
+    assert is_prepared(*draw(), recipe="sage2")
+    for stream in (7, 11, 7):
+        monkeypatch.setattr(tape, "current_stream", lambda index, stream=stream: stream)
+        query, key, value = draw()
+        gpu.launched.clear()
+        output = sage_attention(query, key, value, recipe="sage2")
+        statistics, quantize, attend = gpu.launched
+        assert {launched.stream for launched in gpu.launched} == {stream}
+        behind_heavy_keys = [x.data_ptr() + 64 * 64 * x.element_size() for x in (key, value)]
+        assert [statistics.word(0), statistics.word(1), statistics.word(3)] == [*behind_heavy_keys, query.data_ptr()]
+        assert [quantize.word(0), quantize.word(1), quantize.word(2)] == [query.data_ptr(), *behind_heavy_keys]
+        assert attend.word(3) == output.data_ptr()  # the head of a tensor map
+
+
+def test_each_call_allocates_its_output_and_its_buffers_anew(gpu):
+    assert is_prepared(*draw(), recipe="sage2")
+    tensors = draw()
+    with mock.patch.object(torch, "empty", wraps=torch.empty) as allocate:
+        outputs = [sage_attention(*tensors, recipe="sage2") for _ in range(3)]
+    assert allocate.call_count == 3
+    assert len({x.data_ptr() for x in outputs}) == 3
+
+
+def test_a_kernel_registered_later_is_considered(gpu, monkeypatch):
+    assert is_prepared(*draw(), recipe="sage2")
+    monkeypatch.setattr(registry, "_forwards", dict(registry._forwards))
+    registry.register_forward(SimpleNamespace(name="new", native=False, serves=lambda recipe: False))
+    names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
+    assert "LowBitCall.__call__" not in names
+
+
+class Subclass(torch.Tensor):
+    """A tensor whose operators someone may want to see."""
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["subclass", "mode", "function mode", "unaligned", "negated", "dual", "mapped"])
+def test_only_plain_calls_are_found(kind):
+    query, key, value = draw()
+    with contextlib.ExitStack() as stack:
+        if kind == "subclass":
+            query = query.as_subclass(Subclass)
+        elif kind == "mode":
+            stack.enter_context(Watch())
+        elif kind == "function mode":
+            stack.enter_context(torch.device("cpu"))
+        elif kind == "unaligned":
+            query = torch.randn(query.numel() + 1, dtype=query.dtype)[1:].view(SHAPE)
+        elif kind == "negated":
+            query = query._neg_view()
+        elif kind == "dual":
+            stack.enter_context(torch.autograd.forward_ad.dual_level())
+        found = []
+        if kind == "mapped":
+            torch.vmap(lambda x: found.append(prepared.find(x, x, x, None)) or x)(query)
+        else:
+            found.append(prepared.find(query, key, value, None))
+    assert found == [None]
+
+
+def test_a_prepared_call_is_recorded_and_observed(gpu):
+    layer, seen = torch.nn.Identity(), []
+    tensors = draw()
+    assert is_prepared(*tensors, recipe="sage2")
+    with record.layer_scope(layer), record.observe(seen.append):
+        output = sage_attention(*tensors, recipe="sage2")
+    assert [plan.kernel for plan in record.last_plans(layer)] == ["int8_forward_hopper"]
+    assert seen[0].layer is layer and seen[0].output is output and seen[0].query is tensors[0]
+
+
+def test_a_call_that_does_more_than_launch_runs_as_before(gpu):
+    assert not is_prepared(*draw(), recipe="sage2", scale=-0.5)  # which negates Q
+
+
+MASKS = {
+    "none": None,
+    "keys": torch.arange(48) < 40,
+    "rows": (torch.arange(40)[:, None] > torch.arange(48)) & (torch.arange(40)[:, None] != 3),
+    "additive": torch.randn(40, 48),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("recipe", ["exact", "sage2"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad):
+    """Of recipe sage2 with few keys, or gradients, which it has none of."""
+    query, key, value = (torch.randn(2, 2, tokens, 16, requires_grad=grad) for tokens in (40, 48, 48))
+    call = partial(sage_attention, query, key, value, MASKS[mask], recipe=recipe)
+    outputs = [call() for _ in range(4)]
+    assert all(torch.equal(outputs[0], x) and x.stride() == outputs[0].stride() for x in outputs[1:])
+    assert "ExactCall.__call__" in python_calls(call)
+    if grad:
+        gradients = [torch.autograd.grad(x.sum(), (query, key, value)) for x in outputs]
+        assert all(torch.equal(x, y) for one in gradients for x, y in zip(one, gradients[0], strict=True))
+
+
+def test_a_prepared_exact_call_under_autocast_has_its_dtype():
+    tensors = [torch.randn(1, 2, 32, 16) for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [sage_attention(*tensors, recipe="exact").dtype for _ in range(4)] == [torch.bfloat16] * 4
+    assert sage_attention(*tensors, recipe="exact").dtype == torch.float32
+
+
+def test_the_tensors_of_gradients_may_be_saved_elsewhere(gpu, gluon):
+    """What a prepared call saves is what the operator saves, so that recomputation finds the same."""
+    inputs, kept = [x.requires_grad_() for x in draw()], []
+    for _ in range(3):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            sage_attention(*inputs, recipe="sage_bwd")
+        kept.append([(x.shape, x.dtype) for x in saved])
+    assert kept[0] == kept[1] == kept[2]

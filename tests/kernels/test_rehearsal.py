@@ -1,0 +1,96 @@
+"""Rehearsed calls: what stands in for tensors, and how the buffers of a call share an allocation."""
+
+import struct
+
+import pytest
+import torch
+
+from sage_kernels.rehearsal import (
+    FIRST_ADDRESS,
+    Memory,
+    NotRepeatableError,
+    Rehearsal,
+    is_stand_in,
+    locate,
+    relocatable,
+)
+from sage_kernels.tape import ALIGNMENT, Tape, place_buffers
+
+
+@pytest.fixture
+def rehearsal():
+    return Rehearsal()
+
+
+def test_a_stand_in_is_like_the_tensor_but_for_its_address(rehearsal):
+    x = torch.randn(2, 3, 40, 16).transpose(1, 2)
+    like = rehearsal.stand_in(x)
+    assert (like.shape, like.stride(), like.dtype, like.device) == (x.shape, x.stride(), x.dtype, x.device)
+    assert is_stand_in(like.data_ptr()) and not is_stand_in(x.data_ptr())
+
+
+def test_views_and_allocations_have_addresses(rehearsal):
+    x, _ = (rehearsal.stand_in(torch.empty(2, 3, 40, 16)) for _ in range(2))
+    assert locate(x[:, 1, 8:].data_ptr()) == (0, (40 + 8) * 16 * 4)
+    assert locate(x.view(torch.uint8)[..., 4:].data_ptr()) == (0, 4)
+    new = x.new_empty(7, dtype=torch.int8)
+    assert locate(new.data_ptr()) == (2, 0) and rehearsal.memories[2].size == 7
+    assert locate(torch.empty_like(x).data_ptr()) == (3, 0)
+    assert x.contiguous() is x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + 1,
+        lambda x: x.neg_(),
+        lambda x: x.transpose(1, 2).contiguous(),
+        lambda x: x.new_zeros(3),
+        lambda x: x.float().half(),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.sum().item(),
+    ],
+)
+def test_a_call_that_computes_with_a_tensor_cannot_be_repeated(rehearsal, function):
+    with pytest.raises(NotRepeatableError):
+        function(rehearsal.stand_in(torch.empty(2, 3, 40, 16)))
+
+
+def test_memory_is_known_to_be_free_when_its_last_view_is_gone(rehearsal):
+    x = rehearsal.stand_in(torch.empty(4))
+    first, second = x.new_empty(8), x.new_empty(8)
+    view = first.view(2, 4)
+    del first, second
+    rehearsal.steps.append("fork")
+    del view
+    assert [memory.last for memory in rehearsal.memories] == [None, 1, 0]
+
+
+def test_buffers_needed_at_once_do_not_overlap_and_others_may():
+    sizes = [(1000, 0, 2), (300, 0, 3), (5000, 2, None), (700, 2, 3), (1, 3, None), (64, 1, 2)]
+    buffers = [Memory(number, size, first, last) for number, (size, first, last) in enumerate(sizes)]
+    places, total = place_buffers(buffers, 4)
+    spans = {number: (places[number], places[number] + sizes[number][0]) for number in places}
+    for one in buffers:
+        assert spans[one.number][0] % ALIGNMENT == 0 and spans[one.number][1] <= total
+        for other in buffers:
+            together = one.first < (other.last or 5) and other.first < (one.last or 5)
+            (start, end), (begin, stop) = spans[one.number], spans[other.number]
+            assert one is other or not together or end <= begin or stop <= start
+    assert total < sum(-(-size // ALIGNMENT) * ALIGNMENT for size, _, _ in sizes)
+
+
+def test_a_tensor_map_of_a_stand_in_begins_with_its_address():
+    def tensor_map(address):
+        return struct.pack("<Q", address) + b"layout"
+
+    assert relocatable(tensor_map, 4096) == tensor_map(4096)
+    assert relocatable(tensor_map, FIRST_ADDRESS + 32) == tensor_map(FIRST_ADDRESS + 32)
+    with pytest.raises(NotRepeatableError, match="first 64 bits"):
+        relocatable(lambda address: struct.pack("<QQ", address, address), FIRST_ADDRESS)
+
+
+def test_an_output_that_is_an_argument_cannot_be_repeated(rehearsal):
+    x = rehearsal.stand_in(torch.empty(4))
+    with pytest.raises(NotRepeatableError, match="shares"):
+        Tape(rehearsal, [x], [x], torch.device("cpu"))

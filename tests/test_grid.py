@@ -1,0 +1,336 @@
+"""The grid of calls, its timing beside others, what is made of its rows; and the phases of our calls."""
+
+import contextlib
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+
+import forward
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sage_hf.app.cli import main
+from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables
+from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
+from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
+from sage_hf.bench.measure_grid import Timed, measure_point
+from sage_hf.bench.measure_phases import WHOLE, Span, phases
+from sage_hf.bench.warming import call_in_processes
+
+CPU = torch.device("cpu")
+FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
+FACTS |= {"cudnn": 91900, "packages": {}, "commit": "0" * 40, "date": "2026-01-01"}
+FORWARD = [point for point in POINTS if not point.training]
+TRAINING = [point for point in POINTS if point.training]
+
+
+class Event:
+    """A mark at a given time."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, later: "Event") -> float:
+        return later.at - self.at
+
+
+class FakeQueue:
+    """Takes the time of each provider from a table, in place of a GPU."""
+
+    device = CPU
+
+    def __init__(self, times: dict[str, float] | None = None) -> None:
+        self.times, self.replayed, self.latest = times or {}, [], 0.0
+
+    def once_ms(self, call):
+        call()
+        return self.latest
+
+    def prepare(self, provider, call, output, once_ms):
+        self.replayed.append(provider.name)
+        timed = Timed(provider, output, 7.0, lambda: None, 2)
+        timed.marks.append((Event(0.0), Event(2 * self.times.get(provider.name, 1.0))))
+        return timed
+
+    def replay(self, timed):
+        pass
+
+
+def tiny(point: Point) -> Point:
+    """The point's kind and mask, at sizes for a CPU."""
+    group = 2 if point.q_heads != point.kv_heads else 1
+    q_len = 1 if point.q_len == 1 else 90 if point.q_len != point.kv_len else 150
+    return replace(point, batch=2, q_heads=2 * group, kv_heads=2, q_len=q_len, kv_len=150, head_dim=64)
+
+
+def row(point: Point, ours_ms: float = 1.0, **values) -> dict:
+    found = {"ours_ms": ours_ms, "best_ms": 1.0, "best": "cudnn", "ours_host_us": 40.0, "best_host_us": 20.0}
+    return point.sizes | found | {"recipe": "sage2", "kernel": "k", "reason": "", "rel_l1": 0.01} | values
+
+
+def test_the_grid_has_every_kind_of_call_in_every_size():
+    assert len(FORWARD) >= 300 and len(TRAINING) >= 60 and len(set(POINTS)) == len(POINTS)
+    assert {point.mask for point in FORWARD} == set(grid.MaskName.__args__)
+    head_dims = {point.head_dim for point in FORWARD}
+    assert min(head_dims) == 32 and max(head_dims) == 256 and len(head_dims) > 12
+    assert min(point.q_len for point in FORWARD) == 1 and max(point.kv_len for point in FORWARD) == 131072
+    cross = [point for point in FORWARD if point.kind == "cross-attention"]
+    assert {77, 512} <= {point.kv_len for point in cross} and all(77 <= point.kv_len <= 512 for point in cross)
+    assert sum(point.q_heads != point.kv_heads for point in FORWARD) > 30
+    assert min(Counter(point.kind for point in POINTS).values()) >= 5
+
+
+def test_every_point_is_a_call_that_fits_a_gpu():
+    for point in POINTS:
+        sizes = (point.batch, point.kv_heads, point.q_len, point.head_dim)
+        assert min(sizes) >= 1 and point.q_heads % point.kv_heads == 0, point
+        operations = point.operations * (3.5 if point.training else 1)
+        assert operations <= MOST_OPERATIONS or point.batch * point.q_heads == 1, point
+        bytes_of_a_score = {"none": 0, "causal": 0, "lengths": 0, "keys": 0, "bias": 2 * point.q_heads}
+        assert bytes_of_a_score.get(point.mask, 1) * point.q_len * point.kv_len <= 2**30, point
+        assert point.mask != "lower_right" or point.q_len < point.kv_len, point
+
+
+def test_masks_say_what_their_names_say(monkeypatch):
+    monkeypatch.setattr(grid, "WINDOW", 20)
+    monkeypatch.setattr(grid, "DOCUMENT", 40)
+    base = Point("any", 3, 2, 2, 150, 150, 16)
+    masks = {name: draw(replace(base, mask=name), CPU) for name in grid.MaskName.__args__}
+    assert masks["none"].mask is None and masks["causal"].mask is None and masks["causal"].is_causal
+    lengths = masks["lengths"]
+    assert torch.equal(lengths.mask.sum(-1).flatten(), lengths.lengths) and lengths.mask[:, 0, 0, 0].all()
+    keys = masks["keys"].mask[:, 0, 0]
+    assert keys[:, 0].all() and keys[:, -1].all() and not keys.all(-1).any() and masks["keys"].lengths is None
+    distance = torch.arange(150)[:, None] - torch.arange(150)
+    assert torch.equal(masks["window"].mask[0, 0], distance.abs() <= 20)
+    documents = torch.arange(150) // 40
+    assert torch.equal(masks["documents"].mask[0, 0], documents[:, None] == documents)
+    assert masks["bias"].mask.shape == (1, 2, 150, 150) and masks["bias"].mask.dtype == torch.bfloat16
+    chunk = draw(replace(base, q_len=90, mask="lower_right"), CPU)
+    query, key, value = chunk.query, chunk.key, chunk.value
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=chunk.lower_right)
+    assert torch.equal(expected, F.scaled_dot_product_attention(query, key, value, attn_mask=chunk.mask))
+    again = draw(replace(base, mask="keys"), CPU)
+    assert torch.equal(again.query, masks["keys"].query) and torch.equal(again.mask, masks["keys"].mask)
+
+
+@pytest.mark.parametrize(
+    "point",
+    {(point.kind, point.mask, point.training): point for point in POINTS}.values(),
+    ids=str,
+)
+def test_ours_and_pytorchs_backends_compute_the_same_at_every_kind_of_point(point):
+    found = measure_point(tiny(point), FakeQueue({"sdpa_math": 0.5, "sdpa_fa2": 0.75}))
+    assert found["rel_l1"] < 0.03 and found["ours_ms"] == 1.0 and found["ours_host_us"] == 7.0
+    assert found["best"] == found["pytorch"] == "sdpa_math" and found["best_ms"] == 0.5
+    assert found["others_ms"]["sdpa_math"] == 0.5 and "fa3" not in found["others_ms"]
+    assert (found["recipe"], found["kernel"]) == (
+        ("exact", "sdpa") if point.q_len == 1 else ("sage_bwd" if point.training else "sage2", "reference")
+    )
+    assert json.loads(json.dumps(found)) == found
+
+
+def provider(name: str, ms: float = 0.0, error: str = "", ours: bool = False) -> GridProvider:
+    def attend(arguments):
+        def call():
+            if error:
+                raise RuntimeError(f"{error}\nmore")
+            queue.latest = ms
+            return torch.ones_like(arguments.query)
+
+        return call
+
+    queue = provider.queue
+    return GridProvider(name, attend, ours=ours)
+
+
+def test_what_fails_is_told_and_what_is_hopeless_is_not_measured(monkeypatch):
+    queue = provider.queue = FakeQueue({"good": 10.0, "fair": 12.0})
+    monkeypatch.setattr(measure_grid, "watch", lambda ran: _Watch(ran))
+    point = tiny(FORWARD[0])
+
+    def measured(*providers):
+        monkeypatch.setattr(measure_grid, "GRID_PROVIDERS", providers)
+        return measure_point(point, queue)
+
+    ours = provider("ours", 1.0, ours=True)
+    others = (
+        provider("broken", error="refused"),
+        provider("good", 10.0),
+        provider("fair", 15.0),
+        provider("bad", 25.0),
+    )
+    found = measured(ours, *others)
+    # Ours does not make the others hopeless, and what takes less than a millisecond is measured in any case.
+    assert queue.replayed == ["ours", "good", "fair"] and found["best"] == "good" and "unavailable" not in found
+    queue.replayed.clear()
+    measured(ours, provider("a", 0.1), provider("b", 0.9))
+    assert queue.replayed == ["ours", "a", "b"]
+    assert measured(ours, provider("broken", error="refused"))["unavailable"] == "broken: RuntimeError: refused"
+    failed = measured(provider("ours", error="no kernel", ours=True), provider("good", 1.0))
+    assert failed["unavailable"] == "ours: RuntimeError: no kernel" and "ours_ms" not in failed
+
+
+class _Watch:
+    def __init__(self, ran):
+        ran.append({"recipe": "sage2", "kernel": "k", "reason": ""})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
+    class Broken(FakeQueue):
+        def __init__(self, device):
+            super().__init__()
+            self.points = 0
+
+        def entered(self):
+            return contextlib.nullcontext(self)
+
+        def synchronize(self):
+            self.points += 1
+            if self.points == 2:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    written = []
+    monkeypatch.setattr(measure_grid, "Queue", Broken)
+    monkeypatch.setattr(measure_grid, "facts", lambda device, commit: FACTS)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    points = [tiny(point) for point in FORWARD[:3]]
+    with pytest.raises(RuntimeError, match=f"failed at {points[1]}; what is missing"):
+        measure_grid.run(CPU, points, progress=lambda line: None, write=written.append, warms=False)
+    first, second = written[-1]["rows"]
+    assert first["ours_ms"] == 1.0 and "illegal memory access" in second["unavailable"]
+
+
+def test_every_provider_of_the_grid_has_a_name_of_its_own():
+    assert len({one.name for one in GRID_PROVIDERS}) == len(GRID_PROVIDERS)
+    assert [one.name for one in GRID_PROVIDERS if one.ours] == ["sage_hf:sage2"]
+
+
+def test_the_summary_counts_shares_and_means():
+    first, second, third = FORWARD[0], next(point for point in FORWARD if point.kv_len >= 4096), FORWARD[-1]
+    first, second, third = (replace(point, kind="a") for point in (first, second, third))
+    rows = [row(first, 2.0), row(second, 0.5), row(replace(third, kind="b"), recipe="exact", ours_host_us=90.0)]
+    result = {**FACTS, "rows": [*rows, TRAINING[0].sizes | {"unavailable": "ours: no"}]}
+    header, cells = grid_tables.summary(result)
+    assert len(header) == len(cells[0]) and [line[0] for line in cells] == ["a", "b", "all"]
+    assert cells[0][1:7] == ["2", "2", "50%", "1.00", "0.50", "2.00"] and cells[0][7] == "100%"
+    assert cells[1][2] == "0" and cells[1][7] == "0%"
+    assert cells[2][3] == "67%" and cells[2][5] == "0.50"
+    assert grid_tables.worst(result)[1][0][5] == "0.50"
+    assert f"{TRAINING[0]}: ours: no" in grid_tables.text(result) and "NVIDIA H200" in grid_tables.markdown(result)
+    assert grid_tables.summary({**FACTS, "rows": []})[1] == [["all", "0", "0", "–", "nan", "–", "–", "–"]]
+
+
+def test_the_heat_map_shows_means_by_tokens_and_kind(tmp_path):
+    point = replace(FORWARD[0], q_len=3000, kv_len=100)
+    result = {
+        **FACTS,
+        "rows": [row(point, 0.5), row(replace(point, q_len=3001), 2.0), row(replace(point, q_len=1), 0.25)],
+    }
+    kinds, columns, speeds = grid_tables.cells(result)
+    assert kinds == [point.kind] and columns[0] == "1–" and columns[-1] == "32k+"
+    assert speeds[0][columns.index("2k–")] == pytest.approx(1.0) and speeds[0][0] == 4.0
+    assert sum(math.isnan(speed) for speed in speeds[0]) == len(columns) - 2
+    picture = plots.plot_grid(result, tmp_path / "grid.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_are_the_whole_and_rows_of_other_parts_stay():
+    parts = [range(len(POINTS))[command._part(f"{part}/3", len(POINTS))] for part in (1, 2, 3)]
+    assert [index for part in parts for index in part] == list(range(len(POINTS)))
+    for text in ("0/2", "3/2", "1", "a/b", "1/0"):
+        with pytest.raises(ValueError, match="expected I/N"):
+            command._part(text, 10)
+    before = {**FACTS, "date": "before", "rows": [row(POINTS[1]), row(POINTS[0], 3.0)]}
+    now = {**FACTS, "rows": [row(POINTS[2]), row(POINTS[1], 2.0)]}
+    merged = grid_tables.merged(now, before)
+    assert [one["ours_ms"] for one in merged["rows"]] == [3.0, 2.0, 1.0]
+    assert grid_tables.merged(now, {**before, "commit": "1" * 40}) == grid_tables.merged(now, None) == now
+
+
+def test_the_command_times_what_is_asked_for_and_resumes(monkeypatch, tmp_path, capsys):
+    asked, warmed = [], []
+
+    def run(device, points, commit, progress, write, warms):
+        asked.append(points)
+        warmed.append(warms)
+        write({**FACTS, "rows": [row(point) for point in points[:2]]})
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(command.measure, "facts", lambda device, commit: FACTS)
+    monkeypatch.setattr(measure_grid, "run", run)
+    arguments = ["bench", "--grid", "--shapes", "window", "documents", "--output", str(tmp_path)]
+    assert main([*arguments, "--part", "1/2"]) == 0
+    assert main([*arguments, "--resume", "--cached"]) == 0 and warmed == [True, False]
+    chosen = [point for point in POINTS if point.kind in ("window", "documents")]
+    assert asked[0] == chosen[: len(chosen) // 2] and asked[1] == chosen[2:]
+    path = tmp_path / "nvidia-h200-grid.json"
+    assert len(json.loads(path.read_text())["rows"]) == 4 and path.with_suffix(".png").exists()
+    assert "ours is faster by" in capsys.readouterr().out
+    assert main(["bench", "--grid", "--training", "--output", str(tmp_path)]) == 0 and asked[2] == TRAINING
+    monkeypatch.setattr("sys.argv", ["grid.py", "--render", str(path)])
+    capsys.readouterr()
+    forward.main(grid=True)
+    assert capsys.readouterr().out.strip() == grid_tables.markdown(json.loads(path.read_text()))
+
+
+def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
+    def refused(*argv):
+        assert main(["bench", *argv]) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "needs a CUDA device" in refused("--grid") and "needs a CUDA device" in refused("--phases")
+    assert "exclude each other" in refused("--grid", "--phases")
+    assert "unknown nothing; choose from: self-attention; " in refused("--grid", "--shapes", "nothing")
+    assert "it takes no --shape, --providers" in refused("--grid", "--providers", "cudnn")
+    assert "--part 2" in refused("--grid", "--part", "2")
+    assert "--part, --resume and --cached need --grid" in refused("--resume")
+    assert "it takes no --training" in refused("--phases", "--training")
+
+
+def test_a_phase_counts_from_the_end_of_the_one_before():
+    call = [Span("statistics", 10.0, 14.0), Span("quantize", 11.0, 20.0), Span("int8_forward", 19.0, 50.0)]
+    later = [Span(one.kernel, one.start + 100, one.end + 102) for one in call]
+    found = phases([call, call, later])
+    assert list(found) == ["statistics", "quantize", "attention", WHOLE]
+    assert [ms for ms, _ in found.values()] == pytest.approx([4e-3, 6e-3, 30e-3, 40e-3])
+    assert found["attention"][1] == ["int8_forward"]
+    gap = [Span("key_statistics", 0.0, 1.0), Span("value_statistics", 3.0, 5.0)]
+    assert [ms for ms, _ in phases([gap]).values()] == pytest.approx([3e-3, 5e-3])
+
+
+def test_what_is_called_in_other_processes_is_called_once_and_may_fail(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b", "a")]  # The last one is there already.
+    call_in_processes(os.mkdir, folders)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
+    shape = measure_phases.Shape("small", 1, 2, 2, 100, 64)
+    spans = [[Span("statistics", 0.0, 10.0), Span("quantize", 10.0, 30.0)]]
+    monkeypatch.setattr(
+        measure_phases, "quantizers", lambda *arguments, only_preferred: {"operands of sage2": (lambda: None, 200_000)}
+    )
+    monkeypatch.setattr(measure_phases, "trace", lambda call: spans)
+    rows = measure_phases._measure_shape(shape, CPU, 1e10)
+    shares = {one["phase"]: one for one in rows if one["what"] == "operands of sage2"}
+    read = 2 * 2 * 100 * 64 * 2  # K and V
+    assert [shares[phase]["bytes"] for phase in ("statistics", "quantize", WHOLE)] == [read, 200_000 - read, 200_000]
+    assert shares["statistics"]["copy_share"] == pytest.approx(read / 10e-6 / 1e10)
+    assert {one["what"] for one in rows} == {"sage1", "sage2", "operands of sage2"}
+    assert all("copy_share" not in one for one in rows if one["what"] == "sage2")
+    result = {**FACTS, "copy_bandwidth": 1e10, "rows": [*rows, {"shape": "x", "what": "all", "unavailable": "E: no"}]}
+    share = f"{shares['quantize']['copy_share']:.0%}"
+    assert "x, all: E: no" in tables.phases_text(result) and share in tables.phases_text(result)
+    line = next(line for line in tables.phases_markdown(result).splitlines() if "operands of sage2" in line)
+    assert line.startswith("| 1×2×100×64 | operands of sage2 | 0.0100 | 0.0200 | – | 0.0300 | ") and share in line

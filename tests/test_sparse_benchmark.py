@@ -1,0 +1,49 @@
+"""The benchmark of block lists: what it draws and counts, and the result on file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import sparse
+import torch
+
+from sage_kernels import ops
+
+RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*-sparse.json"))
+
+
+def test_lists_keep_the_same_number_of_tiles_in_each_block_of_rows():
+    case = sparse.Case(2, 1024, 64, 0.75, 128, 64)
+    _, blocks = sparse.draw(case, torch.device("cpu"))
+    assert blocks.tiles.shape == (1, 2, 8, 4)
+    assert (blocks.kept(1024).sum(-1) == 4).all()
+    assert case.operations == 4 * 2 * 1024 * 4 * 64 * 64 == case.dense_operations / 4
+
+
+def test_the_error_is_that_against_exact_attention_over_the_list():
+    case = sparse.Case(2, 512, 64, 0.5)
+    inputs, blocks = sparse.draw(case, torch.device("cpu"))
+    exactly, _ = ops.attention(*inputs, blocks=blocks, recipe="exact")
+    densely, _ = ops.attention(*inputs, recipe="exact")
+    assert sparse.error(exactly, inputs, blocks) < 0.005
+    assert sparse.error(densely, inputs, blocks) > 0.1
+
+
+def test_flex_attention_gets_the_same_tiles():
+    case = sparse.Case(2, 512, 64, 0.5)
+    _, blocks = sparse.draw(case, torch.device("cpu"))
+    assert torch.equal(sparse.flex_mask(blocks, 512).to_dense().bool(), blocks.kept(512))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_cover_every_case_and_name_their_commit(path):
+    result = json.loads(path.read_text())
+    found = {(row["q_len"], row["head_dim"], row["block_m"], row["provider"], row["skipped"]) for row in result["rows"]}
+    for case in sparse.CASES:
+        sizes = (case.tokens, case.head_dim, case.block_m)
+        assert (*sizes, "sage_hf:sage2", case.skipped) in found
+        assert not case.measures_dense or (*sizes, sparse.DENSE, 0.0) in found
+        assert case.block_m != 128 or (*sizes, "flex_attention", case.skipped) in found
+    assert {row["part"] for row in result["routing"]} == {"mean", "subblock", "share", "reorder"}
+    assert all(("kept_tflops" in row) != ("unavailable" in row) for row in result["rows"])
+    assert len(result["commit"]) == 40
