@@ -393,7 +393,7 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
     ("change", "kernels"),
     [
         ({}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
-        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
+        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
         ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
         ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_hopper")),
         ({"head_dim": 256, "v_head_dim": 256}, ("int8_forward", "int8_quantize", "int8_backward")),
@@ -414,7 +414,7 @@ def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
 def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
     assert select(TRAINING).other_phases == ()
     passed_over = select(replace(TRAINING, mask="bool")).other_phases
-    assert ("int8_quantize_hopper", "no masks") in passed_over
+    assert ("int8_quantize_hopper", "no masks but those of keys") in passed_over
     (misaligned,) = select(replace(TRAINING, aligned=False)).other_phases
     assert misaligned[0] == "int8_quantize_hopper" and "16 bytes" in misaligned[1]
     others = dict(select(replace(TRAINING, recipe="sage_bwd_int8")).other_phases)

@@ -36,8 +36,8 @@ class HopperQuantizer:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported(request):
             return reason
-        if request.mask not in ("none", "blocks"):
-            return "no masks"
+        if request.mask not in ("none", "keys", "blocks"):
+            return "no masks but those of keys"
         if not request.aligned:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize.unavailable(request)
