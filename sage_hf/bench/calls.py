@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as FuturesTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_hf.bench.warming import call_in_processes
 from sage_kernels import costs, dispatch, ops, training
 from sage_kernels.call import Call, Mask
 from sage_kernels.costs import Sizes
@@ -28,8 +25,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 assert tuple(BACKENDS) == costs.BACKENDS
-
-COMPILING_PROCESSES = 8
 
 
 @dataclass(frozen=True)
@@ -128,18 +123,12 @@ def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]], se
         (recipe, replace(point, sizes=replace(point.sizes, batch=1, q_heads=2, kv_heads=2))): None
         for recipe, point in calls
     }
-    processes = min(COMPILING_PROCESSES, os.cpu_count() or 1)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_run_once, device, *call) for call in small]
-        with suppress(FuturesTimeoutError):
-            for _ in as_completed(futures, timeout=seconds):
-                pass
-        pool.shutdown(wait=True, cancel_futures=True)
-    return sum(not future.cancelled() and future.exception() is None and future.result() for future in futures)
+    return sum(call_in_processes(partial(_run_once, device), small, seconds))
 
 
-def _run_once(device: torch.device, recipe: str, point: Point) -> bool:
-    """Run a call; return whether the recipe is native for it."""
+def _run_once(device: torch.device, call: tuple[str, Point]) -> bool:
+    """Run a call, (recipe, point); return whether the recipe is native for it."""
+    recipe, point = call
     query, key, value, mask = draw(device, point)
     try:
         if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):

@@ -16,6 +16,9 @@ SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
 FEWEST_POINTS = 5
 """Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
 
+LONG_US = 50.0
+"""Microseconds from which a call shows what its number of keys does; shorter ones are mostly launches."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -33,17 +36,22 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
     kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
     for one in measured:
         kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
-    curves: list[Curve] = []
-    for _, points in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        whole = [one for one in points if one.sizes.kv_len % KEYS == 0]
-        if len(whole) >= FEWEST_POINTS:
-            curves.append(_with_factors(_fit_curve(whole, multiprocessors), points))
-            continue
-        alike = [curve for curve in curves if curve.runner == points[0].runner]
-        if alike := alike or curves:
-            curves.append(min((_scaled(curve, whole or points) for curve in alike), key=lambda curve: curve.error))
-            curves[-1] = _with_factors(curves[-1], points)
-    return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dim)))
+    curves: dict[tuple[str, str, bool, int], Curve] = {}
+    for kind, points in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        even = [one for one in points if one.sizes.kv_len % KEYS == 0]
+        if len(even) >= FEWEST_POINTS:
+            curves[kind] = _fit_curve(even, multiprocessors)
+        elif alike := _alike(kind, curves):
+            curves[kind] = min((_scaled(curve, even or points) for curve in alike), key=lambda curve: curve.error)
+    return tuple(_with_factors(curve, kind, curves, kinds) for kind, curve in sorted(curves.items()))
+
+
+def _alike(kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve]) -> list[Curve]:
+    """Return those of the curves that are of the same runner and mask; without any, of the same runner, else all."""
+    for parts in (3, 1, 0):
+        if found := [curve for other, curve in curves.items() if other[:parts] == kind[:parts]]:
+            return found
+    return []
 
 
 def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
@@ -65,14 +73,22 @@ def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
     return best[1]
 
 
-def _with_factors(curve: Curve, points: Sequence[Measured]) -> Curve:
-    """Return the curve with the factors and the error that the points show."""
-    plain = replace(curve, ragged=1.0, odd=1.0)
-    ragged = [one.us / plain.us(one.sizes) for one in points if one.sizes.kv_len % KEYS and one.sizes.kv_len % 8 == 0]
-    odd = [one.us / plain.us(one.sizes) for one in points if one.sizes.kv_len % 8]
-    factors = {"ragged": median(ragged) if ragged else curve.ragged, "odd": median(odd) if odd else curve.odd}
-    found = replace(curve, **factors)
-    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))
+def _with_factors(
+    curve: Curve,
+    kind: tuple[str, str, bool, int],
+    curves: dict[tuple[str, str, bool, int], Curve],
+    kinds: dict[tuple[str, str, bool, int], list[Measured]],
+) -> Curve:
+    """Return the curve with its error, and the factors that long calls of its kind show, of any head_dim."""
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    for other, points in kinds.items():
+        if other[:3] == kind[:3] and other in curves:
+            for one in points:
+                if one.sizes.kv_len % KEYS and one.us >= LONG_US:
+                    ratios[bool(one.sizes.kv_len % 8)].append(one.us / curves[other].us(one.sizes))
+    ragged, odd = (median(ratios[is_odd]) if ratios[is_odd] else 1.0 for is_odd in (False, True))
+    found = replace(curve, ragged=ragged, odd=odd)
+    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in kinds[kind]))
 
 
 def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
@@ -103,8 +119,7 @@ def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
 def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
     """Return a curve of the points' kind whose times are another's by their median ratio."""
     first = points[0]
-    kind = {"head_dim": first.sizes.head_dim, "mask": first.mask, "causal": first.causal}
-    alike = replace(curve, runner=first.runner, **kind)
+    alike = replace(curve, runner=first.runner, head_dim=first.sizes.head_dim, mask=first.mask, causal=first.causal)
     ratio = median(one.us / alike.us(one.sizes) for one in points)
     names = ("launch", "token", "item", "tile", "score")
     found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
