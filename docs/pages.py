@@ -244,6 +244,7 @@ python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/grid.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
+python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages

@@ -31,7 +31,6 @@ MEDIUM, LONG = 2048, 8192
 """Keys from which on a kernel may be another one."""
 
 SECONDS = 40.0
-COMPILING_SECONDS = 30.0
 
 # A runner is timed for about this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.5
@@ -89,7 +88,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
     todo = points()
     progress("compiling kernels")
-    compile_kernels(device, _calls_to_compile(todo), COMPILING_SECONDS)
+    compile_kernels(device, calls_to_compile(todo))
     progress(f"measuring {len(todo)} calls")
     found = list(measure_points(device, todo, seconds))
     if not found:
@@ -99,7 +98,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     return Table(properties.name, (properties.major, properties.minor), versions(), curves)
 
 
-def _calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
+def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
     """Return one call for each kernel, as far as kinds of calls tell kernels apart."""
     calls: dict[tuple[str, str, int, bool, bool], tuple[str, Point]] = {}
     for recipe, point in itertools.product(RECIPES, todo):

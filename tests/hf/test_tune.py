@@ -1,10 +1,12 @@
 """`sage-hf tune`: what it measures, and the table that it fits and writes."""
 
+import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import routing
 import torch
 
 from sage_hf.app import warmup
@@ -77,7 +79,7 @@ def gpu(monkeypatch):
             yield Measured("sage2 by kernel, quantizer", point.mask, point.causal, point.sizes, us / 2 + 40)
 
     monkeypatch.setattr(tune, "measure_points", measure)
-    monkeypatch.setattr(tune, "compile_kernels", lambda device, calls, seconds: None)
+    monkeypatch.setattr(tune, "compile_kernels", lambda device, calls: None)
 
 
 def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path, capsys):
@@ -120,3 +122,18 @@ def test_warmup_runs_each_recipe_of_a_configuration_once_for_each_kernel(gpu, mo
     assert {point.kind for _, point in compiled} == {"none", "causal", "keys"}
     assert {point.sizes.head_dim for _, point in compiled} == {128}
     assert f"ran {len(compiled)} calls" in capsys.readouterr().out
+
+
+def test_the_record_of_routing_says_what_was_chosen_and_what_it_costs(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(routing, "compile_kernels", lambda device, calls: None)
+    monkeypatch.setattr(routing.measure, "facts", lambda device, commit: {"gpu": "NVIDIA RTX 4090", "commit": commit})
+    table = tmp_path / "table.json"
+    monkeypatch.setattr("sys.argv", ["routing.py", "--output", str(tmp_path), "--table", str(table)])
+    routing.main()
+    result = json.loads((tmp_path / "nvidia-rtx-4090-routing.json").read_text())
+    assert {row["set"] for row in result["rows"]} == {"fitted", "drawn"}
+    assert {row["chosen"] for row in result["rows"]} == {"sage2", "exact"}
+    assert sum(row["set"] == "drawn" for row in result["rows"]) == routing.DRAWN
+    assert costs.read_table(table).curves
+    assert "drawn: 76 calls; below 0.97:" in capsys.readouterr().out
+    assert all(routing.speed(row, row["chosen"]) > 0.97 for row in result["rows"] if row["set"] == "fitted")

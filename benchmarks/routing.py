@@ -1,0 +1,115 @@
+"""Measure what calls cost on this GPU, fit the table of costs that routes them, and judge its choices on drawn calls.
+
+python benchmarks/routing.py --output benchmarks/results --table kernels/sage_kernels/cost_tables/9.0.json
+
+It writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are those that the table was
+fitted to and those drawn, and prints how many of the choices take longer than the fastest runner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import git_commit
+
+from sage_hf.bench import measure, tune
+from sage_hf.bench.calls import Kind, Point, compile_kernels
+from sage_hf.bench.fit_costs import Measured, fit
+from sage_kernels import costs
+from sage_kernels.costs import Sizes, Table
+
+RECIPE = "sage2"
+DRAWN = 76
+KINDS: tuple[Kind, ...] = ("none", "none", "none", "causal", "keys", "causal_keys", "bool", "additive")
+HEAD_DIMS = (64, 64, 128, 128, 128, 72, 80, 96, 256)
+TEXT_LENGTHS = (77, 120, 226, 256, 300, 512, 800)
+FAST_ENOUGH = 0.97
+
+
+def draw_points(count: int, seed: int = 0) -> list[Point]:
+    """Return calls of drawn kinds and sizes, some of them cross-attention to few keys."""
+    draw, points = random.Random(seed), []
+    while len(points) < count:
+        kind, head_dim = draw.choice(KINDS), draw.choice(HEAD_DIMS)
+        batch, heads = draw.choice((1, 1, 2, 3, 4, 8)), draw.choice((5, 8, 10, 12, 16, 20, 24, 32, 40))
+        q_len = kv_len = int(2 ** draw.uniform(8, 14.3))
+        if kind == "none" and draw.random() < 0.3:
+            kv_len = draw.choice(TEXT_LENGTHS)
+        kv_heads = heads // 4 if heads % 4 == 0 and draw.random() < 0.3 else heads
+        point = Point(Sizes(batch, heads, kv_heads, q_len, kv_len, head_dim), kind)
+        if point.operations <= tune.MAX_OPERATIONS:
+            points.append(point)
+    return points
+
+
+def rows_of(name: str, measured: Iterable[Measured], table: Table) -> list[dict[str, Any]]:
+    """Return one row for each call, with what the table chooses for it."""
+    calls: dict[tuple[Sizes, str, bool], dict[str, float]] = {}
+    for one in measured:
+        calls.setdefault((one.sizes, one.mask, one.causal), {})[one.runner] = round(one.us, 1)
+    rows = []
+    for (sizes, mask, causal), us in calls.items():
+        runner = next((runner for runner in us if runner.startswith(f"{RECIPE} ")), "")
+        low_bit, exact = table.curve(runner, mask, causal, sizes.head_dim), table.exact(mask, causal, sizes.head_dim)
+        chosen = RECIPE if low_bit and exact and costs.is_faster(low_bit, exact, sizes) else "exact"
+        rows.append({"set": name, **asdict(sizes), "mask": mask, "causal": causal, "us": us, "chosen": chosen})
+    return rows
+
+
+def speed(row: dict[str, Any], choice: str) -> float:
+    """Return the time of the fastest runner ÷ that of a choice; below the host's time for a call, the GPU's is that."""
+    us = {runner: max(time, costs.EXACT_HOST_US) for runner, time in row["us"].items()}
+    exact = min(time for runner, time in us.items() if runner in costs.BACKENDS)
+    low_bit = min((time for runner, time in us.items() if runner.startswith(f"{RECIPE} ")), default=exact)
+    return min(exact, low_bit) / (low_bit if choice == RECIPE else exact)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return a line for each set of calls: how many are slow in low bits throughout, and as they are routed."""
+    lines = []
+    for name, group in itertools.groupby(rows, key=lambda row: row["set"]):
+        measured = list(group)
+        always = [speed(row, RECIPE) for row in measured]
+        routed = [speed(row, row["chosen"]) for row in measured]
+        lines.append(
+            f"{name}: {len(measured)} calls; below {FAST_ENOUGH}: {sum(x < FAST_ENOUGH for x in always)} in low bits, "
+            f"{sum(x < FAST_ENOUGH for x in routed)} routed; least {min(always):.2f}, {min(routed):.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="where to write the table of costs as well")
+    parser.add_argument("--seconds", type=float, default=tune.SECONDS, help="of measuring each of the two sets")
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    sets = {"fitted": tune.points(), "drawn": draw_points(DRAWN)}
+    compile_kernels(device, tune.calls_to_compile([*sets["fitted"], *sets["drawn"]]))
+    measured = {name: list(tune.measure_points(device, points, args.seconds)) for name, points in sets.items()}
+    properties = torch.cuda.get_device_properties(device)
+    curves = fit(measured["fitted"], properties.multi_processor_count)
+    table = Table(properties.name, (properties.major, properties.minor), tune.versions(), curves)
+    if args.table:
+        table.write(args.table)
+    rows = [row for name, found in measured.items() for row in rows_of(name, found, table)]
+    facts = json.dumps(measure.facts(device, git_commit()))[:-1]
+    lines = ",\n".join(map(json.dumps, rows))
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"{properties.name.lower().replace(' ', '-')}-routing.json"
+    path.write_text(f'{facts}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    print(f"wrote {path}\n{summary(rows)}")
+
+
+if __name__ == "__main__":
+    main()
