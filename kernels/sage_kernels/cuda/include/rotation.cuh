@@ -18,15 +18,15 @@ using TileWords = uint32[TILE_ROWS][SECTIONS][4];
 using TileFloats = float[TILE_ROWS][SECTIONS][8];
 
 // A lane's tokens of a tile: `reader` is at channel 8t of row g, and row g + 8 lies `apart` tokens behind.
-template <bool WHOLE>
-DEVICE void load_tile(Reader reader, int apart, int channels, TileWords& x) {
+template <bool WHOLE, typename AnyReader>
+DEVICE void load_tile(AnyReader reader, int apart, int channels, TileWords& x) {
   const int channel = threadIdx.x % 4 * 8;
 #pragma unroll
   for (int section = 0; section < SECTIONS; section++, reader.from += SECTION)
 #pragma unroll
     for (int i = 0; i < TILE_ROWS; i++) {
       const bool exists = WHOLE || (reader.has(i * apart) && section * SECTION + channel < channels);
-      reader.load<true>(i * apart, exists, x[i][section]);
+      reader.template load<true>(i * apart, exists, x[i][section]);
     }
 }
 
