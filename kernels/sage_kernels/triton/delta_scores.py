@@ -1,8 +1,8 @@
 """Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back.
 
-The matrix units multiply K as it is, in 16 bits, by each mean in two parts of 16 bits, whose sum is the mean to 2⁻¹⁷ of
-it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. What is missing of a mean then
-multiplies K's deviation from its mean only: K's own rounding to 16 bits is 2⁸ times as large.
+With up to 128 channels the matrix units multiply K as it is, in 16 bits, by each mean in two parts of 16 bits, whose
+sum is the mean to 2⁻¹⁷ of it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. What
+is missing of a mean then multiplies K's deviation from its mean only: K's own rounding to 16 bits is 2⁸ times as large.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
-MOST_MEANS = 64  # of a program
 
 
 def delta_scores(
@@ -45,9 +44,10 @@ def delta_scores(
     key_mean = operands.statistics.key_mean
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
-    split = key.dtype != torch.float32
+    split = key.dtype != torch.float32 and channels <= 128
     if split:
-        means, keys = max(16, min(MOST_MEANS, power_of_two(blocks))), 128 if channels <= 128 else 64
+        hopper = key.is_cuda and torch.cuda.get_device_capability(key.device)[0] == 9
+        means, keys = max(16, min(64 if hopper else 32, power_of_two(blocks))), 128  # elsewhere 64 means spill
     else:
         means, keys = 16, 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: 64 KiB
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
