@@ -8,16 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from sage_kernels import exact
-from sage_kernels.language import nvfp4
-from sage_kernels.language.formats import dequantize, encode_e2m1, round_to_e2m1
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
+from tests.helpers.portable_fp4 import without_fp4_instructions
 from tests.helpers.triton_calls import attend, new_call
 
 BLACKWELL = (12, 0)
@@ -28,28 +25,6 @@ RECIPES = {name: replace(get_recipe(name), scale_steps=(0, 0)) for name in ("sag
 RATIO = 1.05
 
 
-@triton.jit
-def portable_dot(a, a_scale, b, b_scale, accumulator, NATIVE: tl.constexpr):
-    """Do as `dot_nvfp4`, in float16, which holds every product's factors."""
-    return tl.dot(dequantize(a, a_scale), tl.trans(dequantize(b, b_scale)), accumulator)
-
-
-@triton.jit
-def portable_bytes(words):
-    """Do as `native_bytes`, in any layout."""
-    shift = (8 * tl.arange(0, 4))[None, None, :]
-    return tl.reshape((words[:, :, None] >> shift).to(tl.uint8), (words.shape[0], words.shape[1] * 4))
-
-
-@triton.jit
-def portable_pack(x):
-    """Do as `native_pack_e2m1`."""
-    value = tl.reshape(round_to_e2m1(x), (x.shape[0], x.shape[1] // 8, 8))
-    code = encode_e2m1(value, value) & 7
-    words = tl.sum(code << (4 * tl.arange(0, 8))[None, None, :], 2)
-    return words, tl.sum((2 * value).to(tl.int32), 2)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("triton")
@@ -58,10 +33,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def portable_instructions(monkeypatch, cache):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    monkeypatch.setattr(nvfp4_forward, "dot_nvfp4", portable_dot)
-    monkeypatch.setattr(nvfp4, "dot_nvfp4", portable_dot)
-    monkeypatch.setattr(nvfp4, "native_bytes", portable_bytes)
-    monkeypatch.setattr(nvfp4, "native_pack_e2m1", portable_pack)
+    without_fp4_instructions(monkeypatch)
     # A decoded tile of K and V beside what the native kernel holds: of two more tiles there is no room.
     monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(128, 128, 8, 2))
     caches = nvfp4_forward.nvfp4_forward.device_caches
