@@ -210,7 +210,7 @@ def _attend(
     is_causal = bool(is_causal)
     slot = None
     if not torch.compiler.is_compiling() and dropout_p == 0.0:
-        if torch._C._is_any_autocast_enabled() and isinstance(query, torch.Tensor):
+        if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             query, key, value = exact.in_autocast_dtype(query, key, value)
         grad = ops.wants_gradient(query, key, value, attn_mask)
         options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse

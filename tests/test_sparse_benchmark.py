@@ -35,6 +35,33 @@ def test_flex_attention_gets_the_same_tiles():
     assert torch.equal(sparse.flex_mask(blocks, 512).to_dense().bool(), blocks.kept(512))
 
 
+def test_a_result_of_the_same_commit_is_continued(tmp_path, monkeypatch):
+    """So that it can be measured in parts."""
+    measured = []
+
+    def measure(case, device):
+        measured.append(case)
+        return [sparse.new_row(case, "sage_hf:sage2") | {"ms": 1.0, "kept_tflops": 1.0}]
+
+    monkeypatch.setattr(sparse, "measure", measure)
+    monkeypatch.setattr(sparse, "measure_routing", lambda device: [{"part": "mean", "ms": 1.0}])
+    monkeypatch.setattr(sparse, "facts", lambda device, commit: {"gpu": "A GPU", "commit": commit})
+
+    def run(commit):
+        monkeypatch.setattr("sys.argv", ["sparse.py", "--output", str(tmp_path), "--commit", commit])
+        sparse.main()
+        return json.loads((tmp_path / "a-gpu-sparse.json").read_text())
+
+    whole = run("one")
+    assert measured == sparse.CASES
+    (tmp_path / "a-gpu-sparse.json").write_text(json.dumps(whole | {"rows": whole["rows"][:3]}))
+    assert run("one") == whole
+    assert measured[len(sparse.CASES) :] == sparse.CASES[3:]
+    measured.clear()
+    run("two")
+    assert measured == sparse.CASES
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_cover_every_case_and_name_their_commit(path):
     result = json.loads(path.read_text())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
-from sage_kernels import dispatch, prepared, prepared_training, registry, tape
+from sage_kernels import dispatch, exact, prepared, prepared_training, registry, tape
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Plan
@@ -102,6 +102,13 @@ def check_budget(call, library, *, python, allocated, launched):
 def test_a_repeated_call_costs_the_host_little(gpu):
     query, key, value = draw()
     check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=13, allocated=2, launched=3)
+
+
+def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
+    query, key, value = draw()
+    mask = (torch.arange(SHAPE[2]) < 150)[None, None, None]
+    call = partial(sage_attention, query, key, value, mask, recipe="sage2")
+    check_budget(call, gpu, python=14, allocated=2, launched=3)
 
 
 def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
@@ -270,3 +277,31 @@ def test_the_tensors_of_gradients_may_be_saved_elsewhere(gpu, gluon):
             sage_attention(*inputs, recipe="sage_bwd")
         kept.append([(x.shape, x.dtype) for x in saved])
     assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch, enabled):
+    """And reads grouped keys as rows of one head, as the first time."""
+    monkeypatch.setattr(
+        dispatch, "select", lambda request, fallback: registry.exact_plan(request, kernel="sdpa_without_cudnn")
+    )
+    query, key, value = (torch.randn(2, heads, tokens, 32) for heads, tokens in ((8, 1), (2, 40), (2, 40)))
+    mask = (torch.arange(40) >= torch.tensor([[3], [40]]))[:, None, None]
+    call = partial(sage_attention, query, key, value, mask, enable_gqa=True, recipe="sage2")
+    seen, sdpa = [], exact.sdpa
+
+    def watched(query, *others, **options):
+        seen.append((query.shape[1:3], torch.backends.cuda.cudnn_sdp_enabled()))
+        return sdpa(query, *others, **options)
+
+    monkeypatch.setattr(exact, "sdpa", watched)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        outputs = [call() for _ in range(4)]
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert seen == [((2, 4), False)] * 4
+    assert all(torch.equal(outputs[0], x) for x in outputs) and not outputs[0][1].any()
+    assert "ExactCall.__call__" in python_calls(call)
