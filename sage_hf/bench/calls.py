@@ -16,6 +16,7 @@ from sage_kernels import costs, dispatch, ops, training
 from sage_kernels.call import Call, Mask
 from sage_kernels.costs import Sizes
 from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import KernelUnavailableError
 
 Kind = Literal["none", "causal", "keys", "causal_keys", "bool", "additive"]
 BACKENDS = {
@@ -106,39 +107,46 @@ def _mask(device: torch.device, point: Point, generator: torch.Generator) -> Ten
     return None
 
 
-def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]]) -> int:
+def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]], seconds: float | None = None) -> int:
     """Run each (recipe, point) once in one of several processes, so that later ones find its kernels in the caches.
 
     Args:
         device: a CUDA device.
         calls: a recipe with gradients also runs its backward pass, where it has one for such calls. The sizes of batch
-            and heads are left out of account; a recipe that is not native for a call is left out.
+            and heads are left out of account.
+        seconds: how long to go on beginning calls; default until all have run.
 
     Returns:
-        The number of different calls.
+        The number of calls that ran.
     """
-    small = dict.fromkeys(
-        (recipe, replace(point, sizes=replace(point.sizes, batch=1, q_heads=2, kv_heads=2))) for recipe, point in calls
-    )
-    call_in_processes(partial(_run_once, device), small)
-    return len(small)
+    small = {
+        (recipe, replace(point, sizes=replace(point.sizes, batch=1, q_heads=2, kv_heads=2))): None
+        for recipe, point in calls
+    }
+    return sum(call_in_processes(partial(_run_once, device), small, seconds))
 
 
-def _run_once(device: torch.device, recipe_and_point: tuple[str, Point]) -> None:
-    recipe, point = recipe_and_point
+def _run_once(device: torch.device, call: tuple[str, Point]) -> bool:
+    """Run a call, (recipe, point); return whether the recipe is native for it."""
+    recipe, point = call
     query, key, value, mask = draw(device, point)
-    if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
-        with torch.no_grad():
-            ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe, fallback="error")
-    else:
-        output, _ = training.attention(
-            query.requires_grad_(),
-            key,
-            value,
-            valid=None if mask is None else mask[:, 0, 0],
-            is_causal=point.causal,
-            recipe=recipe,
-            fallback="error",
-        )
-        output.sum().backward()
+    try:
+        if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
+            with torch.no_grad():
+                ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe, fallback="error")
+        else:
+            valid = None if mask is None else mask[:, 0, 0]
+            output, _ = training.attention(
+                query.requires_grad_(),
+                key,
+                value,
+                valid=valid,
+                is_causal=point.causal,
+                recipe=recipe,
+                fallback="error",
+            )
+            output.sum().backward()
+    except KernelUnavailableError:
+        return False
     torch.cuda.synchronize(device)
+    return True
