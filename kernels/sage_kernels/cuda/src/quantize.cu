@@ -471,8 +471,8 @@ DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair,
   line(s, pair, ROTATED_MEAN)[threadIdx.x] = x;
 }
 
-// Threads of a multiprocessor, at least: a thread has 64 registers of tokens.
-constexpr int RESIDENT_CHANNELS = PADDED ? 384 : 512;
+// Threads of a multiprocessor, at least: a thread has 64 registers of tokens; with more threads, more than two spill.
+constexpr int RESIDENT_CHANNELS = PADDED || ROTATE && !BALANCE ? 384 : 512;
 
 // Find the means of K and V, V's scales, and K's and Q's balance: a cluster for K of each pair, and one for V.
 extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
