@@ -203,20 +203,25 @@ def codes_of_the_reference(x, balance, group):
     return natural_order(codes), scale[:, :, ::group, 0].unflatten(2, (-1, 4))
 
 
-def assert_like_the_reference(codes, scale, expected_codes, expected_scale):
+def assert_like_the_reference(codes, scale, expected_codes, expected_scale, noise=0.0):
     """Check codes where scales are equal: sums in another order move few of them over a half.
 
-    Scales of Q may differ in the last bits, those of K be the next bfloat16, seldom.
+    Scales of Q may differ in the last bits, those of K be the next bfloat16, seldom. Scales up to `noise` are those of
+    rounding errors alone.
     """
     assert codes.shape == expected_codes.shape and scale.shape == expected_scale.shape
     nan = expected_scale.isnan()
     assert torch.equal(scale.isnan(), nan)
     finite, expected_finite = (x.float().masked_fill(nan, 0.0) for x in (scale, expected_scale))
+    negligible = expected_finite <= noise
+    assert (finite <= 2 * noise)[negligible].all()
+    finite = torch.where(negligible, expected_finite, finite)
     of_key = scale.dtype == torch.bfloat16
     torch.testing.assert_close(finite, expected_finite, rtol=2.0**-7 if of_key else 1e-5, atol=1e-37)
     if of_key:
         same = finite == expected_finite
         assert (~same).sum() <= 0.01 * same.numel() + 1
+        same &= ~negligible
         same = natural_order(same.unsqueeze(-1).expand(*same.shape, 16).flatten(2).unsqueeze(-1))
         codes, expected_codes = (torch.where(same, x, 0) for x in (codes, expected_codes))
     difference = (codes.int() - expected_codes.int()).abs()
@@ -246,7 +251,10 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
     smooth = key - mean if valid is None else torch.where(valid, key - mean, 0.0)
     smooth = F.pad(smooth, (0, 0, 0, -key.shape[2] % 128))
     expected = codes_of_the_reference(smooth, 1 / ones, 16)
-    assert_like_the_reference(actual.key, actual.key_scale, *expected)
+    # The kernel rotates K and its mean apart: two sums of `channels` terms, times channels ** -0.5.
+    largest = (F.pad(key, (0, channels - key.shape[3])) / ones).nan_to_num(0.0, 0.0, 0.0).abs().amax((2, 3), True)
+    noise = largest * (channels**1.5 * 2.0**-23 / 127)
+    assert_like_the_reference(actual.key, actual.key_scale, *expected, noise)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -355,7 +363,7 @@ def test_rotation_of_the_largest_numbers(head_dim, dtype, device):
     query[:, :, ::2], key[:, :, ::2], key[:, :, 1::2] = 2.0**-14, largest, -largest
     query[..., 1] = largest
     key[..., 1] *= 2.0**-14
-    recipe = with_fields("fp8", rotate=True, balance=True)
+    recipe = with_fields("fp8", rotate=True, balance=True, heavy_keys=0)
     actual = quantize.quantize_operands(triton_calls.new_call(query, key, value, recipe))
     assert actual.balance.amax() == 256 and actual.balance.amin() < 1
     assert_rotated(actual, (query, key, value), recipe)

@@ -65,9 +65,14 @@ def attend_heavy_keys(
     )
     CHUNK: tl.constexpr = KEYS if WHOLE else 16
     WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
+    # In float32 at head_dim 256 that assembler does so too, so these products are not the matrix units'.
+    WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and max(CHANNELS, V_CHANNELS) > 128
+    PRECISION: tl.constexpr = "ieee" if WIDE else "tf32x3"
     for first in tl.range(0, KEYS, CHUNK, num_stages=1):
         column = first + tl.arange(0, CHUNK)
-        x = _scores(query, key, token, row < q_len, column, stride_token, stride_channel, head_dim, CHANNELS, WIDTH)
+        x = _scores(
+            query, key, token, row < q_len, column, stride_token, stride_channel, head_dim, CHANNELS, WIDTH, PRECISION
+        )
         x *= softmax_scale * LOG2E
         if CAUSAL or RAGGED or MASK != "none":
             x = mask_scores(
@@ -87,7 +92,7 @@ def attend_heavy_keys(
         inverse = 1.0 / power
         v = tl.load(value + column[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :])
         p = (p * inverse[:, None]).to(v.dtype)
-        output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision="tf32x3")
+        output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision=PRECISION)
         output = output * (power / positive)[:, None]
         row_max, total = new_max, total * decay + heavy_sum
     return row_max, total, output
@@ -105,6 +110,7 @@ def _scores(
     head_dim,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Return Q·Kᵀ of some heavy keys, WIDTH channels at a time: float32 (rows, columns); `inside` rows are read."""
     x = tl.zeros((token.shape[0], column.shape[0]), tl.float32)
@@ -115,5 +121,5 @@ def _scores(
         at = base + channel.to(tl.int64)[None, :] * stride_channel
         q = tl.load(at, mask=inside[:, None] & (channel < head_dim)[None, :], other=0.0)
         k = tl.load(key + column[:, None] * CHANNELS + place[None, :])
-        x = tl.dot(q, k.T, x, input_precision="tf32x3")
+        x = tl.dot(q, k.T, x, input_precision=PRECISION)
     return x

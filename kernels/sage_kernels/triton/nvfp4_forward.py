@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..call import Call
-from ..language.formats import GROUP, join_by_8, max_or_nan
+from ..language.formats import GROUP, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.nvfp4 import (
@@ -18,7 +18,6 @@ from ..language.nvfp4 import (
     dot_nvfp4,
     key_order,
     load_scales,
-    mask_biases,
     mask_bits,
     mask_by_bits,
     mask_from,
@@ -231,21 +230,13 @@ def attend_tile(
             if needs_mask != 0:
                 s = mask_from(limit - tile * BLOCK_N, s)
         elif NATIVE:
-            # Were the branches' results the scores, they would leave the layout of the matrix instructions.
+            tl.static_assert(MASK == "bool", "the native kernel takes no additive masks")
+            # Were the branch's result the scores, they would leave the layout of the matrix instructions.
             column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
-            if MASK == "bool":
-                bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
-                if needs_mask != 0:
-                    bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
-                s = mask_by_bits(bits, s)
-            else:
-                zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
-                b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
-                if needs_mask != 0:
-                    b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
-                        mask, row, column, q_len, limit, mask_stride_row, mask_stride_column
-                    )
-                s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
+            bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+            if needs_mask != 0:
+                bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
+            s = mask_by_bits(bits, s)
         elif needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             s = mask_scores(
