@@ -260,6 +260,8 @@ def why_slower(request: Request, runner: str) -> str:
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
     low_bit = table and table.curve(runner, *kind, sizes.head_dim)
     rivals = table.exact(*kind, sizes.head_dim) if table else []
+    if request.lower_right:  # which no other backend serves without a mask as large as the scores
+        rivals = [curve for curve in rivals if curve.runner == "flash"]
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):

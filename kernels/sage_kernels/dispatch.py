@@ -44,6 +44,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
         kv_len=call.kv_len,
         packed=call.lengths is not None,
         aligned=on_gpu and is_aligned(query) and is_aligned(key) and is_aligned(value),
+        lower_right=call.is_causal and call.causal_offset != 0,
     )
 
 
@@ -156,10 +157,13 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
             scale=call.scale,
             return_lse=call.return_lse,
         )
-    if is_causal and (call.causal_offset != 0 or mask is not None):
-        # PyTorch's kernels support only one causal alignment, and no mask beside it.
-        mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
     gqa = query.shape[1] != key.shape[1]
+    lower_right = is_causal and mask is None and 0 < call.causal_offset == key.shape[2] - query.shape[2]
+    if lower_right and not call.return_lse and exact.has_lower_right(query, key, call.value, gqa):
+        return exact.lower_right(query, key, call.value, scale=call.scale, enable_gqa=gqa), None
+    if is_causal and (call.causal_offset != 0 or mask is not None):
+        # PyTorch's other kernels support only one causal alignment, and no mask beside it.
+        mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
     output = exact.sdpa(query, key, call.value, mask=mask, is_causal=is_causal, scale=call.scale, enable_gqa=gqa)
     if mask is not None:
         output = torch.where(exact.attended_rows(mask), output, 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from . import tracing
 
@@ -279,6 +280,25 @@ def sdpa(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
+
+
+def has_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Return whether PyTorch's flash kernel serves causality that is aligned lower right, as `lower_right` asks for."""
+    if not _on_gpu(query) or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, enable_gqa))
+
+
+def lower_right(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None, enable_gqa: bool
+) -> torch.Tensor:
+    """Attend with the last query at the last key, by the kernel of `has_lower_right`; arguments as in `sdpa`."""
+    if scale is not None and scale <= 0:
+        query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
+    from torch.nn.attention.bias import causal_lower_right  # loads the compiler
+
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=enable_gqa)
 
 
 def takes_as_they_are(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> bool:

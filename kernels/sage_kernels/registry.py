@@ -54,6 +54,7 @@ class Request:
         packed: whether sequences are packed one after another; then batch is their number, and q_len and kv_len are
             the largest lengths.
         aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
+        lower_right: whether causality has an offset, as for queries behind a cache.
     """
 
     recipe: str
@@ -73,6 +74,7 @@ class Request:
     grad: bool = False
     packed: bool = False
     aligned: bool = False
+    lower_right: bool = False
 
     @classmethod
     def of(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_kernels import backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.dispatch import request_of

@@ -5,7 +5,7 @@ import torch
 
 from sage_hf.bench.calls import Point, draw
 from sage_hf.bench.tune import gpu_us
-from sage_kernels import costs, ops
+from sage_kernels import costs, exact, ops
 from sage_kernels.costs import Sizes
 
 SLOWER = 1.1  # two runs of one call differ by less, and a wrong choice costs more where it matters
@@ -47,3 +47,18 @@ def test_steps_of_decoding_are_exact_and_switch_no_backend_off_for_others(masked
         expected, _ = ops.attention(query, key, value, mask=mask, recipe="exact")
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)  # both round P and the output to bfloat16
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("scale", [None, -0.2])
+def test_exact_attention_behind_a_cache_is_that_with_a_mask(heads, scale, device):
+    query = torch.randn(2, heads[0], 70, 64, device=device, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 2, heads[1], 333, 64, device=device, dtype=torch.bfloat16)
+    grouped = heads[0] != heads[1]
+    assert exact.has_lower_right(query, key, value, grouped)
+    output = exact.lower_right(query, key, value, scale=scale, enable_gqa=grouped)
+    options = {"is_causal": True, "causal_offset": 263, "scale": scale}
+    truth, _ = exact.attention(query, key, value, **options)
+    mask = exact.with_causality(None, query, key, 263)
+    masked = exact.sdpa(query, key, value, mask=mask, scale=scale, enable_gqa=grouped)
+    assert (output - truth).abs().max() <= 2 * (masked - truth).abs().max()

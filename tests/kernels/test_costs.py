@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from sage_kernels import backends, costs, dispatch, exact, ops, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.call import Call
 from sage_kernels.costs import Curve, Sizes, Table
 from sage_kernels.cuda import compiler
+from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, exact_plan, select
 from sage_kernels.triton import registration
 from tests.helpers.kernels import StandInForward, only_the_reference
@@ -301,3 +303,19 @@ def test_tables_that_ship_are_read_without_complaint():
         table = costs.read_table(path)
         assert path.stem == ".".join(map(str, table.capability))
         assert {curve.runner for curve in table.curves} >= set(costs.BACKENDS)
+
+
+def test_queries_behind_a_cache_are_routed_by_the_backend_that_takes_causality_with_an_offset(use_table):
+    causal = [replace(one, causal=True) for one in (LOW_BIT, CUDNN, curve("flash", launch=500.0))]
+    use_table(*causal)
+    call = with_tokens(1024, is_causal=True)
+    assert select(call).recipe == "exact"
+    assert select(replace(call, lower_right=True)).recipe == "sage2"
+    use_table(*causal[:2])
+    assert "no costs were measured" in select(replace(call, lower_right=True)).reason
+
+
+def test_a_call_with_a_causal_offset_says_so():
+    x = torch.zeros(1, 2, 64, 64)
+    call = Call(x[:, :, :16], x, x, get_recipe("sage2"), is_causal=True, causal_offset=48)
+    assert dispatch.request_of(call).lower_right and not dispatch.request_of(replace(call, causal_offset=0)).lower_right
