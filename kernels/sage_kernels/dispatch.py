@@ -160,7 +160,7 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     gqa = query.shape[1] != key.shape[1]
     lower_right = is_causal and mask is None and 0 < call.causal_offset == key.shape[2] - query.shape[2]
     if lower_right and not call.return_lse and exact.has_lower_right(query, key, call.value, gqa):
-        return exact.lower_right(query, key, call.value, scale=call.scale, enable_gqa=gqa), None
+        return exact.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's other kernels support only one causal alignment, and no mask beside it.
         mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False

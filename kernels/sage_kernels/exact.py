@@ -244,6 +244,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
+    lower_right: bool = False,
 ) -> torch.Tensor:
     """Call PyTorch's scaled_dot_product_attention with what its kernels compute right, in memory linear in length.
 
@@ -257,6 +258,7 @@ def sdpa(
             it is read as it is: PyTorch's GPU kernels take finite numbers beyond ±2¹²⁷ for infinite.
         enable_gqa: q_heads may be a multiple of kv_heads.
         dropout_p: probability, of the attention weights.
+        lower_right: causal, with the last query at the last key; only without a mask, and where `has_lower_right`.
 
     Returns:
         (batch, q_heads, q_len, v_head_dim) in query's dtype.
@@ -276,6 +278,10 @@ def sdpa(
     if _on_gpu(query):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
+    if lower_right:
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler
+
+        mask = causal_lower_right(query.shape[-2], key.shape[-2])
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -283,22 +289,10 @@ def sdpa(
 
 
 def has_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Return whether PyTorch's flash kernel serves causality that is aligned lower right, as `lower_right` asks for."""
+    """Return whether PyTorch's flash kernel serves causality that is aligned lower right."""
     if not _on_gpu(query) or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, enable_gqa))
-
-
-def lower_right(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None, enable_gqa: bool
-) -> torch.Tensor:
-    """Attend with the last query at the last key, by the kernel of `has_lower_right`; arguments as in `sdpa`."""
-    if scale is not None and scale <= 0:
-        query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
-    from torch.nn.attention.bias import causal_lower_right  # loads the compiler
-
-    bias = causal_lower_right(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=enable_gqa)
 
 
 def takes_as_they_are(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> bool:

@@ -56,7 +56,7 @@ def test_exact_attention_behind_a_cache_is_that_with_a_mask(heads, scale, device
     key, value = torch.randn(2, 2, heads[1], 333, 64, device=device, dtype=torch.bfloat16)
     grouped = heads[0] != heads[1]
     assert exact.has_lower_right(query, key, value, grouped)
-    output = exact.lower_right(query, key, value, scale=scale, enable_gqa=grouped)
+    output = exact.sdpa(query, key, value, scale=scale, enable_gqa=grouped, lower_right=True)
     options = {"is_causal": True, "causal_offset": 263, "scale": scale}
     truth, _ = exact.attention(query, key, value, **options)
     mask = exact.with_causality(None, query, key, 263)

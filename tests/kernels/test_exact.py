@@ -189,3 +189,12 @@ def test_alignment_is_traced_with_dynamic_sizes_and_mapped(monkeypatch):
     inputs = draw(17, 15)
     mapped = torch.vmap(attend)(*(torch.stack([x, 2 * x]) for x in inputs))
     assert torch.allclose(mapped[1], attend(*(2 * x for x in inputs)), atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("scale", [None, -0.3, 0.0])
+def test_causality_may_be_aligned_lower_right(kv_heads, scale):
+    query, (key, value) = torch.randn(2, 4, 7, 40), torch.randn(2, 2, kv_heads, 19, 40)
+    output = exact.sdpa(query, key, value, scale=scale, enable_gqa=kv_heads != 4, lower_right=True)
+    truth, _ = exact.attention(query, key, value, is_causal=True, causal_offset=12, scale=scale)
+    torch.testing.assert_close(output.double(), truth, rtol=1e-5, atol=1e-5)
