@@ -13,8 +13,8 @@ from tests.interpreter.test_nvfp4_forward import RATIO, RECIPES, random_inputs, 
 @pytest.mark.parametrize(
     "recipe, options",
     [
-        ("sage3", {}),
-        ("sage3", {"is_causal": True}),
+        pytest.param("sage3", {}, marks=pytest.mark.audit),
+        pytest.param("sage3", {"is_causal": True}, marks=pytest.mark.audit),
         ("sage3", {"mask": True, "is_causal": True}),
         pytest.param("sage3", {"mask": True}, marks=pytest.mark.audit),
         pytest.param("sage3_paper", {"mask": True}, marks=pytest.mark.audit),
