@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -291,20 +292,10 @@ def _block_attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    checks.check_tensors(query, key, value, mask)
+    call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
     blocks = BlockList(counts, tiles, block_m, block_n)
     check_blocks(blocks, query, key)
-    call = Call(
-        query,
-        key,
-        value,
-        get_recipe(recipe),
-        Mask.of_blocks(blocks, mask, key.shape[2]),
-        is_causal,
-        causal_offset,
-        softmax_scale(scale, query.shape[3]),
-        return_lse=return_lse,
-    )
+    call = replace(call, mask=Mask.of_blocks(blocks, call.mask.tensor, key.shape[2]))
     output, lse = dispatch.attend(call, fallback)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)

@@ -94,7 +94,7 @@ def test_a_list_of_many_tiles_is_sorted_in_parts():
 
 
 def test_tiles_that_do_not_exist_are_left_out():
-    """As numbers on a GPU, which the host does not read, may name them."""
+    """Name tiles beyond the keys: on a GPU the host does not read the numbers."""
     inputs = draw(q_heads=1, q_len=16)
     blocks = draw_blocks(1, 1, 16, 330)
     tiles = torch.tensor([[[[-1, 2, 99, 0]]]], dtype=torch.int32)

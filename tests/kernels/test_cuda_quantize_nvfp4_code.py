@@ -1,4 +1,4 @@
-"""What quantize_nvfp4.cu compiles to, and which requests it takes. Needs no GPU."""
+"""The machine code of quantize_nvfp4.cu, and the requests that it takes. Needs no GPU."""
 
 import re
 import subprocess

@@ -351,7 +351,7 @@ def test_hoppers_backward_multiplies_each_tile_once_and_lets_products_overlap(ca
 def test_native_nvfp4_on_consumer_blackwell_is_leaner_than_the_published_kernel(
     head_dim, published, budget, least, products
 ):
-    """Of 128 × 128 scores; `least` where no maximum of a warp's rows grew, so that its sums need no new scale."""
+    """Count those of 128 × 128 scores; `least` where no maximum of a warp's rows grew, so that no sum is scaled anew."""
     case = ("nvfp4_forward", "sage3", head_dim, "none", (12, 0))
     skip_unsupported(case)
     launch = record(*case, return_lse=False)[-1]  # the published kernel has none
@@ -382,7 +382,7 @@ def test_where_words_become_bytes_a_thread_holds_those_of_a_word_one_after_the_o
 @pytest.mark.parametrize(("head_dim", "budget", "least", "products"), [(128, 620, 530, 4), (64, 560, 510, 3)])
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_native_nvfp4_on_data_centre_blackwell_fits_a_multiprocessor(head_dim, budget, least, products, capability):
-    """Of 128 × 128 scores in tensor memory: products of 128 rows, 128 columns and 64 channels or keys at once."""
+    """Count those of 128 × 128 scores in tensor memory: products have 128 rows, 128 columns and 64 channels or keys."""
     case = ("nvfp4_forward", "sage3", head_dim, "none", capability)
     skip_unsupported(case)
     kernel = compile_launch(record(*case, return_lse=False)[-1], capability)

@@ -82,7 +82,7 @@ def python_calls(function) -> list[str]:
 
 
 def allocations(function) -> int:
-    """How many tensors a call allocates."""
+    """Count the tensors that a call allocates."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return sum(event.count for event in profile.key_averages() if event.key in ("aten::empty", "aten::empty_strided"))
@@ -134,7 +134,7 @@ def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
 
 
 def is_prepared(*tensors, **options) -> bool:
-    """Whether a call is repeated from its third time on."""
+    """Return whether a call is repeated from its third time on."""
     for _ in range(2):
         sage_attention(*tensors, **options)
     return "LowBitCall.__call__" in python_calls(partial(sage_attention, *tensors, **options))
@@ -250,7 +250,7 @@ MASKS = {
 @pytest.mark.parametrize("recipe", ["exact", "sage2"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad):
-    """Of recipe sage2 with few keys, or gradients, which it has none of."""
+    """Call recipe sage2 with few keys, or for gradients, which it has none of."""
     query, key, value = (torch.randn(2, 2, tokens, 16, requires_grad=grad) for tokens in (40, 48, 48))
     call = partial(sage_attention, query, key, value, MASKS[mask], recipe=recipe)
     outputs = [call() for _ in range(4)]
@@ -269,7 +269,7 @@ def test_a_prepared_exact_call_under_autocast_has_its_dtype():
 
 
 def test_the_tensors_of_gradients_may_be_saved_elsewhere(gpu, gluon):
-    """What a prepared call saves is what the operator saves, so that recomputation finds the same."""
+    """Compare what a prepared call saves with what the operator saves: recomputation must find the same."""
     inputs, kept = [x.requires_grad_() for x in draw()], []
     for _ in range(3):
         saved = []

@@ -63,7 +63,7 @@ def test_two_shapes_in_one_process_do_not_share_their_tiles():
 
 
 def test_the_samples_of_a_batch_choose_their_own_tiles():
-    """As pairs of classifier-free guidance are."""
+    """Use two batch elements, like pairs of classifier-free guidance."""
     inputs, grid = draw((4, 8, 8)), (4, 8, 8)
     both = vsa_attention(*inputs, grid, 0.5)
     for sample in range(2):

@@ -3,14 +3,6 @@
 #pragma once
 #include "tokens.cuh"
 
-constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
-                 LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
-
-DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
-
-// Return ones in the halves that are infinite or NaN.
-DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
-
 DEVICE uint32 larger(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)

@@ -60,6 +60,16 @@ struct Reader {
   }
 };
 
+// ---- Numbers that are not finite ----
+
+constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
+                 LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
+
+DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
+
+// Return ones in the halves that are infinite or NaN.
+DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
+
 // ---- INT8 ----
 
 DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }

@@ -49,8 +49,6 @@ static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
 
 constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
 constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
-constexpr uint32 EXPONENTS = FLOAT16 ? 0x7C007C00 : 0x7F807F80,
-                 LOWEST_EXPONENT_BITS = FLOAT16 ? 0x04000400 : 0x00800080;
 
 enum Line {
   KEY_MEAN,
@@ -115,12 +113,7 @@ DEVICE uint32 smaller(uint32 x, uint32 y) {
   return z;
 }
 
-// Return ones in the halves that are infinite or NaN.
-DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_BITS) >> 15 & 0x00010001) * 0xFFFF; }
-
 // ---- Scales and codes ----
-
-DEVICE bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
 DEVICE float round_up_to_bfloat16(float x) {
   return x == x ? __uint_as_float((__float_as_uint(x) + 0xFFFF) & 0xFFFF0000) : x;

@@ -424,7 +424,7 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
 
 // ---- Heavy keys ----
 
-// Round two numbers to the tokens' 16 bits; the first is in the lower half.
+// Round two numbers to the tokens' 16 bits, beyond the largest to infinity; the first is in the lower half.
 DEVICE uint32 pack_halves(float a, float b) {
   uint32 y;
   if (FLOAT16)
