@@ -351,7 +351,7 @@ def test_hoppers_backward_multiplies_each_tile_once_and_lets_products_overlap(ca
 def test_native_nvfp4_on_consumer_blackwell_is_leaner_than_the_published_kernel(
     head_dim, published, budget, least, products
 ):
-    """Count those of 128 × 128 scores; `least` where no maximum of a warp's rows grew, so that no sum is scaled anew."""
+    """Count those of 128 × 128 scores; `least` where no maximum of a warp's rows grew, so no sum is scaled anew."""
     case = ("nvfp4_forward", "sage3", head_dim, "none", (12, 0))
     skip_unsupported(case)
     launch = record(*case, return_lse=False)[-1]  # the published kernel has none
