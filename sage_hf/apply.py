@@ -132,7 +132,14 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """Return the change of a diffusers model: a processor for each layer, and a hook that follows denoising steps."""
-    from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, check_whole, exchange_processor
+    from sage_hf.diffusers import (
+        UnsupportedAttentionError,
+        VSALayer,
+        bind,
+        check_parallelism,
+        check_whole,
+        exchange_processor,
+    )
 
     processors = {}
     for name, layer in target.layers.items():
@@ -149,6 +156,8 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         check_whole(denoiser)
         sparse = SparseModel(config.sparse, denoiser)
         for name, processor in processors.items():
+            if isinstance(processor._layer_in(target.layers[name]), VSALayer):
+                raise ValueError(f"sparse: {name} has VSA, which chooses its own tiles; apply a recipe without `sparse`")
             processor.sparse = SparseLayer(sparse, config.sparse.is_dense(name))
     if config.steps or (config.sparse is not None and config.sparse.dense_steps):
         timestep_argument(denoiser)
