@@ -25,7 +25,7 @@ from .order import TileOrder
 from .routers import kept_mass
 
 MEASURED_CALLS = 8
-"""Number of a layer's first sparse calls in which the attention weight that was kept is measured."""
+"""Default of `SparseModel.measured_calls`."""
 
 logger = logging.get_logger(__name__)
 
@@ -37,6 +37,7 @@ class SparseModel:
         settings: the configuration.
         grid: (frames, height, width) of the present call in tokens; None: unknown.
         dense_step: whether the present step attends densely.
+        measured_calls: number of each layer's first sparse calls in which the attention weight kept is measured.
     """
 
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
@@ -45,6 +46,7 @@ class SparseModel:
         self.grid: Grid | None = None
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
+        self.measured_calls = MEASURED_CALLS
 
     def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
         """Follow the denoiser's calls until `remove()` of the returned handle."""
@@ -209,7 +211,7 @@ class SparseLayer:
         kept = self.kept
         share = blocks.counts.float().mean() / math.ceil(key.shape[2] / blocks.block_n)
         kept.tiles = share if kept.tiles is None else kept.tiles + share
-        if kept.calls < MEASURED_CALLS:
+        if kept.calls < self.model.measured_calls:
             mass = kept_mass(query, key, blocks, scale)
             kept.mass.append(mass.mean())
             kept.least.append(mass.min())
