@@ -108,7 +108,8 @@ def read_gates(source: Path) -> dict[str, torch.Tensor]:
     gates: dict[str, torch.Tensor] = {}
     for path in files:  # of two variants of a file, that with the shorter name
         with safe_open(path, "pt") as file:
-            gates |= {key: file.get_tensor(key) for key in file.keys() if _KEY.fullmatch(key) and key not in gates}
+            keys = [key for key in list(file.keys()) if _KEY.fullmatch(key) and key not in gates]
+            gates |= {key: file.get_tensor(key) for key in keys}
     return gates
 
 
