@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
@@ -37,6 +36,9 @@ WORDS = ("", *COLOURS, *SHAPES, *DIRECTIONS)
 EMPTY_PROMPTS = 0.1
 SHIFT = 3.0
 """Shift of noise levels: pixels of a patch are alike, so that less noise hides less."""
+MEAN, CONTRAST = 0.1, 0.25
+"""A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
+DATA = 0.5
 HELD_OUT_SEED = 12345
 
 
@@ -74,7 +76,11 @@ class Size:
 
 
 class Denoiser(nn.Module):
-    """Velocity of a noisy clip, given the noise level and three words."""
+    """Velocity of a noisy clip, given the noise level and three words.
+
+    The transformer's output has unit variance at every level, as in EDM (arXiv 2206.00364): the clip is estimated as
+    skip · noisy + out · output, with the factors for which the output has the least variance.
+    """
 
     def __init__(self, size: Size, seed: int) -> None:
         super().__init__()
@@ -94,10 +100,18 @@ class Denoiser(nn.Module):
         )
         nn.init.zeros_(self.transformer.condition_embedder.time_proj.weight)  # blocks begin close to the identity
 
-    def forward(self, noisy: Tensor, level: Tensor, words: Tensor) -> Tensor:
-        """Return the velocity, noise minus clip, of noisy clips (B, 3, F, H, W) at levels (B,) in [0, 1]."""
-        text = self.words(words).to(noisy.dtype)
-        return self.transformer(noisy, 1000 * level, text, return_dict=False)[0]
+    def forward(self, noisy: Tensor, level: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (velocity, factor) of noisy clips (B, 3, F, H, W) at levels (B,) in [0, 1].
+
+        The velocity is noise minus clip, float32; `factor`, (B, 1, 1, 1, 1), is the share of an error of the
+        transformer's output in it.
+        """
+        text = self.words(words)
+        output = self.transformer(noisy.to(text.dtype), 1000 * level, text, return_dict=False)[0].float()
+        at = level.float().view(-1, 1, 1, 1, 1)
+        variance = ((1 - at) * DATA) ** 2 + at**2
+        factor = DATA * variance.rsqrt()
+        return noisy.float() * (at - (1 - at) * DATA**2) / variance - factor * output, factor
 
 
 class Clips:
@@ -130,8 +144,8 @@ class Clips:
         return cls([scenes[i % len(scenes)] for i in range(size.held_out)], size, HELD_OUT_SEED, device)
 
     def take(self, picked: Tensor | slice) -> Tensor:
-        """Return clips in the model's range, float32 (B, 3, F, H, W) in [-1, 1]."""
-        return (self.clips[picked].float() / 127.5 - 1).transpose(1, 2).contiguous()
+        """Return clips as the model sees them, float32 (B, 3, F, H, W)."""
+        return ((self.clips[picked].float() / 255 - MEAN) / CONTRAST).transpose(1, 2).contiguous()
 
 
 def word_ids(scenes: Sequence[Scene]) -> Tensor:
@@ -145,11 +159,11 @@ def shifted(level: Tensor) -> Tensor:
 
 
 def flow_loss(denoiser: nn.Module, clean: Tensor, noise: Tensor, level: Tensor, words: Tensor) -> Tensor:
-    """Return the mean squared error of the velocity, in bfloat16 where it is a GPU's."""
+    """Return the mean squared error of the transformer's output, computed in bfloat16 on a GPU; 1 without knowledge."""
     at = level.view(-1, 1, 1, 1, 1)
     with torch.autocast(clean.device.type, torch.bfloat16, enabled=clean.is_cuda):
-        predicted = denoiser((1 - at) * clean + at * noise, level, words)
-    return F.mse_loss(predicted.float(), noise - clean)
+        velocity, factor = denoiser((1 - at) * clean + at * noise, level, words)
+    return ((velocity - (noise - clean)) / factor).square().mean()
 
 
 def draw_batch(clips: Clips, size: Size, seed: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,7 +253,6 @@ def generate(
     Returns:
         Clips (B, F, 3, H, W) float32 in [0, 1].
     """
-    dtype = next(denoiser.parameters()).dtype
     shape = (3, size.frames, size.pixels, size.pixels)
     seeds = [torch.Generator().manual_seed(1000 + i) for i in range(len(scenes))]
     x = torch.stack([torch.randn(shape, generator=one) for one in seeds]).to(device)
@@ -247,11 +260,10 @@ def generate(
     words = torch.cat([words, torch.zeros_like(words)])
     levels = shifted(torch.linspace(1, 0, steps + 1)).tolist()
     for level, following in itertools.pairwise(levels):
-        both = torch.cat([x, x]).to(dtype)
-        velocity = denoiser(both, torch.full((len(both),), level, device=device), words).float()
-        asked, empty = velocity.chunk(2)
+        both = torch.cat([x, x])
+        asked, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
         x = x + (following - level) * torch.lerp(empty, asked, guidance)
-    return ((x + 1) / 2).clamp(0, 1).transpose(1, 2).contiguous()
+    return (x * CONTRAST + MEAN).clamp(0, 1).transpose(1, 2).contiguous()
 
 
 def shown_scenes() -> list[Scene]:

@@ -35,7 +35,7 @@ class VSAHandle:
         loaded: number of blocks whose gate was read from a checkpoint; those of the others are 0.
     """
 
-    def __init__(self, models: dict[str, nn.Module], shared: VSAModel, loaded: int) -> None:
+    def __init__(self, models: dict[str, Any], shared: VSAModel, loaded: int) -> None:
         self._models = models
         self._shared = shared
         self._undo: list[Callable[[], None]] = []

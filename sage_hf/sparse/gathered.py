@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 GATHERED_AT_ONCE = 2**28
 """Number of elements of K, and of V, that are brought together at once."""
+
+
+@torch.library.custom_op("sage_hf::take_tiles", mutates_args=())
+def take_tiles(tiles: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Return tiles[at] of tiles (n, elements), at int64 (m,). Its gradient is summed by sorting, in float32 at least.
+
+    The one of `index_select` adds in the tensors' dtype, in any order, and is many times slower on a GPU.
+    """
+    return tiles.index_select(0, at)
+
+
+@torch.library.custom_op("sage_hf::add_tiles", mutates_args=())
+def add_tiles(gradient: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
+    """Return (count, elements), the sums of those rows of the gradient (m, elements) that have the same index."""
+    return torch.ops.aten.embedding_dense_backward(gradient.contiguous(), at, count, -1, False)
+
+
+@take_tiles.register_fake
+def _(tiles: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return tiles.new_empty(at.shape[0], tiles.shape[1])
+
+
+@add_tiles.register_fake
+def _(gradient: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
+    return gradient.new_empty(count, gradient.shape[1])
+
+
+def _keep_indices(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.count = inputs[0].shape[0]
+
+
+def _add(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return add_tiles(gradient, ctx.saved_tensors[0], ctx.count), None
+
+
+take_tiles.register_autograd(_add, setup_context=_keep_indices)
 
 
 def attend_to_tiles(
@@ -21,7 +60,8 @@ def attend_to_tiles(
     """Compute softmax attention of each tile of queries to the keys of its tiles, with gradients.
 
     For each tile of queries its tiles of keys are copied side by side, and PyTorch's attention runs on the copies, some
-    tiles at a time. Gradients copy them again, so that memory stays linear in the number of tokens.
+    tiles at a time. Where one part is not enough, gradients copy them again, so that memory stays linear in the number
+    of tokens.
 
     Args:
         query, key, value: (batch, heads, tokens, head_dim), tokens a multiple of the number of tiles.
@@ -45,14 +85,14 @@ def attend_to_tiles(
         shape = (-1, 1, kept * size, channels)
         mask = None if exist is None else exist.index_select(0, at % count).view(-1, 1, 1, kept * size)
         return F.scaled_dot_product_attention(
-            queries, keys.index_select(0, at).view(shape), values.index_select(0, at).view(shape), mask, scale=scale
+            queries, take_tiles(keys, at).view(shape), take_tiles(values, at).view(shape), mask, scale=scale
         )
 
     at_once = max(1, GATHERED_AT_ONCE // (kept * size * channels))
     outputs = []
     for begin in range(0, len(of_rows), at_once):
         part = (queries[begin : begin + at_once], keys, values, of_rows[begin : begin + at_once])
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and at_once < len(of_rows):
             outputs.append(checkpoint(attend, *part, use_reentrant=False, preserve_rng_state=False))
         else:
             outputs.append(attend(*part))

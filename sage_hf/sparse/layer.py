@@ -197,6 +197,8 @@ class SparseLayer:
             return "causal attention, dropout, or a log-sum-exp that is wanted"
         if attn_mask is not None and exact.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
             return "a mask that says more than which keys exist"
+        if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
+            return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks")
@@ -224,11 +226,14 @@ def sparsity_of(layer: SparseLayer) -> str:
     kept, parts = layer.kept, []
     if kept.calls:
         assert kept.tiles is not None
-        mass, least = (float(torch.stack(x).mean()) for x in (kept.mass, kept.least))
         order = "4×4×4" if kept.ordered else "raster"
+        mass = ""
+        if kept.mass:
+            mean, least = (float(torch.stack(x).mean()) for x in (kept.mass, kept.least))
+            mass = f" {mean:.1%} of attention weight (least head {least:.1%}),"
         parts.append(
             f"{kept.calls} sparse calls by {layer.model.settings.router}: {float(kept.tiles) / kept.calls:.1%} of "
-            f"tiles, {mass:.1%} of attention weight (least head {least:.1%}), {order} order"
+            f"tiles,{mass} {order} order"
         )
     parts += [f"{calls} dense: {reason}" for reason, calls in kept.dense.items()]
     return "; ".join(parts)

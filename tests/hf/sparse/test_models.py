@@ -12,6 +12,7 @@ from sage_hf.config import LayerRule, SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.sparse import Sparse, TileOrder, layer
 from sage_hf.sparse.grids import arguments_of, layout_of
+from sage_kernels.blocks import BlockList
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 
@@ -165,6 +166,41 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
         "no kernel of sage2 takes block lists here",
     ]
     assert one.kept.calls == 0
+
+
+def test_padding_where_text_is_not_known_runs_densely_and_says_so():
+    """A router would not see it, and a row that keeps nothing but padding would be 0."""
+    one = layer.SparseLayer(layer.SparseModel(EAGER, torch.nn.Linear(1, 1)))
+    inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
+    mask = torch.arange(300) < 100
+    output = one.attend(*inputs, mask.view(1, 1, 1, 300), recipe="sage2", fallback=None)
+    assert list(one.kept.dense) == [
+        "a mask of keys where text tokens are not known: a row might keep nothing but padding"
+    ]
+    truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask.view(1, 1, 1, 300))
+    assert (output - truth).norm() / truth.norm() < 0.05
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+def test_rows_whose_tiles_are_all_dropped_are_0(recipe):
+    blocks = BlockList(torch.tensor([[[0, 1]]]).int(), torch.zeros(1, 1, 2, 1).int(), 128, 128)
+    inputs = [torch.randn(1, 2, 256, 32) for _ in range(3)]
+    output, lse = sage_hf.sage_attention(*inputs, recipe=recipe, fallback="emulate", blocks=blocks, return_lse=True)
+    assert not output[:, :, :128].any() and (lse[:, :, :128] == -torch.inf).all()
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        inputs[0][:, :, 128:], *(x[:, :, :128] for x in inputs[1:])
+    )
+    assert (output[:, :, 128:] - truth).norm() / truth.norm() < 0.05
+
+
+def test_a_share_of_next_to_nothing_keeps_one_tile():
+    model = tiny.transformer()
+    with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1e-6, from_tokens=64))):
+        assert predict(model, video(6, 24)).isfinite().all()
+        # Rows of text attend to all, and text, 226 tokens in two tiles of 128, is attended to by all.
+        tiles = -(-(226 + 864) // 128)
+        rest = tiles - 2
+        assert float(layers_of(model)[0].kept.tiles) <= (2 * tiles + rest * 3) / tiles**2 + 1e-6
 
 
 def test_padding_goes_with_the_order():
