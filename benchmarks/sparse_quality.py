@@ -40,6 +40,7 @@ NAME = "sparse_quality"
 SPARSITY = 0.75
 KEEPS = (0.25, 0.5, 0.15)
 ROUTERS = ("mean", "subblock", "share")
+DENSE_STEPS = 3
 GUIDANCE = 3.0
 TOY = Size(8, 32, 4, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
 JUDGED_BY_SSIM = 12
@@ -83,6 +84,10 @@ def variants(fallback: str | None = None) -> list[Variant]:
     found = [Variant("dense", "exact"), Variant("vsa", "VSA"), Variant("dense", "sage2", _config(fallback=fallback))]
     found.append(Variant("dense", "VSA, not trained", vsa=True))
     found.append(Variant("vsa", "VSA, sage2", _config(fallback=fallback)))
+    sparse = Sparse("subblock", KEEPS[0], dense_steps=DENSE_STEPS, from_tokens=1)
+    found.append(
+        Variant("dense", f"sage2, subblock {KEEPS[0]:g}, {DENSE_STEPS} dense steps", _config(sparse, fallback))
+    )
     for keep in KEEPS:
         for router in ROUTERS:
             sparse = Sparse(router, keep, from_tokens=1)
@@ -288,8 +293,9 @@ def applied(denoiser: Denoiser, config: SageConfig | None, steps: int) -> Iterat
 
         def kept() -> dict[str, float]:
             found = [layer.kept for layer in layers]
-            if dense := [reason for one in found for reason in one.dense]:
-                raise RuntimeError(f"some calls were dense: {dense[0]}")
+            dense = [why for one in found for why in one.dense]
+            if any("steps" not in why for why in dense) or bool(dense) != bool(config.sparse.dense_steps):
+                raise RuntimeError(f"not the calls that should be dense were: {dense[:1]}")
             mass = torch.stack([torch.stack(one.mass).mean() for one in found])
             least = torch.stack([torch.stack(one.least).min() for one in found])
             tiles = torch.stack([one.tiles / one.calls for one in found])
@@ -318,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=6.5, help="that the whole may take")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of training (default: those that there is time for)")
-    parser.add_argument("--sampling-steps", type=int, default=16)
+    parser.add_argument("--sampling-steps", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
