@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from record import git_commit
 from sparse_video import Clips, Denoiser, Size, Training, generate, held_out_loss, score, shown_scenes
 from torch import Tensor
@@ -48,8 +48,9 @@ JUDGED_BY_SSIM = 12
 CALIBRATION_STEPS = 12
 POINTS = 50
 """Points of a curve of losses."""
-SHOWN = 6
+SHOWN = 8
 """Prompts of the picture."""
+LABEL_WIDTH = 250
 
 
 @dataclass(frozen=True)
@@ -242,11 +243,14 @@ class Experiment:
         """Write the picture: the middle frame of some prompts with each way to run seed 0's models."""
         if not self.frames:
             return
-        lines = [torch.cat(list(frames), -1) for frames in self.frames.values()]
-        pixels = (torch.cat(lines, -2) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+        height, width = next(iter(self.frames.values())).shape[-2:]
+        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * width, len(self.frames) * height), "white")
+        for line, (label, frames) in enumerate(self.frames.items()):
+            pixels = (torch.cat(list(frames), -1) * 255).round().byte().permute(1, 2, 0)
+            picture.paste(Image.fromarray(pixels.cpu().numpy()), (LABEL_WIDTH, line * height))
+            ImageDraw.Draw(picture).text((4, line * height + height // 2 - 6), label, fill="black")
+        picture.save(self._file().with_suffix(".png"))
         self.result["picture"] = list(self.frames)
-        image = Image.fromarray(pixels)
-        image.resize((image.width, image.height), Image.Resampling.NEAREST).save(self._file().with_suffix(".png"))
         self._write()
 
     def _file(self) -> Path:

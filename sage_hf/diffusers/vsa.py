@@ -9,7 +9,7 @@ from torch import nn
 
 from sage_hf.sparse.grids import arguments_of, layout_of
 from sage_hf.sparse.order import TileOrder
-from sage_hf.sparse.vsa import vsa_attention
+from sage_hf.sparse.vsa import tiles_kept, vsa_attention
 from sage_kernels import tracing
 
 from .errors import UnsupportedAttentionError
@@ -108,6 +108,14 @@ class VSAProcessor:
         output = vsa_attention(query, key, value, gate, order, sparsity, recipe=recipe, fallback=fallback)
         output = output.transpose(1, 2).flatten(2).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
+
+    def describe(self) -> str:
+        """Return what the latest call kept, as one line of text; "" before any call."""
+        if self.model.order is None:
+            return ""
+        tiles = self.model.order.tiles
+        kept = tiles_kept(tiles, self.model.sparsity)
+        return f"VSA: {kept} of {tiles} tiles of 4×4×4 tokens ({kept / tiles:.1%}), those with the best coarse scores"
 
     @property
     def _parallel_config(self) -> None:

@@ -73,7 +73,7 @@ def vsa_attention(
         scores = q_means.to(precision) @ k_means.to(precision).mT * scale
         coarse = None if gate is None else (scores.softmax(-1) @ v_means.to(precision)).to(query.dtype)
 
-    kept = min(order.tiles, max(1, math.ceil((1 - sparsity) * order.tiles - 1e-9)))
+    kept = tiles_kept(order.tiles, sparsity)
     best = scores.detach().argsort(dim=-1, descending=True, stable=True)[..., :kept].sort(-1).values
     fine = order.unpad(_fine(query, key, value, best, order, scale, recipe, fallback))
     if coarse is None or gate is None:
@@ -102,6 +102,11 @@ def _fine(
     blocks = BlockList(counts, tiles.int(), TILE_TOKENS, TILE_TOKENS)
     mask = None if order.is_whole else order.valid[None, None, None]
     return sage_attention(query, key, value, mask, scale=scale, recipe=recipe, fallback=fallback, blocks=blocks)
+
+
+def tiles_kept(tiles: int, sparsity: float) -> int:
+    """Return the number of tiles that each tile attends to, of so many: ⌈(1 - sparsity)·tiles⌉, at least one."""
+    return min(tiles, max(1, math.ceil((1 - sparsity) * tiles - 1e-9)))
 
 
 def tile_means(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

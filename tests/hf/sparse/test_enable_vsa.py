@@ -268,6 +268,7 @@ def test_apply_chooses_the_recipe_of_the_fine_stage_and_says_so(recipe):
         output = run(model, inputs)
         rows = {row.layer: row for row in sage_hf.explain(model).rows}
         assert rows["blocks.1.attn1"].recipe == recipe
+        assert "blocks.1.attn1: VSA: 9 of 18 tiles of 4×4×4 tokens (50.0%)" in str(sage_hf.explain(model))
         assert rows["blocks.1.attn1"].kernel == ("sdpa of tiles side by side" if recipe == "exact" else "reference")
     assert (output - expected).norm() <= {"exact": 0, "sage2": 0.02, "sage3": 0.1}[recipe] * expected.norm()
     assert torch.equal(run(model, inputs), expected)
@@ -304,6 +305,18 @@ def test_fused_projections_compute_the_same():
     model.fuse_qkv_projections()
     assert hasattr(model.blocks[0].attn1, "to_qkv")
     assert torch.allclose(run(model, inputs), expected, atol=1e-5)
+
+
+def test_checkpointed_blocks_have_the_same_gradients():
+    model, inputs, found = fill_gates_of(build()).train(), video(), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.enable_gradient_checkpointing()
+        model.zero_grad()
+        model(**inputs, return_dict=False)[0].square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-7)
 
 
 def test_copies_and_pickles_have_gates_of_their_own():
