@@ -241,9 +241,7 @@ MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     ModelProvider("sageattention2", "SageAttn2", _in_place_of_pytorch("sageattn", _load_sageattention2)),
     ModelProvider("sage_hf:sage2", "sage2", _ours("sage2")),
     ModelProvider("sage_hf:sage3", "sage3", _ours("sage3", only_native=True)),
-    ModelProvider(
-        "sage_hf:sage2 keep .25", "sage2, a quarter of the tiles", _ours_sparse("sage2", Sparse("subblock", 0.25))
-    ),
+    ModelProvider("sage_hf:sage2 keep .25", "sage2 keep .25", _ours_sparse("sage2", Sparse("subblock", 0.25))),
 )
 TRAINING_MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     DEFAULT,
