@@ -89,6 +89,9 @@ def variants(fallback: str | None = None) -> list[Variant]:
     found.append(
         Variant("dense", f"sage2, subblock {KEEPS[0]:g}, {DENSE_STEPS} dense steps", _config(sparse, fallback))
     )
+    for keep in KEEPS[::2]:
+        sparse = Sparse("subblock", keep, from_tokens=1, per_head=True)
+        found.append(Variant("dense", f"sage2, subblock {keep:g}, shares of heads", _config(sparse, fallback)))
     for keep in KEEPS:
         for router in ROUTERS:
             sparse = Sparse(router, keep, from_tokens=1)

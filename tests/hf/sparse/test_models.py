@@ -217,6 +217,27 @@ def test_padding_goes_with_the_order():
     assert (output - truth).norm() / truth.norm() < 0.05
 
 
+def test_heads_get_shares_of_their_own_once_a_layer():
+    """Sharp heads need few tiles; all keep about the same weight, where equal shares do not."""
+    generator = torch.Generator().manual_seed(0)
+    sharpness = torch.tensor([0.2, 1.0, 3.0, 9.0])[:, None, None]
+    centres = torch.randn(1, 4, 8, 32, generator=generator).repeat_interleave(128, 2)
+    query, key, value = (centres + 0.3 * torch.randn(1, 4, 1024, 32, generator=generator) for _ in range(3))
+    least = {}
+    for per_head in (False, True):
+        settings = Sparse("mean", keep=0.5, from_tokens=64, per_head=per_head)
+        one = layer.SparseLayer(layer.SparseModel(settings, torch.nn.Linear(1, 1)))
+        for _ in range(2):
+            one.attend(query * sharpness**0.5, key * sharpness**0.5, value, None, recipe="sage2", fallback=None)
+            least.setdefault(per_head, float(one.kept.least[-1]))
+        assert one.kept.calls == 2 and float(one.kept.tiles) / 2 <= 0.5 + 1e-6
+        assert (one.router is not None) == per_head
+    shares = one.router.keep
+    assert shares == tuple(sorted(shares, reverse=True)) and shares[0] > shares[-1]
+    assert f"heads {shares[-1]:.0%} to {shares[0]:.0%}" in layer.sparsity_of(one)
+    assert least[True] > least[False] + 0.05
+
+
 def test_first_steps_and_chosen_layers_are_dense():
     pipe = tiny.cogvideox()
     sparse = Sparse("subblock", keep=0.5, dense_steps=2, dense_layers=("transformer_blocks.1.*",), from_tokens=64)
@@ -322,6 +343,7 @@ def test_copies_and_pickles_keep_their_settings():
 
 def test_configurations_are_read_back_from_json(tmp_path):
     sparse = Sparse("share", keep=0.9, dense_steps=10, dense_layers=("a.*", "b"), from_tokens=100)
+    assert Sparse.from_dict({"per_head": True}).per_head
     config = SageConfig("sage2", sparse=sparse)
     assert SageConfig.from_json(config.to_json()) == config
     config.save(tmp_path / "c.json")
@@ -339,6 +361,8 @@ def test_configurations_are_read_back_from_json(tmp_path):
         ({"dense_steps": -1}, "sparse.dense_steps"),
         ({"from_tokens": 1.5}, "sparse.from_tokens"),
         ({"dense_layers": "a"}, "sparse.dense_layers"),
+        ({"per_head": 1}, "sparse.per_head"),
+        ({"per_head": True, "router": "share"}, "sparse.per_head"),
         ({"dense": 3}, "unknown key 'dense'"),
         (3, "expected an object"),
     ],
