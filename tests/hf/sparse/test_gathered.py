@@ -27,11 +27,13 @@ def by_mask(query, key, value, tiles, valid=None, scale=None):
     return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
 
 
-@pytest.mark.parametrize("at_once", [2**28, 2 * SIZE * HEAD_DIM * 3, 1])
+@pytest.mark.parametrize("by_product", [0, TILES])
+@pytest.mark.parametrize("at_once", [2**28, 13 * SIZE * HEAD_DIM * TILES, 4 * SIZE * HEAD_DIM * 3, 1])
 @pytest.mark.parametrize("kept", [1, 3, TILES])
-def test_outputs_and_gradients_are_those_of_a_mask(monkeypatch, at_once, kept):
-    """All tiles at once, a few, and one: the parts must not show."""
+def test_outputs_and_gradients_are_those_of_a_mask(monkeypatch, at_once, kept, by_product):
+    """All heads at once, a few of them, some tiles of one, and one tile: the parts must not show."""
     monkeypatch.setattr(gathered, "GATHERED_AT_ONCE", at_once)
+    monkeypatch.setattr(gathered, "TILES_BY_PRODUCT", by_product)
     inputs, tiles = draw(kept)
     leaves = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
     outputs = [f(*part, tiles, scale=0.3) for f, part in zip((attend_to_tiles, by_mask), leaves, strict=True)]
