@@ -43,9 +43,11 @@ ROUTERS = ("mean", "subblock", "share")
 DENSE_STEPS = 3
 GUIDANCE = 3.0
 TOY = Size(8, 32, 4, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
-JUDGED_BY_SSIM = 12
+JUDGED_BY_SSIM = 8
 """Clips whose SSIM is computed, by the host."""
 CALIBRATION_STEPS = 12
+TIMED_STEPS = 3
+"""Steps of rendering by which its time is planned."""
 POINTS = 50
 """Points of a curve of losses."""
 SHOWN = 8
@@ -169,14 +171,15 @@ class Experiment:
         denoiser = in_low_precision(self._build("dense", 0))
         for _ in range(2):
             began = self.elapsed
-            generate(denoiser, shown_scenes(), self.size, steps=1, guidance=GUIDANCE, device=self.device)
+            scenes = shown_scenes()
+            generate(denoiser, scenes, self.size, steps=TIMED_STEPS, guidance=GUIDANCE, device=self.device)
             self._synchronize()
-        step = self.elapsed - began
+        step = (self.elapsed - began) / TIMED_STEPS
         count, seeds = len(variants()), self.args.seeds
-        judging = seeds * count * (1.6 * self.args.sampling_steps * step + 0.8) + 5
+        judging = seeds * count * (1.4 * self.args.sampling_steps * step + 0.7) + 10
         left = self.budget - self.elapsed
         judging = min(judging, left / 2)
-        steps = self.args.steps or max(1, int(0.95 * (left - judging) / seeds / sum(seconds.values())))
+        steps = self.args.steps or max(1, int(0.9 * (left - judging) / seeds / sum(seconds.values())))
         self.result["plan"] = {
             "training_ms": {name: 1e3 * value for name, value in seconds.items()},
             "rendering_ms": 1e3 * step,
