@@ -338,6 +338,16 @@ def test_blocks_compile_whole():
     assert torch.allclose(run(model, inputs), expected, atol=1e-5)
 
 
+def test_a_compiled_model_follows_its_grid():
+    """In parts: the grid is read between them."""
+    model = fill_gates_of(build())
+    compiled = torch.compile(model, backend="eager")
+    for inputs in (video(), video(5, 12, 36)):
+        with torch.no_grad():
+            expected, found = model(**inputs).sample, compiled(**inputs).sample
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_an_index_of_shards_is_not_needed(checkpoint):
     """diffusers' index names the gates' shards, but FastVideo's files come in any form."""
     folder, _ = checkpoint(3)
