@@ -42,7 +42,7 @@ KEEPS = (0.25, 0.5, 0.15)
 ROUTERS = ("mean", "subblock", "share")
 DENSE_STEPS = 3
 GUIDANCE = 3.0
-TOY = Size(8, 32, 4, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
+TOY = Size(8, 16, 2, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
 JUDGED_BY_SSIM = 8
 """Clips whose SSIM is computed, by the host."""
 CALIBRATION_STEPS = 12
@@ -53,6 +53,7 @@ POINTS = 50
 SHOWN = 8
 """Prompts of the picture."""
 LABEL_WIDTH = 250
+ENLARGED = 2
 
 
 @dataclass(frozen=True)
@@ -249,12 +250,13 @@ class Experiment:
         """Write the picture: the middle frame of some prompts with each way to run seed 0's models."""
         if not self.frames:
             return
-        height, width = next(iter(self.frames.values())).shape[-2:]
-        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * width, len(self.frames) * height), "white")
+        side = ENLARGED * self.size.pixels
+        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, len(self.frames) * side), "white")
         for line, (label, frames) in enumerate(self.frames.items()):
             pixels = (torch.cat(list(frames), -1) * 255).round().byte().permute(1, 2, 0)
-            picture.paste(Image.fromarray(pixels.cpu().numpy()), (LABEL_WIDTH, line * height))
-            ImageDraw.Draw(picture).text((4, line * height + height // 2 - 6), label, fill="black")
+            image = Image.fromarray(pixels.cpu().numpy()).resize((len(frames) * side, side), Image.Resampling.NEAREST)
+            picture.paste(image, (LABEL_WIDTH, line * side))
+            ImageDraw.Draw(picture).text((4, line * side + side // 2 - 6), label, fill="black")
         picture.save(self._file().with_suffix(".png"))
         self.result["picture"] = list(self.frames)
         self._write()

@@ -1,7 +1,7 @@
 """A small Wan transformer over the pixels of drawn clips: its data, training and sampling, for `sparse_quality`.
 
 It is diffusers' own class with 4,096 tokens a clip, which learns to draw the scenes of examples/shapes.py from three
-words, the colour, the shape and the direction. It has no autoencoder: a token is a patch of 4×4 pixels of a frame.
+words, the colour, the shape and the direction. It has no autoencoder: a token is a patch of 2×2 pixels of a frame.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shapes import (
 WORDS = ("", *COLOURS, *SHAPES, *DIRECTIONS)
 """The words of a prompt; the first stands for each one of the empty prompt."""
 EMPTY_PROMPTS = 0.1
-SHIFT = 3.0
-"""Shift of noise levels: pixels of a patch are alike, so that less noise hides less."""
+SHIFT = 2.0
+"""Shift of noise levels towards more noise, where it is decided what a clip shows."""
 MEAN, CONTRAST = 0.1, 0.25
 """A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
 DATA = 0.5
@@ -55,8 +55,8 @@ class Size:
     """
 
     frames: int = 16
-    pixels: int = 64
-    patch: int = 4
+    pixels: int = 32
+    patch: int = 2
     heads: int = 3
     head_dim: int = 64
     layers: int = 4
