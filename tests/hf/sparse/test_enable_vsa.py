@@ -274,6 +274,22 @@ def test_apply_chooses_the_recipe_of_the_fine_stage_and_says_so(recipe):
     assert torch.equal(run(model, inputs), expected)
 
 
+def test_gates_train_with_a_recipe_that_has_gradients():
+    model, inputs, found = fill_gates_of(build()).train(), video(), []
+    for recipe in (None, "sage_bwd"):
+        handle = None if recipe is None else sage_hf.apply(model, SageConfig(recipe, fallback="emulate"))
+        model.zero_grad()
+        model(**inputs, return_dict=False)[0].square().sum().backward()
+        found.append([parameter.grad.clone() for block in model.blocks for parameter in block.attn1.parameters()])
+        found[-1] += [
+            parameter.grad.clone() for block in model.blocks for parameter in block.to_gate_compress.parameters()
+        ]
+        if handle is not None:
+            handle.restore()
+    exact, low = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in found)
+    assert 0 < (low - exact).norm() < 0.05 * exact.norm()
+
+
 def test_vsa_and_another_router_exclude_each_other():
     model = build()
     handle = sage_hf.enable_vsa(model)
