@@ -141,13 +141,14 @@ class Experiment:
         for seed in range(self.args.seeds):
             for trained in ("dense", "vsa"):
                 self._train(trained, seed, steps, clips, held_out)
-        for variant in variants(self.fallback):
-            for seed in range(self.args.seeds):
+            for variant in variants(self.fallback):
                 if self.elapsed > self.budget - 5:
                     self._say(f"no time for {variant.run}, seed {seed}")
-                    continue
-                self._render(variant, seed)
-        self._draw()
+                else:
+                    self._render(variant, seed)
+            self.models.clear()
+            if seed == 0:
+                self._draw()
         self._say("done")
 
     def _build(self, trained: str, seed: int) -> Denoiser:
@@ -192,7 +193,7 @@ class Experiment:
 
     def _train(self, trained: str, seed: int, steps: int, clips: Clips, held_out: Clips) -> None:
         training = Training(self._build(trained, seed), self.args.learning_rate, [])
-        training.run(clips, self.size, seed, steps, until=lambda: self.elapsed > 0.85 * self.budget)
+        training.run(clips, self.size, seed, steps, until=lambda: self.elapsed > 0.95 * self.budget)
         losses = torch.stack(training.losses).float()
         every = max(1, len(losses) // POINTS)
         curve = [part.mean().item() for part in losses.split(every)]
