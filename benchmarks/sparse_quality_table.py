@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ TRAININGS = {"dense": "dense, exact", "vsa": "VSA"}
 
 def markdown(result: dict[str, Any]) -> str:
     """Return two tables: what was trained, and how each way to run it does. Numbers are means over seeds."""
-    training, rows = result["training"], [row for row in result["rows"] if "score" in row]
-    seeds = sorted({row["seed"] for row in training})
+    seeds = whole_seeds(result)
+    training = [row for row in result["training"] if row["seed"] in seeds]
+    rows = [row for row in result["rows"] if "score" in row and row["seed"] in seeds]
     size, steps = result["size"], training[0]["steps"]
     tokens = f"{size['tokens']:,} tokens ({'×'.join(map(str, _grid(size)))})"
     head = (
@@ -50,6 +52,12 @@ def markdown(result: dict[str, Any]) -> str:
         scores = [f"{_mean(row['score'][one] for row in found):.1f}" for one in ATTRIBUTES]
         runs.append([TRAININGS[name], f"`{run}`", _percent(found, "tiles"), weight, *quality, *scores])
     return "\n\n".join((head, _table(trained), prompts, _table(runs)))
+
+
+def whole_seeds(result: dict[str, Any]) -> list[int]:
+    """Return the seeds that were judged in the most ways: a run whose time was over has judged its last one in part."""
+    judged = Counter(row["seed"] for row in result["rows"] if "score" in row)
+    return sorted(seed for seed, count in judged.items() if count == max(judged.values()))
 
 
 def _grid(size: dict[str, Any]) -> tuple[int, int, int]:

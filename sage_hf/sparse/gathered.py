@@ -31,7 +31,8 @@ def add_tiles(gradient: torch.Tensor, at: torch.Tensor, count: int) -> torch.Ten
     heads, _, elements = gradient.shape
     if count <= TILES_BY_PRODUCT:
         ones = at.unsqueeze(1) == torch.arange(count, device=at.device)[:, None]
-        return ones.to(gradient.dtype) @ gradient
+        with torch.autocast(gradient.device.type, enabled=False):
+            return ones.to(gradient.dtype) @ gradient
     first = torch.arange(heads, device=at.device)[:, None] * count
     rows, every = gradient.reshape(-1, elements), (at + first).flatten()
     sums = torch.ops.aten.embedding_dense_backward(rows, every, heads * count, -1, False)
