@@ -1,10 +1,12 @@
 """Fixtures of all tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from sage_kernels import registry
+from tests.helpers.forks import Forks
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +21,19 @@ def unrouted() -> Iterator[None]:
 def routed(unrouted: None) -> None:
     """Calls take exact attention where low bits would be slower, as for users."""
     registry.set_routing(True)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Fresh processes for what depends on which modules are imported, and when: `forks.run(code)`."""
+    with Forks() as forks:
+        yield forks
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that is imported by now from garbage collection: of so much, a full one takes most of a second."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that what ends with the process is freed
