@@ -29,6 +29,8 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "inspect", SimpleNamespace(**{**vars(inspect), "getmembers": builtins_of}))
     patch.setattr(interpreter, "_get_np_dtype", by_name(dtype_of))
     patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce_halves)
+    patch.setattr(tl.block_type, "__init__", block_types_once(tl.block_type.__init__, tl.constexpr))
+    patch.setattr(tl.tensor, "__init__", shapes_once(tl.tensor.__init__))
 
 
 def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -39,6 +41,34 @@ def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if dtype.name not in known:
             known[dtype.name] = dtype_of(dtype)
         return known[dtype.name]
+
+    return remembered
+
+
+def block_types_once(init: Callable[..., None], constexpr: type) -> Callable[..., None]:
+    """Check and name each type of blocks once."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def remembered(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, constexpr) else size for size in shape]
+        key = (element_ty.name, *sizes)
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key])
+
+    return remembered
+
+
+def shapes_once(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the sizes of each type of tensors once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def remembered(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            init(self, handle, type)
+            known[type.name] = dict(vars(self))
+        vars(self).update(known[type.name], handle=handle, type=type)
 
     return remembered
 
