@@ -5,6 +5,7 @@ import torch
 
 from sage_hf import record, sage_attention
 from sage_kernels import exact
+from sage_kernels.blocks import BlockList
 from sage_kernels.registry import KernelUnavailableError
 from tests.helpers.blocks import as_mask, draw_blocks
 
@@ -74,7 +75,7 @@ def test_a_compiled_call_is_the_eager_one():
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
 
     def attend(query, key, value, counts, tiles):
-        lists = blocks._replace(counts=counts, tiles=tiles)
+        lists = BlockList(counts, tiles, blocks.block_m, blocks.block_n)
         return sage_attention(query, key, value, enable_gqa=True, recipe="sage2", blocks=lists)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

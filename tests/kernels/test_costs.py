@@ -1,8 +1,6 @@
 """Which calls take exact attention because low bits would be slower, and what is said about it."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -253,12 +251,11 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
 
 
 @pytest.mark.parametrize(("value", "routed"), [("0", False), ("1", True), (None, True)])
-def test_the_environment_can_start_a_process_without_routing(value, routed):
+def test_the_environment_can_start_a_process_without_routing(value, routed, forks):
     environment = {name: text for name, text in os.environ.items() if name != "SAGE_KERNELS_ROUTING"}
     environment |= {} if value is None else {"SAGE_KERNELS_ROUTING": value}
-    code = "from sage_kernels import registry; print(registry.routing())"
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(routed)
+    output = forks.run("from sage_kernels import registry; print(registry.routing())", environment)
+    assert output.strip() == str(routed)
 
 
 # (recipe's kind of call, tokens …): batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal.

@@ -51,7 +51,8 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def gluon(monkeypatch):
-    """Let Triton launches be packed without a compiler."""
+    """Let Triton launches be packed without a compiler; skip the test where Triton is too old for the kernels."""
+    pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
     from sage_kernels.language import backward_operands, launch, rotation
 
     def matrix(channels, dtype, device):
