@@ -1,0 +1,322 @@
+"""Kernels of routers: means of blocks, scores of pairs of blocks, and the tiles with the largest ones.
+
+Three launches make a block list: one reads Q or K once; one keeps the scores of parts of blocks in registers and writes
+one score for a pair of blocks; one selects the tiles of a block of rows without sorting them, by searching the bits of
+the smallest score that is kept.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..language.launch import MASK_AXES, TOKEN_AXES, launch, strides
+from ..layout import ceil_div, power_of_two
+
+LARGEST = tl.constexpr(0xFFFFFFFF)
+
+
+def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the mean of each block of `size` tokens: float32 (batch, heads, blocks, channels), of real tokens.
+
+    Args:
+        x: (batch, heads, tokens, channels) float16, bfloat16 or float32, any strides.
+        size: tokens a block, a power of two up to 128.
+    """
+    return _reduce_blocks(x, size, directions=False)
+
+
+def block_similarity(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the mean cosine of all pairs of tokens of each block: float32 (batch, heads, blocks)."""
+    return _reduce_blocks(x, size, directions=True)
+
+
+def _reduce_blocks(x: torch.Tensor, size: int, directions: bool) -> torch.Tensor:
+    batch, heads, tokens, channels = x.shape
+    blocks = ceil_div(tokens, size)
+    shape = (batch, heads, blocks) if directions else (batch, heads, blocks, channels)
+    means = x.new_empty(shape, dtype=torch.float32)
+    launch(
+        reduce_blocks,
+        (ceil_div(blocks, 128 // size), heads, batch),
+        x=x,
+        means=means,
+        tokens=tokens,
+        blocks=blocks,
+        channels=channels,
+        **strides("", x.stride(), TOKEN_AXES),
+        CHANNELS=power_of_two(channels),
+        SIZE=size,
+        DIRECTIONS=directions,
+    )
+    return means
+
+
+def block_scores(
+    q_means: torch.Tensor, k_means: torch.Tensor, scale: float, parts_m: int = 1, parts_n: int = 1
+) -> torch.Tensor:
+    """Return log Σ exp(mean query · mean key · scale) over the parts of each pair of blocks.
+
+    Args:
+        q_means: float32 (batch, q_heads, parts, channels), contiguous, each `parts_m` of a block; the last block may
+            have fewer.
+        k_means: float32 (batch, kv_heads, parts, channels), contiguous, likewise with `parts_n`.
+        scale: factor of the products.
+        parts_m, parts_n: powers of two up to 16; with 1 and 1 the result is the product itself.
+
+    Returns:
+        float32 (batch, q_heads, blocks of rows, tiles).
+    """
+    batch, q_heads, q_parts, channels = q_means.shape
+    kv_heads, k_parts = k_means.shape[1:3]
+    row_blocks, tiles = ceil_div(q_parts, parts_m), ceil_div(k_parts, parts_n)
+    side = 64 if channels <= 128 else 32
+    scores = q_means.new_empty((batch, q_heads, row_blocks, tiles))
+    launch(
+        score_pairs,
+        (ceil_div(q_parts, side) * ceil_div(k_parts, side), q_heads, batch),
+        q_means=q_means,
+        k_means=k_means,
+        scores=scores,
+        q_parts=q_parts,
+        k_parts=k_parts,
+        row_blocks=row_blocks,
+        number=tiles,
+        group=q_heads // kv_heads,
+        channels=channels,
+        scale=scale,
+        CHANNELS=power_of_two(channels),
+        PARTS_M=parts_m,
+        PARTS_N=parts_n,
+        SIDE=side,
+    )
+    return scores
+
+
+def list_most(
+    scores: torch.Tensor,
+    numbers: tuple[int, ...],
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the tiles with the largest scores, of equal ones the first.
+
+    Args:
+        scores: float32 (batch, heads, blocks of rows, tiles).
+        numbers: tiles of a block, at least 1, for each head.
+        rows: uint8 (1, 1, blocks of rows) or of the batch's and heads' sizes, not 0 where a block keeps all tiles.
+        columns: uint8 (1, 1, tiles), not 0 where a tile is kept by all blocks besides; sizes likewise.
+
+    Returns:
+        (counts, tiles): those of a `BlockList`, tiles in ascending order.
+    """
+    return _select(scores, numbers, 1.0, rows, columns)
+
+
+def list_share(
+    scores: torch.Tensor, share: float, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List tiles, largest scores first, until their shares of the scores' softmax sum to `share`, in (0, 1].
+
+    Other arguments and the result are those of `list_most`; a share of 1 keeps all tiles.
+    """
+    return _select(scores, None, share, rows, columns)
+
+
+def _select(
+    scores: torch.Tensor,
+    numbers: tuple[int, ...] | None,
+    share: float,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, row_blocks, number = scores.shape
+    places = number if numbers is None or rows is not None or columns is not None else max(numbers)
+    counts = scores.new_empty((batch, heads, row_blocks), dtype=torch.int32)
+    tiles = scores.new_empty((batch, heads, row_blocks, places), dtype=torch.int32)
+    width = power_of_two(number)
+    launch(
+        select_tiles,
+        (row_blocks, heads, batch),
+        scores=scores,
+        numbers=None if numbers is None else _on_device(numbers, scores.device),
+        rows=rows,
+        columns=columns,
+        counts=counts,
+        tiles=tiles,
+        share=share,
+        number=number,
+        places=places,
+        **strides("rows", _flag_strides(rows), MASK_AXES),
+        **strides("columns", _flag_strides(columns), MASK_AXES),
+        WIDTH=width,
+        num_warps=min(8, max(1, width // 256)),
+    )
+    return counts, tiles
+
+
+def _flag_strides(flags: torch.Tensor | None) -> tuple[int, int]:
+    """Return the strides of batch and head, 0 where flags are broadcast."""
+    if flags is None:
+        return 0, 0
+    batch, head = (0 if flags.shape[dim] == 1 else flags.stride(dim) for dim in range(2))
+    return batch, head
+
+
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+SIZES = ["tokens", "blocks", "q_parts", "k_parts", "row_blocks", "number", "places", "group", "channels"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def reduce_blocks(
+    x,
+    means,
+    tokens,
+    blocks,
+    channels,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_channel,
+    CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+):
+    """Write the means of 128 tokens of one (batch, head), or the squared lengths of the means of their directions."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    BLOCKS: tl.constexpr = 128 // SIZE
+    token, channel = tl.program_id(0) * 128 + tl.arange(0, 128), tl.arange(0, CHANNELS)
+    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+    at = x + batch * stride_batch + head * stride_head + token.to(tl.int64)[:, None] * stride_token
+    values = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
+    if DIRECTIONS:
+        length = tl.sqrt(tl.sum(values * values, 1))
+        values = values / tl.maximum(length, 1e-12)[:, None]
+    sums = tl.sum(tl.reshape(values, (BLOCKS, SIZE, CHANNELS)), 1)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    means_of = sums / tl.maximum(tl.minimum(tokens - block * SIZE, SIZE), 1).to(tl.float32)[:, None]
+    row = (batch * tl.num_programs(1) + head) * blocks + block
+    if DIRECTIONS:
+        tl.store(means + row, tl.sum(means_of * means_of, 1), mask=block < blocks)
+    else:
+        wanted = (block < blocks)[:, None] & (channel < channels)[None, :]
+        tl.store(means + row[:, None] * channels + channel[None, :], means_of, mask=wanted)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def score_pairs(
+    q_means,
+    k_means,
+    scores,
+    q_parts,
+    k_parts,
+    row_blocks,
+    number,
+    group,
+    channels,
+    scale,
+    CHANNELS: tl.constexpr,
+    PARTS_M: tl.constexpr,
+    PARTS_N: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Write the scores of SIDE by SIDE parts of one (batch, q head)."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    q_heads = tl.num_programs(1)
+    along = tl.cdiv(k_parts, SIDE)
+    row = tl.program_id(0) // along * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(0) % along * SIDE + tl.arange(0, SIDE)
+    channel = tl.arange(0, CHANNELS)
+    q_means += (batch * q_heads + head) * q_parts * channels
+    k_means += (batch * (q_heads // group) + head // group) * k_parts * channels
+    known = (channel < channels)[None, :]
+    q = tl.load(q_means + row[:, None] * channels + channel[None, :], mask=(row < q_parts)[:, None] & known, other=0.0)
+    k = tl.load(
+        k_means + column[:, None] * channels + channel[None, :], mask=(column < k_parts)[:, None] & known, other=0.0
+    )
+    # Three products of halves of the bits: as exact as float32, and on the matrix units.
+    x = tl.dot(q, k.T, input_precision="tf32x3") * scale
+    BLOCKS: tl.constexpr = SIDE // PARTS_M
+    TILES: tl.constexpr = SIDE // PARTS_N
+    if PARTS_M > 1 or PARTS_N > 1:
+        x = tl.where((row < q_parts)[:, None] & (column < k_parts)[None, :], x, float("-inf"))
+        parts = tl.reshape(x, (BLOCKS, PARTS_M, TILES, PARTS_N))
+        largest = tl.max(tl.max(parts, 3), 1)
+        finite = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+        x = finite + tl.log(tl.sum(tl.sum(tl.exp(parts - finite[:, None, :, None]), 3), 1))
+    block = tl.program_id(0) // along * BLOCKS + tl.arange(0, BLOCKS)
+    tile = tl.program_id(0) % along * TILES + tl.arange(0, TILES)
+    at = scores + ((batch * q_heads + head) * row_blocks + block.to(tl.int64)[:, None]) * number + tile[None, :]
+    tl.store(at, x, mask=(block < row_blocks)[:, None] & (tile < number)[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def select_tiles(
+    scores,
+    numbers,
+    rows,
+    columns,
+    counts,
+    tiles,
+    share,
+    number,
+    places,
+    rows_stride_batch,
+    rows_stride_head,
+    columns_stride_batch,
+    columns_stride_head,
+    WIDTH: tl.constexpr,
+):
+    """Write the tiles that one block of rows of one (batch, head) keeps: as many as `numbers` say, or up to `share`."""
+    block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    pair = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + block
+    tile = tl.arange(0, WIDTH)
+    inside = tile < number
+    x = tl.load(scores + pair * number + tile, mask=inside, other=float("-inf")) + 0.0  # -0 is 0
+    x = tl.where(x == x, x, float("nan"))  # as in PyTorch, the largest
+    # Unsigned integers in the order of the scores; 0 for places beyond the tiles.
+    bits = x.to(tl.uint32, bitcast=True)
+    order = tl.where(inside, tl.where(bits >> 31 == 0, bits | 0x80000000, bits ^ LARGEST), 0)
+    bound = tl.full((1,), 0, tl.uint32)
+    if numbers is not None:
+        # The largest bound that as many tiles reach as are kept.
+        most = tl.load(numbers + head)
+        for position in tl.static_range(32):
+            higher = bound | (1 << (31 - position))
+            reached = tl.sum((order >= higher).to(tl.int32), 0)
+            bound = tl.where(reached >= most, higher, bound)
+        kept = order > bound
+        equal = order == bound
+        kept = kept | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= most - tl.sum(kept.to(tl.int32), 0)))
+    else:
+        # The largest bound above which the shares sum to `share`: what lies above it is kept but for the last ties.
+        weight = tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)
+        weight = weight / tl.sum(weight, 0)
+        everything = (tl.sum(weight, 0) < share) | (share >= 1.0)
+        for position in tl.static_range(32):
+            higher = bound | (1 << (31 - position))
+            above = tl.sum(tl.where(order > higher, weight, 0.0), 0)
+            bound = tl.where(above >= share, higher, bound)
+        kept = order > bound + 1
+        above = tl.sum(tl.where(kept, weight, 0.0), 0)
+        equal = order == bound + 1
+        earlier = (tl.cumsum(equal.to(tl.int32), 0) - 1).to(tl.float32)
+        kept = kept | (equal & (above + earlier * weight < share))
+        kept = tl.where(everything, inside, kept)
+    if rows is not None:
+        whole = tl.load(rows + batch * rows_stride_batch + head * rows_stride_head + block)
+        kept = tl.where(whole != 0, inside, kept)
+    if columns is not None:
+        flags = columns + batch * columns_stride_batch + head * columns_stride_head
+        kept = kept | (tl.load(flags + tile, mask=inside, other=0) != 0)
+    kept = kept & inside
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(tiles + pair * places + place, tile, mask=kept)
+    tl.store(counts + pair, tl.sum(kept.to(tl.int32), 0))
