@@ -16,6 +16,7 @@ import triton.language as tl
 from ..language.launch import MASK_AXES, TOKEN_AXES, launch, strides
 from ..layout import ceil_div, power_of_two
 
+SIDE = 64  # means of queries, and of keys, that a program of `score_pairs` multiplies
 LARGEST = tl.constexpr(0xFFFFFFFF)
 
 
@@ -51,6 +52,7 @@ def _reduce_blocks(x: torch.Tensor, size: int, directions: bool) -> torch.Tensor
         CHANNELS=power_of_two(channels),
         SIZE=size,
         DIRECTIONS=directions,
+        num_warps=8 if channels > 128 else 4,
     )
     return means
 
@@ -73,11 +75,10 @@ def block_scores(
     batch, q_heads, q_parts, channels = q_means.shape
     kv_heads, k_parts = k_means.shape[1:3]
     row_blocks, tiles = ceil_div(q_parts, parts_m), ceil_div(k_parts, parts_n)
-    side = 64 if channels <= 128 else 32
     scores = q_means.new_empty((batch, q_heads, row_blocks, tiles))
     launch(
         score_pairs,
-        (ceil_div(q_parts, side) * ceil_div(k_parts, side), q_heads, batch),
+        (ceil_div(q_parts, SIDE) * ceil_div(k_parts, SIDE), q_heads, batch),
         q_means=q_means,
         k_means=k_means,
         scores=scores,
@@ -88,10 +89,10 @@ def block_scores(
         group=q_heads // kv_heads,
         channels=channels,
         scale=scale,
-        CHANNELS=power_of_two(channels),
         PARTS_M=parts_m,
         PARTS_N=parts_n,
-        SIDE=side,
+        SIDE=SIDE,
+        CHUNK=32,
     )
     return scores
 
@@ -222,10 +223,10 @@ def score_pairs(
     group,
     channels,
     scale,
-    CHANNELS: tl.constexpr,
     PARTS_M: tl.constexpr,
     PARTS_N: tl.constexpr,
     SIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Write the scores of SIDE by SIDE parts of one (batch, q head)."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -233,16 +234,17 @@ def score_pairs(
     along = tl.cdiv(k_parts, SIDE)
     row = tl.program_id(0) // along * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(0) % along * SIDE + tl.arange(0, SIDE)
-    channel = tl.arange(0, CHANNELS)
-    q_means += (batch * q_heads + head) * q_parts * channels
-    k_means += (batch * (q_heads // group) + head // group) * k_parts * channels
-    known = (channel < channels)[None, :]
-    q = tl.load(q_means + row[:, None] * channels + channel[None, :], mask=(row < q_parts)[:, None] & known, other=0.0)
-    k = tl.load(
-        k_means + column[:, None] * channels + channel[None, :], mask=(column < k_parts)[:, None] & known, other=0.0
-    )
-    # Three products of halves of the bits: as exact as float32, and on the matrix units.
-    x = tl.dot(q, k.T, input_precision="tf32x3") * scale
+    q_means += (batch * q_heads + head) * q_parts * channels + row[:, None] * channels
+    k_means += (batch * (q_heads // group) + head // group) * k_parts * channels + column[:, None] * channels
+    x = tl.zeros((SIDE, SIDE), tl.float32)
+    for first in range(0, channels, CHUNK):  # of all channels at once the registers are too few
+        channel = first + tl.arange(0, CHUNK)
+        known = (channel < channels)[None, :]
+        q = tl.load(q_means + channel[None, :], mask=(row < q_parts)[:, None] & known, other=0.0)
+        k = tl.load(k_means + channel[None, :], mask=(column < k_parts)[:, None] & known, other=0.0)
+        # Three products of halves of the bits: as exact as float32, and on the matrix units.
+        x = tl.dot(q, k.T, x, input_precision="tf32x3")
+    x *= scale
     BLOCKS: tl.constexpr = SIDE // PARTS_M
     TILES: tl.constexpr = SIDE // PARTS_N
     if PARTS_M > 1 or PARTS_N > 1:
