@@ -192,7 +192,7 @@ def _blocks(counts: torch.Tensor | None, tiles: torch.Tensor | None, block_m: in
 
 def _fields(blocks: BlockList | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
     """Return a list as the operators take it."""
-    return (None, None, 0, 0) if blocks is None else tuple(blocks)
+    return (None, None, 0, 0) if blocks is None else (blocks.counts, blocks.tiles, blocks.block_m, blocks.block_n)
 
 
 def _lengths(

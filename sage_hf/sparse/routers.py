@@ -128,7 +128,8 @@ class SubBlockRouter:
         scores = kernels.block_scores(*means, _scale(scale, query), self.parts_m, self.parts_n)
         numbers = _numbers(self.keep, *scores.shape[1::2])
         rows, columns = _flags(dense, query, self.block_m), _flags(dense, key, self.block_n)
-        return BlockList(*kernels.list_most(scores, numbers, rows, columns), self.block_m, self.block_n)
+        counts, tiles = kernels.list_most(scores, numbers, rows, columns)
+        return BlockList(counts, tiles, self.block_m, self.block_n)
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,8 @@ class ShareRouter:
         for flags, x, size in ((rows, query, self.block_m), (columns, key, self.block_n)):
             if (more := _flags(dense, x, size)) is not None:
                 flags |= more
-        found = kernels.list_share(kernels.block_scores(*means, scale), self.share, rows, columns)
-        return BlockList(*found, self.block_m, self.block_n)
+        counts, tiles = kernels.list_share(kernels.block_scores(*means, scale), self.share, rows, columns)
+        return BlockList(counts, tiles, self.block_m, self.block_n)
 
 
 def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
