@@ -121,11 +121,8 @@ class SubBlockRouter:
         kernels = _kernels(query, key, self.block_m, self.block_n, max(self.parts_m, self.parts_n))
         if kernels is None:
             return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
-        means = (
-            kernels.block_means(query, self.block_m // self.parts_m),
-            kernels.block_means(key, self.block_n // self.parts_n),
-        )
-        scores = kernels.block_scores(*means, _scale(scale, query), self.parts_m, self.parts_n)
+        means = kernels.block_means(query, key, self.block_m // self.parts_m, self.block_n // self.parts_n)
+        scores = kernels.block_scores(means.query, means.key, _scale(scale, query), self.parts_m, self.parts_n)
         numbers = _numbers(self.keep, *scores.shape[1::2])
         rows, columns = _flags(dense, query, self.block_m), _flags(dense, key, self.block_n)
         counts, tiles = kernels.list_most(scores, numbers, rows, columns)
@@ -178,14 +175,15 @@ class ShareRouter:
     def _route(
         self, kernels: ModuleType, query: torch.Tensor, key: torch.Tensor, scale: float, dense: Sequence[slice]
     ) -> BlockList:
-        means = kernels.block_means(query, self.block_m), kernels.block_means(key, self.block_n)
-        rows = (kernels.block_similarity(query, self.block_m) < self.similarity).view(torch.uint8)
-        columns = (kernels.block_similarity(key, self.block_n) < self.similarity).view(torch.uint8)
+        means = kernels.block_means(query, key, self.block_m, self.block_n, similarity=True)
+        rows = (means.query_similarity < self.similarity).view(torch.uint8)
+        columns = (means.key_similarity < self.similarity).view(torch.uint8)
         columns = columns.repeat_interleave(query.shape[1] // key.shape[1], 1)
         for flags, x, size in ((rows, query, self.block_m), (columns, key, self.block_n)):
             if (more := _flags(dense, x, size)) is not None:
                 flags |= more
-        counts, tiles = kernels.list_share(kernels.block_scores(*means, scale), self.share, rows, columns)
+        scores = kernels.block_scores(means.query, means.key, scale)
+        counts, tiles = kernels.list_share(scores, self.share, rows, columns)
         return BlockList(counts, tiles, self.block_m, self.block_n)
 
 

@@ -25,15 +25,15 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(routers, "routing_kernels", lambda query, key: routing)
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("sizes", [(16, 64), (32, 32), (128, 64)])
 @pytest.mark.parametrize("tokens", [500, 512, 7])
-def test_means_and_similarities_are_the_specifications(size, tokens):
-    x, _ = draw(tokens)
-    assert torch.allclose(routing.block_means(x, size), routers.block_means(x, size), atol=1e-6)
-    similarity = routers.block_similarity(x, size)
-    assert torch.allclose(routing.block_similarity(x, size), similarity, atol=1e-6)
-    strange = x.bfloat16()[..., ::2]
-    assert torch.allclose(routing.block_means(strange, size), routers.block_means(strange, size), atol=1e-6)
+def test_means_and_similarities_are_the_specifications(sizes, tokens):
+    for query, key in (draw(tokens), [x.bfloat16()[..., ::2] for x in draw(tokens)]):
+        found = routing.block_means(query, key, *sizes, similarity=True)
+        for x, size, mean, similarity in zip((query, key), sizes, found[:2], found[2:], strict=True):
+            assert torch.allclose(mean, routers.block_means(x, size), atol=1e-6)
+            assert torch.allclose(similarity, routers.block_similarity(x, size), atol=1e-6)
+    assert routing.block_means(query, key, *sizes)[2:] == (None, None)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), (64, 64), (128, 64)])
@@ -41,8 +41,8 @@ def test_means_and_similarities_are_the_specifications(size, tokens):
 @pytest.mark.parametrize("tokens", [500, 513])
 def test_scores_are_the_specifications(sizes, parts, tokens):
     query, key = draw(tokens, tokens - 60)
-    means = (routing.block_means(x, size // n) for x, size, n in zip((query, key), sizes, parts, strict=True))
-    found = routing.block_scores(*means, 0.2, *parts)
+    means = routing.block_means(query, key, *(size // n for size, n in zip(sizes, parts, strict=True)))
+    found = routing.block_scores(means.query, means.key, 0.2, *parts)
     expected = SubBlockRouter(0.5, *sizes, *parts).scores(query, key, 0.2)
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-5)

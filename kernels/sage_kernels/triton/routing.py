@@ -7,7 +7,8 @@ the smallest score that is kept.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,42 +17,63 @@ import triton.language as tl
 from ..language.launch import MASK_AXES, TOKEN_AXES, launch, strides
 from ..layout import ceil_div, power_of_two
 
-SIDE = 64  # means of queries, and of keys, that a program of `score_pairs` multiplies
+SIDES = (128, 64)  # means of queries and of keys that a program of `score_pairs` multiplies
 LARGEST = tl.constexpr(0xFFFFFFFF)
 
 
-def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the mean of each block of `size` tokens: float32 (batch, heads, blocks, channels), of real tokens.
+class BlockMeans(NamedTuple):
+    """Means of the blocks of Q and K, of real tokens.
+
+    Attributes:
+        query, key: float32 (batch, heads, blocks, channels), contiguous.
+        query_similarity, key_similarity: float32 (batch, heads, blocks), the mean cosine of all pairs of tokens of a
+            block; None if they were not asked for.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    query_similarity: torch.Tensor | None
+    key_similarity: torch.Tensor | None
+
+
+def block_means(query: torch.Tensor, key: torch.Tensor, rows: int, keys: int, similarity: bool = False) -> BlockMeans:
+    """Return the means of blocks, which reads Q and K once.
 
     Args:
-        x: (batch, heads, tokens, channels) float16, bfloat16 or float32, any strides.
-        size: tokens a block, a power of two up to 128.
+        query, key: (batch, heads, tokens, channels) float16, bfloat16 or float32, any strides.
+        rows, keys: tokens a block of Q and of K, powers of two up to 128.
+        similarity: compute the mean cosines too.
     """
-    return _reduce_blocks(x, size, directions=False)
-
-
-def block_similarity(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the mean cosine of all pairs of tokens of each block: float32 (batch, heads, blocks)."""
-    return _reduce_blocks(x, size, directions=True)
-
-
-def _reduce_blocks(x: torch.Tensor, size: int, directions: bool) -> torch.Tensor:
-    batch, heads, tokens, channels = x.shape
-    blocks = ceil_div(tokens, size)
-    shape = (batch, heads, blocks) if directions else (batch, heads, blocks, channels)
-    means = x.new_empty(shape, dtype=torch.float32)
+    batch, q_heads, q_len, channels = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    q_shape, k_shape = (batch, q_heads, ceil_div(q_len, rows)), (batch, kv_heads, ceil_div(kv_len, keys))
+    new = partial(torch.empty, dtype=torch.float32, device=query.device)
+    means = BlockMeans(
+        new((*q_shape, channels)),
+        new((*k_shape, channels)),
+        new(q_shape) if similarity else None,
+        new(k_shape) if similarity else None,
+    )
     launch(
         reduce_blocks,
-        (ceil_div(blocks, 128 // size), heads, batch),
-        x=x,
-        means=means,
-        tokens=tokens,
-        blocks=blocks,
+        # Heads first: programs that run at the same time read neighbouring memory where tokens hold all heads.
+        (q_heads + kv_heads, ceil_div(max(q_len, kv_len), 128), batch),
+        query=query,
+        key=key,
+        q_means=means.query,
+        k_means=means.key,
+        q_similarity=means.query_similarity,
+        k_similarity=means.key_similarity,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
         channels=channels,
-        **strides("", x.stride(), TOKEN_AXES),
+        **strides("q", query.stride(), TOKEN_AXES),
+        **strides("k", key.stride(), TOKEN_AXES),
         CHANNELS=power_of_two(channels),
-        SIZE=size,
-        DIRECTIONS=directions,
+        ROWS=rows,
+        KEYS=keys,
         num_warps=8 if channels > 128 else 4,
     )
     return means
@@ -78,7 +100,7 @@ def block_scores(
     scores = q_means.new_empty((batch, q_heads, row_blocks, tiles))
     launch(
         score_pairs,
-        (ceil_div(q_parts, SIDE) * ceil_div(k_parts, SIDE), q_heads, batch),
+        (ceil_div(q_parts, SIDES[0]) * ceil_div(k_parts, SIDES[1]), q_heads, batch),
         q_means=q_means,
         k_means=k_means,
         scores=scores,
@@ -91,8 +113,10 @@ def block_scores(
         scale=scale,
         PARTS_M=parts_m,
         PARTS_N=parts_n,
-        SIDE=SIDE,
+        SIDE_M=SIDES[0],
+        SIDE_N=SIDES[1],
         CHUNK=32,
+        num_warps=8,
     )
     return scores
 
@@ -172,15 +196,18 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-SIZES = ["tokens", "blocks", "q_parts", "k_parts", "row_blocks", "number", "places", "group", "channels"]
+SIZES = ["q_len", "kv_len", "q_heads", "kv_heads", "q_parts", "k_parts", "row_blocks", "number", "places", "group"]
 
 
-@triton.jit(do_not_specialize=SIZES)
-def reduce_blocks(
+@triton.jit
+def write_means(
     x,
     means,
+    similarity,
+    batch,
+    head,
+    heads,
     tokens,
-    blocks,
     channels,
     stride_batch,
     stride_head,
@@ -188,27 +215,64 @@ def reduce_blocks(
     stride_channel,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
-    DIRECTIONS: tl.constexpr,
 ):
-    """Write the means of 128 tokens of one (batch, head), or the squared lengths of the means of their directions."""
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """Write the means of blocks of SIZE tokens, of 128 tokens of one (batch, head), and their mean cosines."""
     BLOCKS: tl.constexpr = 128 // SIZE
-    token, channel = tl.program_id(0) * 128 + tl.arange(0, 128), tl.arange(0, CHANNELS)
+    first = tl.program_id(1) * 128
+    token, channel = first + tl.arange(0, 128), tl.arange(0, CHANNELS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     at = x + batch * stride_batch + head * stride_head + token.to(tl.int64)[:, None] * stride_token
     values = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
-    if DIRECTIONS:
-        length = tl.sqrt(tl.sum(values * values, 1))
-        values = values / tl.maximum(length, 1e-12)[:, None]
-    sums = tl.sum(tl.reshape(values, (BLOCKS, SIZE, CHANNELS)), 1)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    means_of = sums / tl.maximum(tl.minimum(tokens - block * SIZE, SIZE), 1).to(tl.float32)[:, None]
-    row = (batch * tl.num_programs(1) + head) * blocks + block
-    if DIRECTIONS:
-        tl.store(means + row, tl.sum(means_of * means_of, 1), mask=block < blocks)
+    block = first // SIZE + tl.arange(0, BLOCKS)
+    count = tl.maximum(tl.minimum(tokens - block * SIZE, SIZE), 1).to(tl.float32)[:, None]
+    row = (batch * heads + head) * tl.cdiv(tokens, SIZE) + block
+    exists = block * SIZE < tokens
+    mean = tl.sum(tl.reshape(values, (BLOCKS, SIZE, CHANNELS)), 1) / count
+    wanted = exists[:, None] & (channel < channels)[None, :]
+    tl.store(means + row[:, None] * channels + channel[None, :], mean, mask=wanted)
+    if similarity is not None:
+        length = tl.maximum(tl.sqrt(tl.sum(values * values, 1)), 1e-12)
+        mean = tl.sum(tl.reshape(values / length[:, None], (BLOCKS, SIZE, CHANNELS)), 1) / count
+        tl.store(similarity + row, tl.sum(mean * mean, 1), mask=exists)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def reduce_blocks(
+    query,
+    key,
+    q_means,
+    k_means,
+    q_similarity,
+    k_similarity,
+    q_len,
+    kv_len,
+    q_heads,
+    kv_heads,
+    channels,
+    q_stride_batch,
+    q_stride_head,
+    q_stride_token,
+    q_stride_channel,
+    k_stride_batch,
+    k_stride_head,
+    k_stride_token,
+    k_stride_channel,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Write the means of 128 tokens of one (batch, head) of Q or K (`BlockMeans`)."""
+    head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if head < q_heads:
+        write_means(
+            query, q_means, q_similarity, batch, head, q_heads, q_len, channels, q_stride_batch, q_stride_head,
+            q_stride_token, q_stride_channel, CHANNELS, ROWS,
+        )  # fmt: skip
     else:
-        wanted = (block < blocks)[:, None] & (channel < channels)[None, :]
-        tl.store(means + row[:, None] * channels + channel[None, :], means_of, mask=wanted)
+        write_means(
+            key, k_means, k_similarity, batch, head - q_heads, kv_heads, kv_len, channels, k_stride_batch,
+            k_stride_head, k_stride_token, k_stride_channel, CHANNELS, KEYS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -225,18 +289,19 @@ def score_pairs(
     scale,
     PARTS_M: tl.constexpr,
     PARTS_N: tl.constexpr,
-    SIDE: tl.constexpr,
+    SIDE_M: tl.constexpr,
+    SIDE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the scores of SIDE by SIDE parts of one (batch, q head)."""
+    """Write the scores of SIDE_M by SIDE_N parts of one (batch, q head)."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)
-    along = tl.cdiv(k_parts, SIDE)
-    row = tl.program_id(0) // along * SIDE + tl.arange(0, SIDE)
-    column = tl.program_id(0) % along * SIDE + tl.arange(0, SIDE)
+    along = tl.cdiv(k_parts, SIDE_N)
+    row = tl.program_id(0) // along * SIDE_M + tl.arange(0, SIDE_M)
+    column = tl.program_id(0) % along * SIDE_N + tl.arange(0, SIDE_N)
     q_means += (batch * q_heads + head) * q_parts * channels + row[:, None] * channels
     k_means += (batch * (q_heads // group) + head // group) * k_parts * channels + column[:, None] * channels
-    x = tl.zeros((SIDE, SIDE), tl.float32)
+    x = tl.zeros((SIDE_M, SIDE_N), tl.float32)
     for first in range(0, channels, CHUNK):  # of all channels at once the registers are too few
         channel = first + tl.arange(0, CHUNK)
         known = (channel < channels)[None, :]
@@ -245,8 +310,8 @@ def score_pairs(
         # Three products of halves of the bits: as exact as float32, and on the matrix units.
         x = tl.dot(q, k.T, x, input_precision="tf32x3")
     x *= scale
-    BLOCKS: tl.constexpr = SIDE // PARTS_M
-    TILES: tl.constexpr = SIDE // PARTS_N
+    BLOCKS: tl.constexpr = SIDE_M // PARTS_M
+    TILES: tl.constexpr = SIDE_N // PARTS_N
     if PARTS_M > 1 or PARTS_N > 1:
         x = tl.where((row < q_parts)[:, None] & (column < k_parts)[None, :], x, float("-inf"))
         parts = tl.reshape(x, (BLOCKS, PARTS_M, TILES, PARTS_N))
