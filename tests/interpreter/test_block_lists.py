@@ -1,4 +1,4 @@
-"""The INT8 kernels over block lists in Triton's interpreter, against the reference."""
+"""The kernels over block lists in Triton's interpreter, against the reference."""
 
 import itertools
 
@@ -16,6 +16,7 @@ from sage_kernels.triton.block_tiles import block_tiles
 from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
 from sage_kernels.triton.tile_rows import tile_rows
 from tests.helpers.blocks import as_mask, draw_blocks
+from tests.helpers.portable_fp4 import without_inline_assembly
 from tests.helpers.triton_calls import attend, backward, new_backward_call
 
 ADA = (8, 9)
@@ -39,7 +40,8 @@ def call_of(inputs, recipe, blocks, keys=None, causal_offset=None):
 @pytest.mark.parametrize("causal_offset", [None, 150])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (128, 64)])
 @pytest.mark.parametrize(
-    "recipe", ["sage2", *(pytest.param(recipe, marks=pytest.mark.audit) for recipe in ("sage1", "sage_bwd_int8"))]
+    "recipe",
+    ["sage2", *(pytest.param(recipe, marks=pytest.mark.audit) for recipe in ("sage1", "sage3", "sage_bwd_int8"))],
 )
 def test_the_kernels_error_is_the_references(recipe, block_m, block_n, causal_offset, padded):
     inputs = draw()
@@ -59,6 +61,26 @@ def test_the_kernels_error_is_the_references(recipe, block_m, block_n, causal_of
     assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum()
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert (lse == -torch.inf)[:, :, :block_m].all()
+    assert torch.allclose(lse, expected_lse, atol=1e-4)
+    assert not output[lse == -torch.inf].any()
+
+
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.audit), True])
+@pytest.mark.parametrize("causal_offset", [pytest.param(None, marks=pytest.mark.audit), 150])
+@pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), pytest.param(64, 64, marks=pytest.mark.audit)])
+def test_native_nvfp4_has_the_references_error(block_m, block_n, causal_offset, padded, monkeypatch):
+    """Portable functions stand for its inline assembly."""
+    without_inline_assembly(monkeypatch)
+    inputs, blocks = draw(), draw_blocks(1, 2, 150, 330, block_m, block_n)
+    keys = torch.rand(1, 1, 1, 330, generator=torch.Generator().manual_seed(3)) < 0.8 if padded else None
+    options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0, "scale": 0.125}
+    allowed = as_mask(blocks, 150, 330) if keys is None else as_mask(blocks, 150, 330) & keys
+    truth, _ = exact.attention(*inputs, mask=allowed, **options)
+    expected, expected_lse = reference.attention(
+        *inputs, RECIPES["sage3"], mask=keys, blocks=blocks, block_n=block_n, **options
+    )
+    output, lse = attend(call_of(inputs, "sage3", blocks, keys, causal_offset), (12, 0), native=True)
+    assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum()
     assert torch.allclose(lse, expected_lse, atol=1e-4)
     assert not output[lse == -torch.inf].any()
 

@@ -172,7 +172,7 @@ class NVFP4Forward:
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
-        reason = _unsupported_nvfp4(request) or ("no block lists" if request.mask.startswith("block") else "")
+        reason = _unsupported_nvfp4(request)
         triton = triton_version()
         if self.native and not reason and request.capability is not None and triton is not None:
             reason = nvfp4_unsupported(request.capability, triton)
