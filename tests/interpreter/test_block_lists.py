@@ -146,8 +146,8 @@ def gradients(inputs, recipe, tiles, **options):
 LISTS = {
     "128": ((128, 128), {"is_causal": False}),
     "64, causal": ((64, 64), {"is_causal": True, "causal_offset": 120}),
-    "128 × 64, padded": ((128, 64), {"is_causal": False, "valid": True}),
-    "64 × 128, causal, padded": ((64, 128), {"is_causal": True, "causal_offset": 200, "valid": True}),
+    "128 by 64, padded": ((128, 64), {"is_causal": False, "valid": True}),
+    "64 by 128, causal, padded": ((64, 128), {"is_causal": True, "causal_offset": 200, "valid": True}),
     "128, causal, rows without a key": ((128, 128), {"is_causal": True, "causal_offset": -30}),
 }
 
