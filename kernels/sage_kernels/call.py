@@ -110,7 +110,9 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind != "none":
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask or block list beside them")
+            raise ValueError(
+                "packed sequences say by their lengths which keys exist: give no mask or block list beside them"
+            )
 
     @property
     def batch(self) -> int:
@@ -221,7 +223,9 @@ class BackwardCall:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind != "none":
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask or block list beside them")
+            raise ValueError(
+                "packed sequences say by their lengths which keys exist: give no mask or block list beside them"
+            )
 
     @property
     def batch(self) -> int:

@@ -150,12 +150,17 @@ def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(devi
     "router", [MeanRouter(0.25), SubBlockRouter(0.25, 64, 64), SubBlockRouter((0.1, 0.2, 0.3, 0.4)), ShareRouter(0.8)]
 )
 def test_routers_kernels_keep_the_specifications_tiles(router, tokens, dense, device, monkeypatch):
-    """But for scores that are equal to float32's rounding."""
+    """But for tiles whose scores are equal in 16 bits of the means' lengths."""
     query, key, _ = draw(device, q_len=tokens, kv_len=tokens)
     found = router.route(query, key, dense=dense)
     monkeypatch.setattr(routers, "routing_kernels", lambda query, key: None)
     expected = router.route(query, key, dense=dense).kept(tokens)
     differ = found.kept(tokens) != expected
-    assert differ.sum() <= 2e-4 * expected.sum()
-    if not isinstance(router, ShareRouter):
+    assert differ.sum() <= 1e-3 * expected.sum()
+    if not isinstance(router, ShareRouter) and not dense:
         assert torch.equal(found.counts, expected.sum(-1, dtype=torch.int32))
+        scores = router.scores(query, key)
+        lengths = [x.float().norm(dim=-1).max() * x.shape[-1] ** -0.25 for x in (query, key)]
+        worst = scores.masked_fill(~found.kept(tokens), torch.inf).amin(-1)
+        best_left = scores.masked_fill(found.kept(tokens), -torch.inf).amax(-1)
+        assert (worst >= best_left - 2**-15 * lengths[0] * lengths[1]).all()

@@ -7,7 +7,7 @@ the smallest score that is kept.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ class BlockMeans(NamedTuple):
     """Means of the blocks of Q and K, of real tokens.
 
     Attributes:
-        query, key: float32 (batch, heads, blocks, channels), contiguous.
+        query, key: bfloat16 (2, batch, heads, blocks, channels), contiguous: the means rounded, and what that leaves of
+            them. Their sums have 16 bits.
         query_similarity, key_similarity: float32 (batch, heads, blocks), the mean cosine of all pairs of tokens of a
             block; None if they were not asked for.
     """
@@ -47,17 +48,16 @@ def block_means(query: torch.Tensor, key: torch.Tensor, rows: int, keys: int, si
     batch, q_heads, q_len, channels = query.shape
     kv_heads, kv_len = key.shape[1:3]
     q_shape, k_shape = (batch, q_heads, ceil_div(q_len, rows)), (batch, kv_heads, ceil_div(kv_len, keys))
-    new = partial(torch.empty, dtype=torch.float32, device=query.device)
     means = BlockMeans(
-        new((*q_shape, channels)),
-        new((*k_shape, channels)),
-        new(q_shape) if similarity else None,
-        new(k_shape) if similarity else None,
+        query.new_empty((2, *q_shape, channels), dtype=torch.bfloat16),
+        key.new_empty((2, *k_shape, channels), dtype=torch.bfloat16),
+        query.new_empty(q_shape, dtype=torch.float32) if similarity else None,
+        key.new_empty(k_shape, dtype=torch.float32) if similarity else None,
     )
     launch(
         reduce_blocks,
         # Heads first: programs that run at the same time read neighbouring memory where tokens hold all heads.
-        (q_heads + kv_heads, ceil_div(max(q_len, kv_len), 128), batch),
+        (q_heads + kv_heads, max(q_shape[2], k_shape[2]), batch),
         query=query,
         key=key,
         q_means=means.query,
@@ -74,7 +74,8 @@ def block_means(query: torch.Tensor, key: torch.Tensor, rows: int, keys: int, si
         CHANNELS=power_of_two(channels),
         ROWS=rows,
         KEYS=keys,
-        num_warps=8 if channels > 128 else 4,
+        # A warp for 32 tokens sums most of them in its registers, and many programs hide each other's loads.
+        num_warps=max(1, max(rows, keys) * power_of_two(channels) // 4096),
     )
     return means
 
@@ -85,19 +86,18 @@ def block_scores(
     """Return log Σ exp(mean query · mean key · scale) over the parts of each pair of blocks.
 
     Args:
-        q_means: float32 (batch, q_heads, parts, channels), contiguous, each `parts_m` of a block; the last block may
-            have fewer.
-        k_means: float32 (batch, kv_heads, parts, channels), contiguous, likewise with `parts_n`.
+        q_means: `BlockMeans.query`, each `parts_m` of a block; the last block may have fewer.
+        k_means: `BlockMeans.key`, likewise with `parts_n`.
         scale: factor of the products.
         parts_m, parts_n: powers of two up to 16; with 1 and 1 the result is the product itself.
 
     Returns:
-        float32 (batch, q_heads, blocks of rows, tiles).
+        float32 (batch, q_heads, blocks of rows, tiles); products differ from float32's by 2⁻¹⁶ of the means' lengths.
     """
-    batch, q_heads, q_parts, channels = q_means.shape
-    kv_heads, k_parts = k_means.shape[1:3]
+    _, batch, q_heads, q_parts, channels = q_means.shape
+    kv_heads, k_parts = k_means.shape[2:4]
     row_blocks, tiles = ceil_div(q_parts, parts_m), ceil_div(k_parts, parts_n)
-    scores = q_means.new_empty((batch, q_heads, row_blocks, tiles))
+    scores = q_means.new_empty((batch, q_heads, row_blocks, tiles), dtype=torch.float32)
     launch(
         score_pairs,
         (ceil_div(q_parts, SIDES[0]) * ceil_div(k_parts, SIDES[1]), q_heads, batch),
@@ -117,6 +117,7 @@ def block_scores(
         SIDE_N=SIDES[1],
         CHUNK=32,
         num_warps=8,
+        num_stages=3,
     )
     return scores
 
@@ -178,7 +179,7 @@ def _select(
         **strides("rows", _flag_strides(rows), MASK_AXES),
         **strides("columns", _flag_strides(columns), MASK_AXES),
         WIDTH=width,
-        num_warps=min(8, max(1, width // 256)),
+        num_warps=min(8, max(1, width // 1024)),
     )
     return counts, tiles
 
@@ -216,24 +217,25 @@ def write_means(
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Write the means of blocks of SIZE tokens, of 128 tokens of one (batch, head), and their mean cosines."""
-    BLOCKS: tl.constexpr = 128 // SIZE
-    first = tl.program_id(1) * 128
-    token, channel = first + tl.arange(0, 128), tl.arange(0, CHANNELS)
-    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    at = x + batch * stride_batch + head * stride_head + token.to(tl.int64)[:, None] * stride_token
-    values = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
-    block = first // SIZE + tl.arange(0, BLOCKS)
-    count = tl.maximum(tl.minimum(tokens - block * SIZE, SIZE), 1).to(tl.float32)[:, None]
-    row = (batch * heads + head) * tl.cdiv(tokens, SIZE) + block
-    exists = block * SIZE < tokens
-    mean = tl.sum(tl.reshape(values, (BLOCKS, SIZE, CHANNELS)), 1) / count
-    wanted = exists[:, None] & (channel < channels)[None, :]
-    tl.store(means + row[:, None] * channels + channel[None, :], mean, mask=wanted)
-    if similarity is not None:
-        length = tl.maximum(tl.sqrt(tl.sum(values * values, 1)), 1e-12)
-        mean = tl.sum(tl.reshape(values / length[:, None], (BLOCKS, SIZE, CHANNELS)), 1) / count
-        tl.store(similarity + row, tl.sum(mean * mean, 1), mask=exists)
+    """Write the mean of a block of SIZE tokens of one (batch, head), and its mean cosine."""
+    block, blocks = tl.program_id(1), tl.cdiv(tokens, SIZE)
+    if block < blocks:
+        token, channel = block * SIZE + tl.arange(0, SIZE), tl.arange(0, CHANNELS)
+        inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+        at = x + batch * stride_batch + head * stride_head + token.to(tl.int64)[:, None] * stride_token
+        values = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
+        count = tl.minimum(tokens - block * SIZE, SIZE).to(tl.float32)
+        row = (batch * heads + head) * blocks + block
+        mean = tl.sum(values, 0) / count
+        rounded = mean.to(tl.bfloat16)
+        into = means + row * channels + channel
+        tl.store(into, rounded, mask=channel < channels)
+        left = (mean - rounded.to(tl.float32)).to(tl.bfloat16)
+        tl.store(into + tl.num_programs(2) * heads * blocks * channels, left, mask=channel < channels)
+        if similarity is not None:
+            length = tl.maximum(tl.sqrt(tl.sum(values * values, 1)), 1e-12)
+            mean = tl.sum(values / length[:, None], 0) / count
+            tl.store(similarity + row, tl.sum(mean * mean, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -261,7 +263,7 @@ def reduce_blocks(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Write the means of 128 tokens of one (batch, head) of Q or K (`BlockMeans`)."""
+    """Write the mean of one block of one (batch, head) of Q or K (`BlockMeans`)."""
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     if head < q_heads:
         write_means(
@@ -299,16 +301,20 @@ def score_pairs(
     along = tl.cdiv(k_parts, SIDE_N)
     row = tl.program_id(0) // along * SIDE_M + tl.arange(0, SIDE_M)
     column = tl.program_id(0) % along * SIDE_N + tl.arange(0, SIDE_N)
+    q_left = tl.num_programs(2).to(tl.int64) * q_heads * q_parts * channels
+    k_left = tl.num_programs(2).to(tl.int64) * (q_heads // group) * k_parts * channels
     q_means += (batch * q_heads + head) * q_parts * channels + row[:, None] * channels
     k_means += (batch * (q_heads // group) + head // group) * k_parts * channels + column[:, None] * channels
     x = tl.zeros((SIDE_M, SIDE_N), tl.float32)
-    for first in range(0, channels, CHUNK):  # of all channels at once the registers are too few
-        channel = first + tl.arange(0, CHUNK)
-        known = (channel < channels)[None, :]
-        q = tl.load(q_means + channel[None, :], mask=(row < q_parts)[:, None] & known, other=0.0)
-        k = tl.load(k_means + channel[None, :], mask=(column < k_parts)[:, None] & known, other=0.0)
-        # Three products of halves of the bits: as exact as float32, and on the matrix units.
-        x = tl.dot(q, k.T, x, input_precision="tf32x3")
+    for first in range(0, channels, CHUNK):
+        channel = first + tl.arange(0, CHUNK)[None, :]
+        q_inside = (row < q_parts)[:, None] & (channel < channels)
+        k_inside = (column < k_parts)[:, None] & (channel < channels)
+        q = tl.load(q_means + channel, mask=q_inside, other=0.0)
+        k = tl.load(k_means + channel, mask=k_inside, other=0.0)
+        x = tl.dot(q, k.T, x)
+        x = tl.dot(q, tl.load(k_means + k_left + channel, mask=k_inside, other=0.0).T, x)
+        x = tl.dot(tl.load(q_means + q_left + channel, mask=q_inside, other=0.0), k.T, x)
     x *= scale
     BLOCKS: tl.constexpr = SIDE_M // PARTS_M
     TILES: tl.constexpr = SIDE_N // PARTS_N
