@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +24,9 @@ from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, 
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
 
+if TYPE_CHECKING:
+    from ..triton.block_tiles import BlockTiles
+
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
 
 WARPGROUP_ROWS = 64  # of Q, that a warpgroup attends to
@@ -31,6 +36,7 @@ STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 HEAVY_KEYS = 64  # that the kernel attends to in 16 bits, or none
 LONG_KV_LEN = 8192  # keys
+LIST_SIZE = 128  # rows and keys a tile of the block lists that the kernel takes
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Config:
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
     float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits;
-    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised.
+    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `listed`:
+    rows attend to the tiles of a block list, whose blocks of rows are those of two warpgroups.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -54,6 +61,7 @@ class Config:
     heavy: bool
     centred: bool
     quantizes_query: bool = False
+    listed: bool = False
 
     @classmethod
     def of(
@@ -66,18 +74,21 @@ class Config:
         heavy: bool,
         centred: bool,
         quantizes_query: bool = False,
+        listed: bool = False,
     ) -> Config:
         """Return the fastest one.
 
         Three warpgroups have no shared memory for Q in 16 bits beside 128 channels; beside P in float16 the compiler
         would wait for each matrix product.
         """
-        if head_dim == 128:
+        if listed:
+            warpgroups = 2
+        elif head_dim == 128:
             warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
         else:
             warpgroups = 2 if padded and pv == "fp16" else 3
         quantizes_query &= warpgroups == 2 or (head_dim == 64 and pv == "fp8")
-        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query)
+        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query, listed)
 
     @property
     def block_m(self) -> int:
@@ -125,8 +136,10 @@ class Arguments:
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count heavy keys; kv_len and causal_offset are those of the others.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
+        lists: `BlockTiles.tiles`, or None.
         heads_at_once: whose causal items are worked through together.
         valid_stride, spans_stride: from batch element to batch element.
+        lists_stride_batch, lists_stride_head, lists_stride_row: `BlockTiles.tile_strides`.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
     """
@@ -140,6 +153,7 @@ class Arguments:
     lse: Floats
     valid: ConstBytes
     spans: ConstInts
+    lists: ConstInts
     batch: Int
     q_heads: Int
     kv_heads: Int
@@ -151,6 +165,9 @@ class Arguments:
     heads_at_once: Int
     valid_stride: Int
     spans_stride: Int
+    lists_stride_batch: Int
+    lists_stride_head: Int
+    lists_stride_row: Int
     query_factors_stride: Int
     head_dim: Int
     softmax_scale: Float
@@ -205,6 +222,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "QUANTIZES_QUERY": config.quantizes_query,
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
+        "LISTED": config.listed,
         "HEAVY_KEYS": HEAVY_KEYS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
@@ -219,7 +237,8 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
     """
     recipe, padded, return_lse = get_recipe(request.recipe), request.mask == "keys", request.return_lse or request.grad
-    heavy = 0 < recipe.heavy_keys < request.kv_len
+    listed = request.mask == "blocks"
+    heavy = 0 < recipe.heavy_keys < request.kv_len and not listed
     config = Config.of(
         power_of_two(request.head_dim),
         recipe.pv,
@@ -229,6 +248,7 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         heavy,
         recipe.smooth_k,
         quantizes_query and heavy and not return_lse and recipe.rotate,
+        listed,
     )
     return kernel(config, request.is_causal, return_lse, request.dtype).source.why_not()
 
@@ -253,11 +273,14 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
+    tiles = None
+    if call.mask.blocks is not None:
+        tiles = import_module("..triton.block_tiles", __package__).block_tiles(call, LIST_SIZE)
     if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
         operands = quantize.quantize_operands(call, padding, leaves_query=True)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
-    forward(operands, output, lse, call, padding)
+    forward(operands, output, lse, call, padding, tiles)
     return operands
 
 
@@ -267,7 +290,7 @@ def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
     The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
     """
     recipe, query = call.recipe, call.query
-    heavy = 0 < recipe.heavy_keys < call.kv_len
+    heavy = call.heavy_keys > 0
     if return_lse or not (heavy and recipe.rotate) or 0 in query.stride():
         return False
     channels = power_of_two(query.shape[3])
@@ -282,6 +305,7 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     padding: KeyPadding | None = None,
+    tiles: BlockTiles | None = None,
 ) -> None:
     """Attend to quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
@@ -293,6 +317,7 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         padding: which keys exist; None: all.
+        tiles: those of a block list with LIST_SIZE rows and keys a tile; None: all.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -311,6 +336,7 @@ def forward(
         heavy is not None,
         call.recipe.smooth_k,
         quantizes_query,
+        tiles is not None,
     )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
@@ -323,6 +349,7 @@ def forward(
     else:
         query_map = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
+    lists_stride_batch, lists_stride_head, lists_stride_row = (0, 0, 0) if tiles is None else tiles.tile_strides
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
         of_heads = (HEAVY_KEYS, LINE_CHANNELS)
@@ -339,6 +366,7 @@ def forward(
         lse=lse,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
+        lists=None if tiles is None else tiles.tiles,
         batch=batch,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -350,6 +378,9 @@ def forward(
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
         valid_stride=valid_stride,
         spans_stride=spans_stride,
+        lists_stride_batch=lists_stride_batch,
+        lists_stride_head=lists_stride_head,
+        lists_stride_row=lists_stride_row,
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),

@@ -114,8 +114,10 @@ class HopperForward:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported(request):
             return reason
-        if request.mask not in ("none", "keys"):
+        if request.mask not in ("none", "keys", "blocks"):
             return "no masks but those of keys"
+        if request.mask == "blocks" and request.block_sizes != (int8_forward.LIST_SIZE,) * 2:
+            return "no block lists but those of 128 × 128"
         if get_recipe(request.recipe).heavy_keys and not request.aligned:
             return "beside heavy keys, addresses and strides of Q must be multiples of 16 bytes"
         if request.v_head_dim % 8:
