@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,13 +17,11 @@ from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import quantize, tokens
+from .block_lists import sort_lists
 from .launch import Kernel, Source, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
-
-if TYPE_CHECKING:
-    from ..triton.block_tiles import BlockTiles
 
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
 
@@ -36,7 +32,6 @@ STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 HEAVY_KEYS = 64  # that the kernel attends to in 16 bits, or none
 LONG_KV_LEN = 8192  # keys
-LIST_SIZE = 128  # rows and keys a tile of the block lists that the kernel takes
 
 
 @dataclass(frozen=True)
@@ -136,10 +131,10 @@ class Arguments:
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count heavy keys; kv_len and causal_offset are those of the others.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
-        lists: `BlockTiles.tiles`, or None.
+        lists: the result of `sort_lists`, or None.
         heads_at_once: whose causal items are worked through together.
         valid_stride, spans_stride: from batch element to batch element.
-        lists_stride_batch, lists_stride_head, lists_stride_row: `BlockTiles.tile_strides`.
+        lists_stride_batch, lists_stride_head, lists_stride_row: from list to list, 0 where they are broadcast.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
     """
@@ -273,14 +268,12 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    tiles = None
-    if call.mask.blocks is not None:
-        tiles = import_module("..triton.block_tiles", __package__).block_tiles(call, LIST_SIZE)
+    lists = None if call.mask.blocks is None else sort_lists(call)
     if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
         operands = quantize.quantize_operands(call, padding, leaves_query=True)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
-    forward(operands, output, lse, call, padding, tiles)
+    forward(operands, output, lse, call, padding, lists)
     return operands
 
 
@@ -305,7 +298,7 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     padding: KeyPadding | None = None,
-    tiles: BlockTiles | None = None,
+    lists: torch.Tensor | None = None,
 ) -> None:
     """Attend to quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
@@ -317,7 +310,7 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         padding: which keys exist; None: all.
-        tiles: those of a block list with LIST_SIZE rows and keys a tile; None: all.
+        lists: the result of `sort_lists`; None: rows attend to all tiles.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -336,7 +329,7 @@ def forward(
         heavy is not None,
         call.recipe.smooth_k,
         quantizes_query,
-        tiles is not None,
+        lists is not None,
     )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
@@ -349,7 +342,10 @@ def forward(
     else:
         query_map = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
-    lists_stride_batch, lists_stride_head, lists_stride_row = (0, 0, 0) if tiles is None else tiles.tile_strides
+    list_strides = (0, 0, 0)
+    if lists is not None:
+        of_batch, of_head = (0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in range(2))
+        list_strides = of_batch, of_head, lists.stride(2)
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
         of_heads = (HEAVY_KEYS, LINE_CHANNELS)
@@ -366,7 +362,7 @@ def forward(
         lse=lse,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
-        lists=None if tiles is None else tiles.tiles,
+        lists=lists,
         batch=batch,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -378,9 +374,9 @@ def forward(
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
         valid_stride=valid_stride,
         spans_stride=spans_stride,
-        lists_stride_batch=lists_stride_batch,
-        lists_stride_head=lists_stride_head,
-        lists_stride_row=lists_stride_row,
+        lists_stride_batch=list_strides[0],
+        lists_stride_head=list_strides[1],
+        lists_stride_row=list_strides[2],
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),

@@ -21,8 +21,8 @@ class BlockTiles:
 
     Attributes:
         tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles all of whose scores
-            count, the number of all tiles, then the tiles, those first, or a 0 if there is none; one place more may be
-            read. Sizes are 1 where the list is broadcast.
+            count, the number of all tiles, then the tiles, those first; one place more may be read. Sizes are 1 where
+            the list is broadcast.
         valid: uint8 (batch or 1, kv_len), 0 where a key does not exist; None: all keys exist.
         block_m: rows that a list holds for.
     """
@@ -175,4 +175,3 @@ def sort_tiles(
         behind += tl.sum(rest, 0)
     tl.store(entries, wholes)
     tl.store(entries + 1, behind)
-    tl.store(entries + 2, 0, mask=behind == 0)
