@@ -68,8 +68,8 @@ def sort_lists(call: Call) -> torch.Tensor:
         call: one of `Call.for_kernel`, with a block list.
 
     Returns:
-        int32 (list batch, list heads, blocks of rows, 2 + places or 3): the number of tiles all of whose scores count, the
-        number of all tiles, then the tiles, those first, or a 0 if there is none.
+        int32 (list batch, list heads, blocks of rows, 2 + places or 3): the number of tiles all of whose scores count,
+        the number of all tiles, then the tiles, those first, or a 0 if there is none.
 
     Raises:
         CompileError: see `launch.launch`.
