@@ -73,6 +73,16 @@ def test_int8_forward_overlaps_its_matrix_products(
     else:
         assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
+    # An item's first tile, and four steps (odd and even, masked or not).
+    assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
+    opcode, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
+    with_sums = head_dim == 64 if pv == "fp16" else not return_lse
+    products = {"HGMMA": (head_dim + int8_forward.HEAVY_KEYS) // 16 * heavy}
+    products[opcode] = products.get(opcode, 0) + 5 * (1 + with_sums) * config.block_n // depth
+    for name, count in products.items():
+        assert len(re.findall(rf"{name}\.64x\d+x\d+", code)) == count
+    static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
+    assert static + config.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.audit
@@ -95,16 +105,6 @@ def test_int8_forward_over_block_lists_overlaps_its_products_too(
     assert sum("WARPGROUP.DEPBAR" in line for line in loop) <= 4
     assert not any("LDL" in line or "STL" in line for line in loop)
     assert not re.search(r"warning", block_lists.kernel(is_causal).source.compile().log, re.IGNORECASE)
-    # An item's first tile, and four steps (odd and even, masked or not).
-    assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
-    opcode, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
-    with_sums = head_dim == 64 if pv == "fp16" else not return_lse
-    products = {"HGMMA": (head_dim + int8_forward.HEAVY_KEYS) // 16 * heavy}
-    products[opcode] = products.get(opcode, 0) + 5 * (1 + with_sums) * config.block_n // depth
-    for name, count in products.items():
-        assert len(re.findall(rf"{name}\.64x\d+x\d+", code)) == count
-    static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
-    assert static + config.shared_bytes <= 227 * 1024
 
 
 def loop_without_mask(code, products):
