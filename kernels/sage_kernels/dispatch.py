@@ -45,7 +45,6 @@ def request_of(call: Call, grad: bool = False) -> Request:
         packed=call.lengths is not None,
         aligned=on_gpu and is_aligned(query) and is_aligned(key) and is_aligned(value),
         lower_right=call.is_causal and call.causal_offset != 0,
-        block_sizes=(0, 0) if call.mask.blocks is None else (call.mask.blocks.block_m, call.mask.blocks.block_n),
     )
 
 

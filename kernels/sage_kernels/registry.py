@@ -55,7 +55,6 @@ class Request:
             the largest lengths.
         aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
         lower_right: whether causality has an offset, as for queries behind a cache.
-        block_sizes: rows and keys a tile of a block list; (0, 0) without one.
     """
 
     recipe: str
@@ -76,7 +75,6 @@ class Request:
     packed: bool = False
     aligned: bool = False
     lower_right: bool = False
-    block_sizes: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(

@@ -13,7 +13,7 @@ import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.call import Call, Mask
-from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
+from sage_kernels.cuda import compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
 from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
 from sage_kernels.operands import KeyPadding
@@ -83,28 +83,6 @@ def test_int8_forward_overlaps_its_matrix_products(
         assert len(re.findall(rf"{name}\.64x\d+x\d+", code)) == count
     static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
     assert static + config.shared_bytes <= 227 * 1024
-
-
-@pytest.mark.audit
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
-@pytest.mark.parametrize(
-    ("head_dim", "pv", "is_causal", "return_lse"),
-    [*product((64, 128), ("fp8", "fp16"), (False, True), (False, True))],
-)
-def test_int8_forward_over_block_lists_overlaps_its_products_too(
-    tmp_path, monkeypatch, head_dim, pv, is_causal, return_lse
-):
-    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    config = int8_forward.Config.of(head_dim, pv, 4096, is_causal, False, False, True, listed=True)
-    cubin = int8_forward.kernel(config, is_causal, return_lse, torch.bfloat16).source.compile()
-    assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
-    image = tmp_path / "kernel.cubin"
-    image.write_bytes(cubin.image)
-    code = subprocess.run([NVDISASM, "-c", image], capture_output=True, text=True, check=True).stdout
-    loop = loop_without_mask(code, 2 * head_dim // 32)
-    assert sum("WARPGROUP.DEPBAR" in line for line in loop) <= 4
-    assert not any("LDL" in line or "STL" in line for line in loop)
-    assert not re.search(r"warning", block_lists.kernel(is_causal).source.compile().log, re.IGNORECASE)
 
 
 def loop_without_mask(code, products):

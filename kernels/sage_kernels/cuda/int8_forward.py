@@ -17,7 +17,6 @@ from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import quantize, tokens
-from .block_lists import sort_lists
 from .launch import Kernel, Source, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Map
 from .tensor_map import tensor_map
@@ -40,8 +39,7 @@ class Config:
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
     float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits;
-    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `listed`:
-    rows attend to the tiles of a block list, whose blocks of rows are those of two warpgroups.
+    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -56,7 +54,6 @@ class Config:
     heavy: bool
     centred: bool
     quantizes_query: bool = False
-    listed: bool = False
 
     @classmethod
     def of(
@@ -69,21 +66,18 @@ class Config:
         heavy: bool,
         centred: bool,
         quantizes_query: bool = False,
-        listed: bool = False,
     ) -> Config:
         """Return the fastest one.
 
         Three warpgroups have no shared memory for Q in 16 bits beside 128 channels; beside P in float16 the compiler
         would wait for each matrix product.
         """
-        if listed:
-            warpgroups = 2
-        elif head_dim == 128:
+        if head_dim == 128:
             warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
         else:
             warpgroups = 2 if padded and pv == "fp16" else 3
         quantizes_query &= warpgroups == 2 or (head_dim == 64 and pv == "fp8")
-        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query, listed)
+        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query)
 
     @property
     def block_m(self) -> int:
@@ -131,10 +125,8 @@ class Arguments:
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count heavy keys; kv_len and causal_offset are those of the others.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
-        lists: the result of `sort_lists`, or None.
         heads_at_once: whose causal items are worked through together.
         valid_stride, spans_stride: from batch element to batch element.
-        lists_stride_batch, lists_stride_head, lists_stride_row: from list to list, 0 where they are broadcast.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
     """
@@ -148,7 +140,6 @@ class Arguments:
     lse: Floats
     valid: ConstBytes
     spans: ConstInts
-    lists: ConstInts
     batch: Int
     q_heads: Int
     kv_heads: Int
@@ -160,9 +151,6 @@ class Arguments:
     heads_at_once: Int
     valid_stride: Int
     spans_stride: Int
-    lists_stride_batch: Int
-    lists_stride_head: Int
-    lists_stride_row: Int
     query_factors_stride: Int
     head_dim: Int
     softmax_scale: Float
@@ -217,7 +205,6 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "QUANTIZES_QUERY": config.quantizes_query,
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
-        "LISTED": config.listed,
         "HEAVY_KEYS": HEAVY_KEYS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
@@ -232,8 +219,7 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
     """
     recipe, padded, return_lse = get_recipe(request.recipe), request.mask == "keys", request.return_lse or request.grad
-    listed = request.mask == "blocks"
-    heavy = 0 < recipe.heavy_keys < request.kv_len and not listed
+    heavy = 0 < recipe.heavy_keys < request.kv_len
     config = Config.of(
         power_of_two(request.head_dim),
         recipe.pv,
@@ -243,7 +229,6 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         heavy,
         recipe.smooth_k,
         quantizes_query and heavy and not return_lse and recipe.rotate,
-        listed,
     )
     return kernel(config, request.is_causal, return_lse, request.dtype).source.why_not()
 
@@ -268,12 +253,11 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    lists = None if call.mask.blocks is None else sort_lists(call)
     if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
         operands = quantize.quantize_operands(call, padding, leaves_query=True)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
-    forward(operands, output, lse, call, padding, lists)
+    forward(operands, output, lse, call, padding)
     return operands
 
 
@@ -283,7 +267,7 @@ def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
     The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
     """
     recipe, query = call.recipe, call.query
-    heavy = call.heavy_keys > 0
+    heavy = 0 < recipe.heavy_keys < call.kv_len
     if return_lse or not (heavy and recipe.rotate) or 0 in query.stride():
         return False
     channels = power_of_two(query.shape[3])
@@ -298,7 +282,6 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     padding: KeyPadding | None = None,
-    lists: torch.Tensor | None = None,
 ) -> None:
     """Attend to quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
@@ -310,7 +293,6 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         padding: which keys exist; None: all.
-        lists: the result of `sort_lists`; None: rows attend to all tiles.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -329,7 +311,6 @@ def forward(
         heavy is not None,
         call.recipe.smooth_k,
         quantizes_query,
-        lists is not None,
     )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
@@ -342,10 +323,6 @@ def forward(
     else:
         query_map = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
-    list_strides = (0, 0, 0)
-    if lists is not None:
-        of_batch, of_head = (0 if lists.shape[dim] == 1 else lists.stride(dim) for dim in range(2))
-        list_strides = of_batch, of_head, lists.stride(2)
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
         of_heads = (HEAVY_KEYS, LINE_CHANNELS)
@@ -362,7 +339,6 @@ def forward(
         lse=lse,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
-        lists=lists,
         batch=batch,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -374,9 +350,6 @@ def forward(
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
         valid_stride=valid_stride,
         spans_stride=spans_stride,
-        lists_stride_batch=list_strides[0],
-        lists_stride_head=list_strides[1],
-        lists_stride_row=list_strides[2],
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),

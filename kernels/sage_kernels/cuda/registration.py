@@ -9,7 +9,7 @@ from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import Quantizer, Request, register_forward, register_quantizer
-from . import block_lists, int8_forward, quantize, quantize_nvfp4
+from . import int8_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
 CAPABILITY = (9, 0)
@@ -114,10 +114,8 @@ class HopperForward:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported(request):
             return reason
-        if request.mask not in ("none", "keys", "blocks"):
+        if request.mask not in ("none", "keys"):
             return "no masks but those of keys"
-        if request.mask == "blocks" and request.block_sizes != (block_lists.LIST_SIZE,) * 2:
-            return "no block lists but those of 128 × 128"
         if get_recipe(request.recipe).heavy_keys and not request.aligned:
             return "beside heavy keys, addresses and strides of Q must be multiples of 16 bytes"
         if request.v_head_dim % 8:

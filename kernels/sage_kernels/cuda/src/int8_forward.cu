@@ -40,9 +40,6 @@ ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
 ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
 ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
-ASSERT_FLAG(LISTED, "rows attend to the tiles of a block list, or to all");
-static_assert(!LISTED || WARPGROUPS == 2 && BLOCK_N == 128 && !PADDED && !HEAVY,
-              "LISTED is for lists of 128 rows and 128 keys a tile, where all keys exist and none is heavy");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
 static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
 
@@ -74,7 +71,7 @@ constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile th
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
 // scores of keys without their mean have mean 0; and their weights are erased before these are summed.
-constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && !LISTED;
+constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
@@ -107,10 +104,8 @@ struct Item {
   int batch, head, kv_head, first_row;
   int tiles;            // of keys; at least 1, of which a row may see nothing
   int first, in_order;  // the tile to begin with, and how many follow one another; the one before it comes last
-  const int* list;      // of a block list: how many tiles need no mask, how many there are, and they
 
   DEVICE int tile(int number) const {
-    if constexpr (LISTED) return list[2 + min(number, tiles - 1)];
     return !PADDED ? number : number < in_order ? first + number : max(0, first - 1);
   }
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
@@ -149,11 +144,6 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
     item.in_order -= item.first;
   }
   item.tiles = max(1, max(0, item.in_order) + before);
-  if constexpr (LISTED) {
-    item.list = a.lists + (item.batch * static_cast<int64>(a.lists_stride_batch) +
-                           item.head * static_cast<int64>(a.lists_stride_head) + block * a.lists_stride_row);
-    item.tiles = max(1, item.list[1]);
-  }
   return true;
 }
 
@@ -310,10 +300,9 @@ struct Consumer {
   // Find the keys that a masked tile allows.
   DEVICE void load_mask(int number) {
     const int first = item.tile(number) * BLOCK_N + quad * 2;
-    const int kv_len = LISTED && item.list[1] == 0 ? 0 : a.kv_len;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      left[r] = (CAUSAL ? min(kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : kv_len) - first;
+      left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
     if (PADDED) {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
@@ -814,7 +803,6 @@ struct Consumer {
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
     if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;
-    if (LISTED) whole = item.list[0];
     wait_products<0>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[0]);
