@@ -168,17 +168,19 @@ def _select(
         select_tiles,
         (row_blocks, heads, batch),
         scores=scores,
-        numbers=None if numbers is None else _on_device(numbers, scores.device),
+        numbers=None if numbers is None or len(set(numbers)) == 1 else _on_device(numbers, scores.device),
         rows=rows,
         columns=columns,
         counts=counts,
         tiles=tiles,
+        most=0 if numbers is None else numbers[0],
         share=share,
         number=number,
         places=places,
         **strides("rows", _flag_strides(rows), MASK_AXES),
         **strides("columns", _flag_strides(columns), MASK_AXES),
         WIDTH=width,
+        BY_SHARE=numbers is None,
         num_warps=min(8, max(1, width // 1024)),
     )
     return counts, tiles
@@ -197,7 +199,19 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-SIZES = ["q_len", "kv_len", "q_heads", "kv_heads", "q_parts", "k_parts", "row_blocks", "number", "places", "group"]
+SIZES = [
+    "q_len",
+    "kv_len",
+    "q_heads",
+    "kv_heads",
+    "q_parts",
+    "k_parts",
+    "row_blocks",
+    "number",
+    "places",
+    "group",
+    "most",
+]
 
 
 @triton.jit
@@ -338,6 +352,7 @@ def select_tiles(
     columns,
     counts,
     tiles,
+    most,
     share,
     number,
     places,
@@ -346,8 +361,12 @@ def select_tiles(
     columns_stride_batch,
     columns_stride_head,
     WIDTH: tl.constexpr,
+    BY_SHARE: tl.constexpr,
 ):
-    """Write the tiles that one block of rows of one (batch, head) keeps: as many as `numbers` say, or up to `share`."""
+    """Write the tiles that one block of rows of one (batch, head) keeps.
+
+    They are as many as `numbers` say for each head, or `most` without these; or reach `share`.
+    """
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + block
     tile = tl.arange(0, WIDTH)
@@ -358,9 +377,10 @@ def select_tiles(
     bits = x.to(tl.uint32, bitcast=True)
     order = tl.where(inside, tl.where(bits >> 31 == 0, bits | 0x80000000, bits ^ LARGEST), 0)
     bound = tl.full((1,), 0, tl.uint32)
-    if numbers is not None:
+    if not BY_SHARE:
         # The largest bound that as many tiles reach as are kept.
-        most = tl.load(numbers + head)
+        if numbers is not None:
+            most = tl.load(numbers + head)
         for position in tl.static_range(32):
             higher = bound | (1 << (31 - position))
             reached = tl.sum((order >= higher).to(tl.int32), 0)
