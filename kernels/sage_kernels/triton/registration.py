@@ -13,6 +13,7 @@ from ..layout import MAX_GRID
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import (
+    MAX_HEAD_DIM,
     SUPPORTED_DTYPES,
     Quantizer,
     Request,
@@ -171,7 +172,7 @@ class NVFP4Forward:
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
-        reason = _unsupported_nvfp4(request) or ("no block lists" if request.mask.startswith("block") else "")
+        reason = _unsupported_nvfp4(request)
         triton = triton_version()
         if self.native and not reason and request.capability is not None and triton is not None:
             reason = nvfp4_unsupported(request.capability, triton)
@@ -191,6 +192,13 @@ def register_kernels() -> None:
     register_forward(Int8Forward())
     register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
     register_backward(Int8Backward())
+
+
+def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
+    """Return `triton.routing`, the kernels of routers, or None where they cannot take Q and K (batch, heads, …)."""
+    if 0 in (*query.shape, *key.shape) or query.shape[3] > MAX_HEAD_DIM:
+        return None
+    return None if _unsupported(Request.of(query, key, key)) else _load("routing")
 
 
 def _serves_int8(recipe: Recipe) -> bool:
