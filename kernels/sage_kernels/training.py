@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import checks, dispatch, ops, tracing, transforms
+from . import checks, dispatch, ops, tracing, training_routes, transforms
 from .call import BackwardCall, Call, Mask, softmax_scale
-from .layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
+from .layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
 from .operands import Saved
 from .recipe import get_recipe
 from .registry import Fallback, KernelUnavailableError, Request, select
@@ -138,6 +138,8 @@ def why_exact(
 ) -> str:
     """Return why `attention` cannot serve the call, so that exact gradients are needed; "" if it can.
 
+    With fallback "native" that includes calls that would train slower, see `training_routes`.
+
     Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
     dimensions. If a call's sizes exceed a kernel's limits, `attention` then raises KernelUnavailableError.
     """
@@ -147,7 +149,9 @@ def why_exact(
             operator.index(value.shape[3]),
         )  # constants, even if sizes are dynamic
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), *head_dims)
-    return _reason(_request(query, key, value, valid, is_causal, recipe), fallback)
+    request = _request(query, key, value, valid, is_causal, recipe)
+    reason = _reason(request, fallback)
+    return reason or (training_routes.why_exact(select(request)) if fallback == "native" else "")
 
 
 @tracing.assume_constant_result
@@ -172,7 +176,9 @@ def _request(
     recipe: str,
 ) -> Request:
     mask = None if valid is None else valid[:, None, None]
-    return Request.of(query, key, value, mask, is_causal, recipe, grad=True)
+    request = Request.of(query, key, value, mask, is_causal, recipe, grad=True)
+    aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
+    return replace(request, aligned=aligned)
 
 
 def _reason(request: Request, fallback: Fallback) -> str:

@@ -38,7 +38,7 @@ def gpu(monkeypatch):
         return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
 
     def prepare(call, plan, mask, tokens_first=False):
-        return prepared._prepare_low_bit(call, plan_of(call, False))
+        return prepared._prepare_launches(call, plan_of(call, False))
 
     def prepare_training(query, key, value, mask, is_causal, scale, recipe, fallback):
         call = Call(query, key, value, get_recipe(recipe), Mask.of(mask, key.shape[2]), is_causal, 0, 0.125)
@@ -137,13 +137,13 @@ def is_prepared(*tensors, **options) -> bool:
     """Return whether a call is repeated from its third time on."""
     for _ in range(2):
         sage_attention(*tensors, **options)
-    return "LowBitCall.__call__" in python_calls(partial(sage_attention, *tensors, **options))
+    return "TapedCall.__call__" in python_calls(partial(sage_attention, *tensors, **options))
 
 
 def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
     assert is_prepared(*draw(), recipe="sage2")
     names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
-    assert "LowBitCall.__call__" in names
+    assert "TapedCall.__call__" in names
     for tensors, options in (
         (draw(1, 2, 193, 64), {}),
         ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw()], {}),
@@ -154,7 +154,7 @@ def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
         (draw(), {"return_lse": True}),
         (draw(), {"fallback": "emulate"}),
     ):
-        assert "LowBitCall.__call__" not in python_calls(
+        assert "TapedCall.__call__" not in python_calls(
             partial(sage_attention, *tensors, **{"recipe": "sage2", **options})
         )
 
@@ -188,7 +188,7 @@ def test_a_kernel_registered_later_is_considered(gpu, monkeypatch):
     monkeypatch.setattr(registry, "_forwards", dict(registry._forwards))
     registry.register_forward(SimpleNamespace(name="new", native=False, serves=lambda recipe: False))
     names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
-    assert "LowBitCall.__call__" not in names
+    assert "TapedCall.__call__" not in names
 
 
 class Subclass(torch.Tensor):

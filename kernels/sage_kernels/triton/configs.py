@@ -65,6 +65,11 @@ def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
     return replace(config, block_n=min(config.block_n, block_n))
 
 
+def exact_forward_config(head_dim: int, mask: str) -> Config:
+    """Return the configuration of `exact_forward` on Hopper; head_dim is the larger padded one of Q and V."""
+    return Config(128, 64, 8, 3)
+
+
 def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> Config:
     """Return the configuration of `nvfp4_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
 
