@@ -48,5 +48,7 @@ def decisions() -> Mapping[tuple[object, ...], str]:
 
 def forget() -> None:
     """Let the next call of each kind decide anew: for another run in this process."""
-    with _lock:
-        _decided.clear()
+    registry.select.cache_clear()  # prepared calls hold the choice too
+
+
+registry.forgetters.append(_decided.clear)
