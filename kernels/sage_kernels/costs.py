@@ -30,6 +30,8 @@ SHIPPED = Path(__file__).parent / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them."""
 
+SHARING = "split_forward"
+"""Exact kernel for few queries, which reads K and V at the speed of memory: none is faster where it serves a call."""
 TRAINING = ", forward and backward"
 """End of the name of a runner whose calls compute gradients."""
 
@@ -267,6 +269,8 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
+    if SHARING in own:
+        return "few queries: exact attention whose programs share the keys is faster"
     table = table_of(request.capability)
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
     low_bit = table and table.curve(runner, *kind, sizes.head_dim)
@@ -355,6 +359,8 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         request: the facts of the call.
         own: the names of the kernels beside PyTorch's that serve it.
     """
+    if SHARING in own:
+        return SHARING
     sizes = sizes_of(request)
     fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
     pytorch = _pytorch_curves(request)

@@ -7,6 +7,7 @@ from sage_kernels import exact
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
 from sage_kernels.triton import exact_forward, split_forward
+from sage_kernels.triton.configs import exact_forward_config
 
 # Weights and output are rounded to float16; the sum of its weights divides a row in float32.
 ROUNDING = 2.0**-10
@@ -83,11 +84,13 @@ def test_masks_are_read_and_rows_without_a_key_are_0(case):
 @pytest.mark.parametrize("mask", [scattered(), documents(), key_mask(0, 130, 200)], ids=["scattered", "docs", "keys"])
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
     call = draw_call((2, 1), 150, 200, 64, mask, -20 if causal else None)
-    config = exact_forward.exact_forward_config(64, call.mask.kind)
-    listed = exact_forward.list_tiles(mask.view(torch.uint8), call, config)
-    allowed = mask.expand(-1, -1, 150 if causal or mask.shape[2] > 1 else 1, -1)
-    if causal:
+    config = exact_forward_config(64, call.mask.kind)
+    bits, listed = exact_forward.list_tiles(mask, call, config)
+    allowed = mask
+    if causal and mask.shape[2] > 1:
         allowed = allowed & torch.ones(150, 200, dtype=torch.bool).tril(-20)
+    unpacked = (bits.unsqueeze(-1) >> torch.arange(32) & 1).flatten(-2)
+    assert torch.equal(unpacked[..., :200].bool(), allowed) and not unpacked[..., 200:].any()
     for batch, lists in enumerate(listed[:, 0]):
         for block, (number, *entries) in enumerate(lists.tolist()):
             rows = allowed[batch, 0, block * config.block_m : (block + 1) * config.block_m]
@@ -122,6 +125,7 @@ def test_programs_that_share_keys_attend_to_all_of_them(multiprocessors, case):
 
 
 def test_keys_are_divided_so_that_programs_fill_the_gpu():
-    assert split_forward.parts_of(tiles=64, sequences=8, multiprocessors=132) == 32
+    assert split_forward.parts_of(tiles=64, sequences=8, multiprocessors=132) == 16
+    assert split_forward.parts_of(tiles=6, sequences=8, multiprocessors=132) == 3
     assert split_forward.parts_of(tiles=64, sequences=512, multiprocessors=132) == 1
     assert split_forward.parts_of(tiles=1, sequences=1, multiprocessors=132) == 1

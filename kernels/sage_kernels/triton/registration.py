@@ -284,8 +284,8 @@ def _unsupported_exactly(request: Request) -> str:
     """Return which limit that both kernels of exact attention share the request exceeds, or ""."""
     if reason := _unsupported(request):
         return reason
-    if request.capability is None or request.capability < (9, 0):
-        return "needs compute capability 9.0 (Hopper) or newer"
+    if request.capability != (9, 0):
+        return "measured on compute capability 9.0 (Hopper) only"
     if request.dtype not in TRAINING_DTYPES or not request.aligned:
         return "needs float16 or bfloat16, aligned to 16 bytes"
     return "no packed sequences and no LSE" if request.packed or request.return_lse else ""

@@ -17,12 +17,12 @@ from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
 from ..layout import ceil_div, power_of_two, stride_of
+from .configs import split_forward_config
 
 MAX_ROWS = 64
 """Queries times heads that share keys, of one sequence."""
 MIN_ROWS = 16  # of a matrix instruction
-BLOCK_N = 64
-PROGRAMS = 2  # on a multiprocessor
+PROGRAMS = 1  # on a multiprocessor
 MAX_PARTS = 64
 FEWEST_TILES = 2  # of a part
 
@@ -40,7 +40,8 @@ def attend(call: Call) -> torch.Tensor:
     (batch, q_heads, q_len, head_dim), (kv_heads, kv_len), v_head_dim = query.shape, key.shape[1:3], value.shape[3]
     rows = q_heads // kv_heads * q_len
     channels, v_channels = max(16, power_of_two(head_dim)), max(16, power_of_two(v_head_dim))
-    tiles = ceil_div(kv_len, BLOCK_N)
+    config = split_forward_config(max(channels, v_channels), max(MIN_ROWS, power_of_two(rows)))
+    tiles = ceil_div(kv_len, config.block_n)
     tiles_of_part = ceil_div(tiles, parts_of(tiles, batch * kv_heads, _multiprocessors(query.get_device())))
     parts = ceil_div(tiles, tiles_of_part)
     sums = maxima = None
@@ -53,8 +54,8 @@ def attend(call: Call) -> torch.Tensor:
         attend_to_part,
         (parts, kv_heads, batch),
         query=query,
-        key=TensorDescriptor.from_tensor(key, [1, 1, BLOCK_N, channels]),
-        value=TensorDescriptor.from_tensor(value, [1, 1, BLOCK_N, v_channels]),
+        key=TensorDescriptor.from_tensor(key, [1, 1, config.block_n, channels]),
+        value=TensorDescriptor.from_tensor(value, [1, 1, config.block_n, v_channels]),
         output=into,
         sums=sums,
         maxima=maxima,
@@ -73,13 +74,10 @@ def attend(call: Call) -> torch.Tensor:
         valid_stride_key=1 if valid is None else valid.stride(1),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
-        BLOCK_M=max(MIN_ROWS, power_of_two(rows)),
-        BLOCK_N=BLOCK_N,
         CAUSAL=call.is_causal,
         PADDED=valid is not None,
         WHOLE=parts == 1,
-        num_warps=4,
-        num_stages=3,
+        **config.constants,
     )
     if parts > 1:
         launch(
