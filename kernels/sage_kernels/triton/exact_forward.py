@@ -128,7 +128,7 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
         int32 (mask batch, mask heads, row blocks, 2 + tiles), their number, then 2 · tile + (1 if some of its scores
         are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask is broadcast.
     """
-    q_len, kv_len = call.q_len, call.kv_len
+    kv_len = call.kv_len
     mask = mask.view(torch.uint8)
     batches, heads, rows, _ = unexpanded(mask).shape
     block_m = config.block_m if rows > 1 else 1
@@ -278,9 +278,9 @@ def attend_tile(
         # Not in base 2: finite numbers stay finite, which rows of nothing but the lowest one need.
         x += bias.load([bias_batch, bias_head, bias_row, start]).reshape(BIAS_ROWS, BLOCK_N).to(tl.float32)
     if ENDS:
+        place = tl.arange(0, BLOCK_N)
+        column = start + place
         if needs_mask != 0:
-            place = tl.arange(0, BLOCK_N)
-            column = start + place
             if MASK == "keys" or MASK == "bool":
                 tl.static_assert(BLOCK_N == 2 * WORD, "a tile has two words of bits")
                 at = bits + start // WORD
