@@ -67,7 +67,7 @@ def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
 
 def exact_forward_config(head_dim: int, mask: str) -> Config:
     """Return the configuration of `exact_forward` on Hopper; head_dim is the larger padded one of Q and V."""
-    return Config(64, 64, 4, 3)
+    return Config(64, 64, 4, 2 if mask == "additive" and head_dim > 64 else 3)
 
 
 def split_forward_config(head_dim: int, rows: int) -> Config:
