@@ -3,8 +3,8 @@
 python benchmarks/routing.py --output benchmarks/results --table kernels/sage_kernels/cost_tables/9.0.json
 
 It writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are the inference calls that
-the table was fitted to and those drawn, and prints how many of the choices take longer than the fastest runner. Chosen is
-the recipe, or the exact kernel.
+the table was fitted to and those drawn, and prints how many of the choices take longer than the fastest runner. What
+was chosen is the recipe or the exact kernel.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rows_of(name: str, measured: Iterable[Measured], table: Table) -> list[dict[
         runner = next((runner for runner in us if runner.startswith(f"{RECIPE} ")), "")
         low_bit = table.curve(runner, mask, causal, sizes.head_dim)
         exact = table.exact(mask, causal, sizes.head_dim, [name for name in us if " by " not in name])
-        chosen = min(exact, key=lambda curve: curve.us(sizes)).runner if exact else ""
+        chosen = min(exact, key=lambda curve: curve.us(sizes)).runner if exact else "exact"
         if costs.SHARING in us:
             chosen = costs.SHARING
         elif low_bit and exact and costs.is_faster(low_bit, exact, sizes):

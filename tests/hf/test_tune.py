@@ -132,7 +132,7 @@ def test_the_record_of_routing_says_what_was_chosen_and_what_it_costs(gpu, monke
     routing.main()
     result = json.loads((tmp_path / "nvidia-rtx-4090-routing.json").read_text())
     assert {row["set"] for row in result["rows"]} == {"fitted", "drawn"}
-    assert {row["chosen"] for row in result["rows"]} == {"sage2", "flash"}
+    assert {row["chosen"] for row in result["rows"]} >= {"sage2", "flash"}
     assert sum(row["set"] == "drawn" for row in result["rows"]) == routing.DRAWN
     assert costs.read_table(table).curves
     assert "drawn: 76 calls; below 0.97:" in capsys.readouterr().out
