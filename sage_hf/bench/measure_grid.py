@@ -248,9 +248,10 @@ class Queue:
         return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
 
     def replay(self, timed: Sequence[Timed]) -> None:
-        """Replay all graphs in turns, and wait until the last has ended."""
+        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended."""
         for turn in range(TURNS + 1):
-            for one in timed:
+            first = turn % max(1, len(timed))
+            for one in (*timed[first:], *timed[:first]):
                 start = self._mark()
                 one.replay()
                 if turn:
