@@ -28,7 +28,7 @@ def draw_call(device, sizes, head_dim, kind="none", dtype=torch.bfloat16, scale=
     query, key, value = normal(q_heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len)
     rows, columns = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
     masks = {
-        "lengths": lambda: (columns < torch.linspace(0, kv_len, batch, device=device)[:, None])[:, None, None],
+        "lengths": lambda: (columns < torch.linspace(kv_len // 3, 0, batch, device=device)[:, None])[:, None, None],
         "hole": lambda: ((columns < kv_len // 5) | (columns >= kv_len - kv_len // 3))[None, None, None],
         "window": lambda: ((rows - columns).abs() <= 100)[None, None],
         "scattered": lambda: torch.rand(batch, q_heads, q_len, kv_len, generator=generator, device=device) < 0.01,

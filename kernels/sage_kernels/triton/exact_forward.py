@@ -214,14 +214,20 @@ def list_allowed(
     base = mask + batch * mask_stride_batch + head * mask_stride_head + row.to(tl.int64)[:, None] * mask_stride_row
     into = bits + (pair * rows + row)[:, None] * words
     number = 0
+    lane = tl.arange(0, WIDTH)
+    column = lane
+    inside = inside_row & (column < keys)[None, :]
+    following = tl.load(base + column.to(tl.int64)[None, :] * mask_stride_column, mask=inside, other=0)
     for start in range(0, keys, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        inside = inside_row & (column < keys)[None, :]
-        allowed = tl.load(base + column.to(tl.int64)[None, :] * mask_stride_column, mask=inside, other=0) != 0
+        allowed = following != 0
         if CAUSAL:
             allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         allowed = allowed.to(tl.int32)
-        packed = tl.reshape(allowed << (column % BITS)[None, :], (BLOCK_M, WIDTH // BITS, BITS))
+        # The next keys are read while these are packed.
+        column = start + WIDTH + lane
+        inside = inside_row & (column < keys)[None, :]
+        following = tl.load(base + column.to(tl.int64)[None, :] * mask_stride_column, mask=inside, other=0)
+        packed = tl.reshape(allowed << (lane % BITS)[None, :], (BLOCK_M, WIDTH // BITS, BITS))
         packed = tl.sum(packed, 2)
         tl.store(into + (start // BITS + tl.arange(0, WIDTH // BITS))[None, :], packed, mask=inside_row)
         filled = tl.where(inside_row, packed, -1)
