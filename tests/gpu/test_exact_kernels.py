@@ -73,7 +73,7 @@ MASKED = ("lengths", "hole", "window", "scattered", "bias", "key bias")
 SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 128, 256])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("kind", [*MASKED, "causal none", *(f"causal {kind}" for kind in MASKED)])
 def test_masks_of_every_kind(device, kind, sizes, head_dim):

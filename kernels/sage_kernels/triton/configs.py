@@ -70,8 +70,10 @@ def exact_forward_config(head_dim: int, mask: str) -> Config:
 
     128 rows share each tile of a bias (364 µs at 4×16×2048×128, 452 with 64). Else small programs hide each other's
     softmax; at head_dim 64 more of them with two stages (window at 2,048 keys: 56 µs, with three 68), at head_dim 128
-    two programs have room for three (documents at 4,096 keys: 117 µs, with two 130).
+    two programs have room for three (documents at 4,096 keys: 117 µs, with two 130). Above, more does not fit.
     """
+    if head_dim > 128:
+        return Config(64 if mask == "additive" else 128, 64, 8, 2)
     if mask == "additive":
         return Config(128, 64, 8, 3)
     return Config(64, 64, 4, 2 if head_dim <= 64 else 3)

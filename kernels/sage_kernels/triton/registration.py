@@ -13,6 +13,7 @@ from ..layout import MAX_GRID
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import (
+    MAX_HEAD_DIM,
     SUPPORTED_DTYPES,
     Quantizer,
     Request,
@@ -195,8 +196,6 @@ class ExactForward:
         """Return why it does not serve the request, or ""."""
         if reason := _unsupported_exactly(request):
             return reason
-        if max(request.head_dim, request.v_head_dim) > 128:
-            return "head_dim above 128"
         return "no block lists" if request.mask.startswith("block") else ""
 
     def attend(self, call: Call) -> torch.Tensor:
@@ -288,6 +287,8 @@ def _unsupported_exactly(request: Request) -> str:
         return "measured on compute capability 9.0 (Hopper) only"
     if request.dtype not in TRAINING_DTYPES or not request.aligned:
         return "needs float16 or bfloat16, aligned to 16 bytes"
+    if max(request.head_dim, request.v_head_dim) > MAX_HEAD_DIM:
+        return f"head_dim above {MAX_HEAD_DIM}"
     return "no packed sequences and no LSE" if request.packed or request.return_lse else ""
 
 
