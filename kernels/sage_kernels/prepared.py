@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from . import dispatch, exact, registry
+from . import costs, dispatch, exact, registry
 from .call import Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
@@ -67,11 +67,14 @@ class Slot:
     announce: Callable[[Plan], None] = dispatch.announce
 
     def prepare(
-        self, make: Callable[[], Prepared | None], announce: Callable[[Plan], None] = dispatch.announce
+        self,
+        make: Callable[[], Prepared | None],
+        announce: Callable[[Plan], None] = dispatch.announce,
+        at_once: bool = False,
     ) -> None:
-        """Count a call that was not prepared; after the second one, ask `make` once for the prepared one."""
+        """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
-        if self.calls == 2:
+        if self.calls == 2 or at_once:
             self.prepared, self.announce = make(), announce
 
 
@@ -244,6 +247,12 @@ class TapedCall:
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
         output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
         return output, others[0] if self.return_lse else None
+
+
+def is_step(plan: Plan) -> bool:
+    """Return whether a plan is that of a step of decoding, whose length recurs in each layer: to prepare at once."""
+    own = registry.get_exact(plan.kernel)
+    return own is not None and own.repeats and plan.request.q_len < costs.DECODED_QUERIES
 
 
 def prepare_exact(

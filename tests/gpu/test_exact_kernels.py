@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_hf import sage_attention
 from sage_kernels import dispatch, exact, prepared, registry
 from sage_kernels.call import Call, Mask
 from sage_kernels.prepared import TapedCall
@@ -132,3 +133,11 @@ def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     request = replace(dispatch.request_of(call), recipe="sage2")
     if registry.exact_kernels(request):
         assert registry.select(request).kernel == "split_forward"
+
+
+def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed):
+    for kv_len in (1000, 1001, 1002):
+        call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
+        for _ in range(3):
+            output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
+            assert_as_accurate_as_pytorchs(call, output)

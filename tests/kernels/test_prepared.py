@@ -305,3 +305,28 @@ def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch
     assert seen == [((2, 4), False)] * 4
     assert all(torch.equal(outputs[0], x) for x in outputs) and not outputs[0][1].any()
     assert "ExactCall.__call__" in python_calls(call)
+
+
+class StepKernel:
+    """Exact kernel whose host code can be rehearsed, with PyTorch's attention in its place."""
+
+    name, repeats = "step", True
+
+    def unsupported(self, request):
+        return ""
+
+    def attend(self, call):
+        return exact.sdpa(call.query, call.key, call.value, scale=call.scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize(("queries", "kernel", "calls"), [(1, "step", 1), (64, "step", 2), (1, "sdpa", 2)])
+def test_steps_of_decoding_are_prepared_at_their_first_call(monkeypatch, queries, kernel, calls):
+    """Each layer calls with the same number of keys, and the next step with one more."""
+    made = []
+    monkeypatch.setattr(registry, "_exacts", {"step": StepKernel()})
+    monkeypatch.setattr(dispatch, "select", lambda request, fallback: registry.exact_plan(request, kernel=kernel))
+    monkeypatch.setattr(prepared, "prepare", lambda call, *_, **__: made.append(call))
+    query, (key, value) = draw(1, 4, queries, 64, count=1)[0], draw(1, 2, 70, 64, count=2)
+    for count in range(1, 3):
+        sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
+        assert len(made) == (count >= calls) + (count == 2 and calls == 1)
