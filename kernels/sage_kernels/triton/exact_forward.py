@@ -20,6 +20,7 @@ from ..layout import ALIGNMENT, ceil_div, power_of_two
 from .configs import Config, exact_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
+LISTED_ALONE = 2048  # of a mask of one row
 WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
 
@@ -131,12 +132,12 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
     kv_len = call.kv_len
     mask = mask.view(torch.uint8)
     batches, heads, rows, _ = unexpanded(mask).shape
-    block_m = config.block_m if rows > 1 else 1
+    block_m, width = (config.block_m, LISTED) if rows > 1 else (1, LISTED_ALONE)
     mask = mask.expand(*mask.shape[:3], kv_len)
     tiles = mask.new_empty(
         (batches, heads, ceil_div(rows, block_m), 2 + ceil_div(kv_len, config.block_n)), dtype=torch.int32
     )
-    words = ceil_div(kv_len, LISTED) * (LISTED // WORD.value)
+    words = ceil_div(kv_len, width) * (width // WORD.value)
     bits = mask.new_empty((batches, heads, rows, words), dtype=torch.int32)
     launch(
         list_allowed,
@@ -152,7 +153,7 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
         places=tiles.shape[3],
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        WIDTH=LISTED,
+        WIDTH=width,
         BITS=WORD.value,
         CAUSAL=call.is_causal and rows > 1,
         num_warps=8 if rows > 1 else 4,
