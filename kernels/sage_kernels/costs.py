@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,10 +37,14 @@ TRAINING = ", forward and backward"
 # What the host needs for a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
+OWN_HOST_US = {"fa3": 35.0, "exact_forward": 15.0}
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
+
+OWN_MARGINS = {"none": 0.95, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
+"""Share of PyTorch's time below which another exact kernel runs, by mask. Bool masks that were measured hide no tile."""
 
 KEYS = 64
 """Keys of a tile, in which `Curve` counts."""
@@ -363,11 +366,15 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         return SHARING
     sizes = sizes_of(request)
     fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
-    # Beside a mask PyTorch's own calls need more of the host than those of other kernels.
-    host_us = EXACT_HOST_US if request.mask == "none" else 0.0
-    pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=math.inf)
-    if fastest is not None and max(fastest.us(sizes), host_us) < max(pytorch_us, host_us):
-        return fastest.runner
+    pytorch = _pytorch_curves(request)
+    if fastest is not None and pytorch:
+        # Beside a mask it is the GPU's time that counts: PyTorch's own calls need more of the host there.
+        own_us, pytorch_us = fastest.us(sizes), min(curve.us(sizes) for curve in pytorch)
+        if request.mask == "none":
+            own_us = max(own_us, OWN_HOST_US.get(fastest.runner, 0.0))
+            pytorch_us = max(pytorch_us, EXACT_HOST_US)
+        if own_us < OWN_MARGINS[request.mask] * pytorch_us:
+            return fastest.runner
     return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
 
 

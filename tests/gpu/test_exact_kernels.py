@@ -1,10 +1,9 @@
-"""The kernels of exact attention on a GPU: as accurate as PyTorch's, 0 in rows without a key, and repeatable."""
+"""The kernels of exact attention on a GPU: no error but rounding, 0 in rows without a key, and repeatable."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import sage_attention
 from sage_kernels import dispatch, exact, prepared, registry
@@ -13,7 +12,8 @@ from sage_kernels.prepared import TapedCall
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import exact_plan, get_exact
 
-TOLERANCE = 1.5  # of PyTorch's own error: maxima, and so the rounding of weights, differ
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Largest relative error of a number that is rounded to nearest, with 11 and 8 bits."""
 
 
 def draw_call(device, sizes, head_dim, kind="none", dtype=torch.bfloat16, scale=None, heads_first=False, seed=0):
@@ -55,19 +55,16 @@ def run(call, name):
     return kernel.attend(call)
 
 
-def assert_as_accurate_as_pytorchs(call, output):
+def assert_rounded_twice(call, output):
+    """Weights are rounded relative to their row's largest, and so is the output: no other error shows."""
     options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
-    truth, lse = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, **options)
-    mask = call.mask.tensor
-    if call.is_causal:
-        mask = exact.with_causality(mask, call.query, call.key, call.causal_offset)
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        expected = exact.sdpa(call.query, call.key, call.value, mask=mask, scale=call.scale, enable_gqa=True)
+    options["mask"] = call.mask.tensor
+    truth, lse = exact.attention(call.query, call.key, call.value, **options)
+    magnitude, _ = exact.attention(call.query, call.key, call.value.abs(), **options)
     empty = lse == -torch.inf
     assert not output[empty].any()
-    error, theirs = ((x.double() - truth)[~empty].abs() for x in (output, expected))
-    assert error.mean() <= TOLERANCE * theirs.mean()
-    assert error.max() <= 2 * TOLERANCE * theirs.max()
+    bound = 1.1 * ROUNDING[output.dtype] * (magnitude + truth.abs()) + 1e-6
+    assert ((output.double() - truth).abs() <= bound)[~empty].all()
 
 
 MASKED = ("lengths", "hole", "window", "scattered", "bias", "key bias")
@@ -80,13 +77,13 @@ SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
 def test_masks_of_every_kind(device, kind, sizes, head_dim):
     dtype = torch.float16 if sizes == SIZES[1] else torch.bfloat16
     call = draw_call(device, sizes, head_dim, kind, dtype, heads_first=sizes == SIZES[2])
-    assert_as_accurate_as_pytorchs(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "exact_forward"))
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.05])
 def test_scales_of_either_sign(device, scale):
     call = draw_call(device, (1, 2, 2, 200, 200), 64, "window", scale=scale)
-    assert_as_accurate_as_pytorchs(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "exact_forward"))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
@@ -96,7 +93,7 @@ def test_scales_of_either_sign(device, scale):
 )
 def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[3] == 1)
-    assert_as_accurate_as_pytorchs(call, run(call, "split_forward"))
+    assert_rounded_twice(call, run(call, "split_forward"))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
     call = draw_call(device, (2, 8, 2, 300, 700), 128, "causal none" if causal else "none")
     if reason := get_exact("fa3").unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
-    assert_as_accurate_as_pytorchs(call, run(call, "fa3"))
+    assert_rounded_twice(call, run(call, "fa3"))
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
@@ -140,4 +137,4 @@ def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, rout
         call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
         for _ in range(3):
             output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
-            assert_as_accurate_as_pytorchs(call, output)
+            assert_rounded_twice(call, output)
