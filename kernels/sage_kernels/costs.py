@@ -44,7 +44,7 @@ MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
 
 OWN_MARGINS = {"none": 0.95, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
-"""Share of PyTorch's time below which another exact kernel runs, by mask. Bool masks that were measured hide no tile."""
+"""Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
 
 KEYS = 64
 """Keys of a tile, in which `Curve` counts."""
@@ -368,12 +368,10 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
     fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
     pytorch = _pytorch_curves(request)
     if fastest is not None and pytorch:
-        # Beside a mask it is the GPU's time that counts: PyTorch's own calls need more of the host there.
         own_us, pytorch_us = fastest.us(sizes), min(curve.us(sizes) for curve in pytorch)
-        if request.mask == "none":
-            own_us = max(own_us, OWN_HOST_US.get(fastest.runner, 0.0))
-            pytorch_us = max(pytorch_us, EXACT_HOST_US)
-        if own_us < OWN_MARGINS[request.mask] * pytorch_us:
+        # Beside a mask PyTorch's own calls need more of the host than other kernels.
+        host_us = OWN_HOST_US.get(fastest.runner, 0.0) if request.mask == "none" else 0.0
+        if own_us < OWN_MARGINS[request.mask] * pytorch_us and host_us < max(own_us, pytorch_us, EXACT_HOST_US):
             return fastest.runner
     return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
 
