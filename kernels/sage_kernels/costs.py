@@ -37,7 +37,7 @@ TRAINING = ", forward and backward"
 # What the host needs for a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
-OWN_HOST_US = {"fa3": 35.0, "exact_forward": 15.0}
+OWN_HOST_US = {"fa3": 25.0, "exact_forward": 15.0}
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
@@ -277,7 +277,8 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     table = table_of(request.capability)
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
     low_bit = table and table.curve(runner, *kind, sizes.head_dim)
-    rivals = [*_pytorch_curves(request), *_exact_curves(request, own)]
+    chosen = fastest_exact(request, own)
+    rivals = _exact_curves(request, [chosen]) if chosen in own else _pytorch_curves(request)
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):
