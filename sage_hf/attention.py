@@ -275,8 +275,17 @@ def _attend(
     else:  # nothing watches operators
         call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
         plan = dispatch.plan_of(call, checked_fallback)
-        output, lse = dispatch.run(call, plan)
-        slot.prepare(partial(prepared.prepare, call, plan, mask))
+        prepare_call = partial(prepared.prepare, call, plan, mask)
+        at_once = slot.calls == 0 and prepared.is_step(plan)
+        if at_once:
+            slot.prepare(prepare_call, at_once=True)
+        if slot.prepared is not None:
+            slot.announce(plan)
+            output, lse = slot.prepared(query, key, value, attn_mask)
+        else:
+            output, lse = dispatch.run(call, plan)
+            if not at_once:
+                slot.prepare(prepare_call)
     if not torch.compiler.is_compiling():
         record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output, lse

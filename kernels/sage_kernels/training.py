@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from . import checks, dispatch, ops, tracing, transforms
+from . import checks, dispatch, ops, tracing, training_routes, transforms
 from .blocks import BlockList, check_blocks
 from .call import BackwardCall, Call, Mask, MaskKind, softmax_scale
-from .layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
+from .layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
 from .operands import Saved
 from .recipe import get_recipe
 from .registry import Fallback, KernelUnavailableError, Request, select
@@ -146,6 +146,8 @@ def why_exact(
 ) -> str:
     """Return why `attention` cannot serve the call, so that exact gradients are needed; "" if it can.
 
+    With fallback "native" that includes calls that would train slower, see `training_routes`.
+
     Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
     dimensions. If a call's sizes exceed a kernel's limits, `attention` then raises KernelUnavailableError.
     """
@@ -156,8 +158,9 @@ def why_exact(
         )  # constants, even if sizes are dynamic
         kind = _mask(valid, blocks).kind
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), kind, *head_dims)
-    request = Request.of(query, key, value, None, is_causal, recipe, grad=True)
-    return _reason(replace(request, mask=_mask(valid, blocks).kind), fallback)
+    request = _request(query, key, value, valid, blocks, is_causal, recipe)
+    reason = _reason(request, fallback)
+    return reason or (training_routes.why_exact(select(request)) if fallback == "native" else "")
 
 
 @tracing.assume_constant_result
@@ -171,6 +174,20 @@ def _why_exact_at_any_size(
     where = torch.device(device)
     capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
     return _reason(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
+
+
+def _request(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    blocks: BlockList | None,
+    is_causal: bool,
+    recipe: str,
+) -> Request:
+    request = Request.of(query, key, value, None, is_causal, recipe, grad=True)
+    aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
+    return replace(request, aligned=aligned, mask=_mask(valid, blocks).kind)
 
 
 def _reason(request: Request, fallback: Fallback) -> str:

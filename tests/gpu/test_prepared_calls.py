@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 from sage_hf import record, sage_attention
 from sage_kernels import prepared
-from sage_kernels.prepared import LowBitCall
+from sage_kernels.prepared import TapedCall
 
 SHAPE = (2, 4, 320, 64)
 
@@ -40,8 +40,8 @@ def repeat(*tensors, **options):
 def repeated(monkeypatch):
     """The calls that were repeated, not run anew."""
     calls = []
-    original = LowBitCall.__call__
-    monkeypatch.setattr(LowBitCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
+    original = TapedCall.__call__
+    monkeypatch.setattr(TapedCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
     return calls
 
 
