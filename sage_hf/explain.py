@@ -107,9 +107,9 @@ class Explanation:
         for name in dict.fromkeys(names):
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
                 text.append(f"* {name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
-        if any("attention weight" in kept for _, kept in self.sparse):
+        if self.sparse:
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
-        text += [f"{layer}: {kept}" for layer, kept in self.sparse]
+            text += [f"{layer}: {kept}" for layer, kept in self.sparse]
         return "\n".join(text)
 
 

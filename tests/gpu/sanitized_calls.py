@@ -8,7 +8,9 @@ import sys
 
 import torch
 
+from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
+from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
 
@@ -60,6 +62,29 @@ def train(recipe: str) -> None:
         print(f"{recipe}: gradients, {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
 
 
+def attend_to_lists(recipe: str) -> None:
+    """Over lists that routers make, and drawn ones that name tiles which do not exist; with gradients too."""
+    cuda = torch.device("cuda")
+    for size, q_len, kv_len in ((64, 300, 333), (128, 1000, 777)):
+        inputs = draw(2, 4, q_len, 64), draw(2, 2, kv_len, 64), draw(2, 2, kv_len, 64)
+        drawn = draw_blocks(2, 4, q_len, kv_len, size, size)
+        tiles = torch.where(torch.rand(drawn.tiles.shape) < 0.1, 99, drawn.tiles)
+        blocks = drawn._replace(counts=drawn.counts.to(cuda), tiles=tiles.to(cuda))
+        routers = MeanRouter(0.3, size, size), SubBlockRouter(0.3, size, size), ShareRouter(0.5, 0.1, size, size)
+        lists = [blocks, *(router.route(*inputs[:2], dense=(slice(-50, None),)) for router in routers)]
+        keys = torch.rand(2, 1, 1, kv_len, device=cuda) < 0.5
+        for is_causal in (False, True):
+            for one in lists:
+                for mask in (None, keys):
+                    options = {"recipe": recipe, "fallback": "emulate", "return_lse": True, "is_causal": is_causal}
+                    ops.attention(*inputs, mask=mask, blocks=one, **options)
+            if recipe in TRAINING:
+                call = Draw(cuda).call(recipe, 2, 4, 2, q_len, kv_len, 64, blocks=blocks, is_causal=is_causal)
+                of_kernel(call)
+        torch.cuda.synchronize()
+        print(f"{recipe}: lists of {size} x {size}, {q_len} queries, {kv_len} keys")
+
+
 def main() -> None:
     for recipe in sys.argv[1:] or LOW_BIT:
         attend_packed(recipe)
@@ -75,6 +100,7 @@ def main() -> None:
             torch.cuda.synchronize()
             print(f"{recipe}: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
         attend_to_many(recipe)
+        attend_to_lists(recipe)
 
 
 if __name__ == "__main__":
