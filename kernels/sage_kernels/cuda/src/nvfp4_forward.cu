@@ -1,0 +1,601 @@
+// The forward kernel of the NVFP4 recipes for consumer Blackwell: Q·Kᵀ and P·V in NVFP4, of the operands that
+// `quantize_nvfp4.cu` writes, or the Triton quantisers. With emulated products it runs on other GPUs, to be tested.
+//
+// A block of the grid works through items: 128 rows of one (batch, head). One warp of it brings tiles of 128 keys: K,
+// V, their scales and the scores of Q's means. Each of the other eight holds 16 rows: their scores, weights and outputs
+// are in its registers, and weights become the left operand of P·V where they are.
+//
+// The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
+// bits when it is done with all others (`nvfp4_heavy.cuh`).
+//
+// The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that are
+// not defined here.
+#include "barrier.cuh"
+#include "mma.cuh"
+#include "numbers.cuh"
+#include "nvfp4_atom.cuh"
+#include "parameters.cuh"
+#include "tma.cuh"
+#include "tokens.cuh"
+#include "wgmma.cuh"
+
+static_assert(WARPS == 8 && THREADS == 32 * (WARPS + 4),
+              "THREADS must be those of 8 WARPS that attend, and of a warpgroup that gives them its registers");
+static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 16 rows, and a tensor scale 128 tokens");
+static_assert(GROUP == 16, "GROUP of elements with a scale must be 16, as the matrix units have it");
+static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
+ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
+ASSERT_FLAG(SMOOTH_Q, "scores of Q's means are added, or there are none");
+ASSERT_FLAG(QUANTIZED_DENOMINATOR, "rows are divided by sums of quantised weights, or of weights before that");
+
+constexpr int KEY_BLOCKS = BLOCK / 8;           // of a matrix product's columns, in a tile
+constexpr int CHANNEL_BLOCKS = CHANNELS / 8;    // likewise of V
+constexpr int QK_STEPS = CHANNELS / 64;         // products in the depth of Q·Kᵀ
+constexpr int PV_STEPS = BLOCK / 64;            // and of P·V
+constexpr int SECTIONS = BLOCK / 32;            // of 32 keys, of which a thread has 8 scores of each of its two rows
+constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
+constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
+constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
+constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
+constexpr bool TOTAL = LSE || !QUANTIZED_DENOMINATOR;                 // weights are summed before they are quantised
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float P_LOG2 = LARGEST_P_LOG2, E2M1_LARGEST_LOG2 = 2.584962500721156f;
+constexpr float E4M3_ROUNDS_TO_0 = 0.0009765625f;  // the largest number that e4m3 rounds to 0
+
+// What comes with a tile of keys, in this order, and lies so in shared memory.
+struct alignas(1024) Stage {
+  uint8 key[K_BYTES], value[V_BYTES];
+  uint8 key_scale[BLOCK * K_SCALES];       // of a key together
+  uint8 value_scale[CHANNELS * V_SCALES];  // of a channel together
+  float delta[BLOCK];
+  float key_tensor_scale;
+};
+constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES + (SMOOTH_Q ? BLOCK * 4 : 0);
+
+struct alignas(1024) Shared {
+  Stage stages[STAGES];
+  uint8 heavy_key[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024], heavy_value[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024];
+};
+static_assert(SHARED_BYTES == sizeof(Shared), "SHARED_BYTES must be those of the stages and of the heavy keys");
+
+struct Barriers {
+  uint64 full[STAGES], empty[STAGES], heavy_full, heavy_empty;
+};
+
+// A block's share of the work.
+struct Item {
+  int sequence, block;  // of those of this launch
+  int batch, head, kv_head, first_row, tiles;
+
+  DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
+  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+};
+
+// Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks change
+// order from round to round.
+DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+  const int items = a.blocks * a.sequences * a.q_heads, grid = gridDim.x;
+  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (index >= items) return false;
+  const int pairs = a.sequences * a.q_heads, pair = CAUSAL ? index % pairs : index / a.blocks;
+  item.block = CAUSAL ? a.blocks - 1 - index / pairs : index % a.blocks;
+  item.sequence = pair / a.q_heads;
+  item.head = pair - item.sequence * a.q_heads;
+  item.batch = a.first_sequence + item.sequence;
+  item.kv_head = item.head / (a.q_heads / a.kv_heads);
+  item.first_row = (a.first_block + item.block) * BLOCK;
+  const int keys = CAUSAL ? max(0, min(a.kv_len, item.first_row + BLOCK + a.causal_offset)) : a.kv_len;
+  item.tiles = (keys + BLOCK - 1) / BLOCK;
+  return true;
+}
+
+// A stage, and how often all have been used, modulo 2.
+struct Use {
+  int stage = 0, parity = 0;
+
+  DEVICE void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// ---- The producer: a warp that brings tiles ----
+
+// Copy 4 or 8 bytes to shared memory.
+template <int BYTES>
+DEVICE void copy_few(void* into, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(into)), "l"(from), "n"(BYTES)
+               : "memory");
+}
+
+// Arrive when what this thread copies by `copy_few` is there.
+DEVICE void arrive_when_copied(uint64& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& value, const TensorMap& heavy_key,
+                    const TensorMap& heavy_value, Shared& shared, Barriers& b) {
+  const int lane = threadIdx.x % 32;
+  Item item;
+  Use use;
+#pragma unroll 1
+  for (int round = 0; next_item(a, round, item); round++) {
+    const int64 row = static_cast<int64>(item.kv_pair(a)) * a.kv_rows;
+    const uint8* key_scale = a.key_scale + row * K_SCALES;
+    const uint8* value_scale = a.value_scale + static_cast<int64>(item.kv_pair(a)) * CHANNELS * (a.kv_rows / GROUP);
+    const float* delta = a.delta + ((static_cast<int64>(item.sequence) * a.q_heads + item.head) * a.delta_blocks +
+                                    item.block) * a.kv_rows;
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles; tile++, use.next()) {
+      Stage& stage = shared.stages[use.stage];
+      uint64& full = b.full[use.stage];
+      wait(b.empty[use.stage], use.parity ^ 1);
+      if (lane == 0) {
+        arrive_expecting(full, COPIED_BYTES);
+        load_box(key, stage.key, full, static_cast<int>(row) + tile * BLOCK, 0);
+        load_box(value, stage.value, full, item.kv_pair(a) * CHANNELS, tile * V_ROW);
+        load_bytes(key_scale + static_cast<int64>(tile) * BLOCK * K_SCALES, stage.key_scale, full, BLOCK * K_SCALES);
+        if (SMOOTH_Q) load_bytes(delta + tile * BLOCK, stage.delta, full, BLOCK * 4);
+        copy_few<4>(&stage.key_tensor_scale, a.key_tensor_scale + row / BLOCK + tile);
+      }
+      // Scales of V lie 8 bytes together, and the TMA copies 16.
+#pragma unroll
+      for (int channel = 0; channel < CHANNELS; channel += 32)
+        copy_few<V_SCALES>(stage.value_scale + (channel + lane) * V_SCALES,
+                           value_scale + static_cast<int64>(channel + lane) * (a.kv_rows / GROUP) + tile * V_SCALES);
+      arrive_when_copied(full);
+    }
+    if (HEAVY_KEYS > 0) {
+      wait(b.heavy_empty, round & 1 ^ 1);
+      if (lane == 0) {
+        arrive_expecting(b.heavy_full, 2 * HEAVY_BYTES);
+#pragma unroll
+        for (int channel = 0; channel < CHANNELS; channel += 64) {
+          load_box(heavy_key, shared.heavy_key + channel * 2 * HEAVY_KEYS, b.heavy_full,
+                   item.kv_pair(a) * HEAVY_KEYS, channel);
+          load_box(heavy_value, shared.heavy_value + channel * 2 * HEAVY_KEYS, b.heavy_full,
+                   item.kv_pair(a) * HEAVY_KEYS, channel);
+        }
+      }
+    }
+  }
+}
+
+// ---- Consumers: warps that attend ----
+
+// Return the larger number, NaN where one is.
+DEVICE float larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+DEVICE float log2_approximate(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float from_neighbour(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+
+// 16 rows. Lane 4g + t has scores and outputs of rows g and g + 8: element i of a block of 8 columns is of row
+// g + i / 2 * 8 and column 2t + i % 2. K's tokens lie so that these are, of each 32 keys, the 8 from 8t on: block b of
+// these 32 has numbers 2b and 2b + 1 of the thread's 8.
+//
+// Scales of P are of 16 keys, which two lanes have. An even lane finds those of row g, an odd one those of row g + 8,
+// which are the lane's own row: so a warp computes each scale twice only.
+struct Consumer {
+  const Arguments& a;
+  const Tokens& query_tokens;
+  Shared& shared;
+  Barriers& barriers;
+  int warp, lane, quad, row;  // row: the first of the thread's two, in the item
+
+  Item item;
+  uint32 q[QK_STEPS][4], q_scales;
+  float q_factor;
+  float row_max;          // of the own row, in base 2
+  float denominators[2];  // twice the sums of quantised weights of the thread's groups
+  float totals[2];        // sums of weights before that, of its keys
+  float outputs[CHANNEL_BLOCKS][4];
+
+  DEVICE bool is_odd() const { return lane & 1; }
+  DEVICE int own_row() const { return row + 8 * (lane & 1); }
+
+  DEVICE void load_query() {
+    const int64 first = item.pair(a) * a.q_rows + item.first_row;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32* codes = reinterpret_cast<const uint32*>(a.query + (first + row + 8 * r) * K_ROW) + quad;
+#pragma unroll
+      for (int step = 0; step < QK_STEPS; step++) {
+        q[step][r] = __ldg(codes + 8 * step);
+        q[step][r + 2] = __ldg(codes + 8 * step + 4);
+      }
+    }
+    // Lanes 0 and 1 of four have the scales of the first step, lanes 2 and 3 those of the second.
+    q_scales = __ldg(reinterpret_cast<const uint32*>(a.query_scale + (first + own_row()) * K_SCALES) +
+                     (QK_STEPS > 1 ? quad / 2 : 0));
+    q_factor = __ldg(a.query_tensor_scale + first / BLOCK) * (a.softmax_scale * LOG2E);
+  }
+
+  // Compute the scores of a tile, without their factor.
+  DEVICE void find_scores(const Stage& stage, float (&scores)[KEY_BLOCKS][4]) const {
+    // Rows of K in 64 bytes, whose 16-byte parts are exchanged every two rows; or in 32 bytes, every four.
+    const int part = QK_STEPS == 2 ? (lane / 8) ^ (lane % 8 / 2) : (lane / 8 % 2) ^ (lane % 8 / 4);
+    const int line = QK_STEPS == 2 ? lane % 8 : lane % 8 + lane / 16 * 8;
+    const uint32 keys = shared_address(stage.key) + line * K_ROW + part * 16;
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+      if (SMOOTH_Q) {
+        const uint32 address = shared_address(stage.delta) + (8 * block + 2 * quad) * 4;
+        // Both loads are meant: a product's accumulators lie in registers next to each other.
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(scores[block][2 * r]), "=f"(scores[block][2 * r + 1])
+                       : "r"(address)
+                       : "memory");
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[block][i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < KEY_BLOCKS; first += 4) {
+      // A lane has the scales of a key of each fourth block.
+      uint32 scales[QK_STEPS];
+      const uint8* of_key = stage.key_scale + (8 * (first + quad) + lane / 4) * K_SCALES;
+      if constexpr (QK_STEPS == 2) {
+        const uint2 both = *reinterpret_cast<const uint2*>(of_key);
+        scales[0] = both.x, scales[1] = both.y;
+      } else {
+        scales[0] = *reinterpret_cast<const uint32*>(of_key);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i += 2 / QK_STEPS) {
+        uint32 k[4];
+        load_matrices(k, keys + (first + i) * 8 * K_ROW);
+        if constexpr (QK_STEPS == 2) {
+#pragma unroll
+          for (int step = 0; step < 2; step++)
+            add_product(scores[first + i], q[step], k[2 * step], k[2 * step + 1], q_scales, scales[step], step, i);
+        } else {
+#pragma unroll
+          for (int next = 0; next < 2; next++)
+            add_product(scores[first + i + next], q[0], k[2 * next], k[2 * next + 1], q_scales, scales[0], 0, i + next);
+        }
+      }
+    }
+  }
+
+  // Hide scores of keys that the thread's rows may not attend to.
+  DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int limit = a.kv_len;
+      if (CAUSAL) limit = min(limit, item.first_row + row + 8 * r + a.causal_offset + 1);
+      const int room = limit - tile * BLOCK - 8 * quad;
+#pragma unroll
+      for (int block = 0; block < KEY_BLOCKS; block++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          if (block / 4 * 32 + block % 4 * 2 + i >= room) scores[block][2 * r + i] = -INFINITE;
+    }
+  }
+
+  // Attend to one more tile.
+  template <bool MASKED>
+  DEVICE void attend(const Stage& stage, int tile) {
+    float scores[KEY_BLOCKS][4];
+    find_scores(stage, scores);
+    float factor = q_factor * stage.key_tensor_scale;
+    if (MASKED) {
+      mask(scores, tile);
+      factor = larger(factor, SMALLEST_NORMAL);  // -inf · 0 would be NaN
+    }
+    // The largest score of each 16 keys of the own row.
+    float largest[SECTIONS];
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++) {
+      float of_row[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        of_row[r] = scores[4 * section][2 * r];
+#pragma unroll
+        for (int i = 1; i < 8; i++) of_row[r] = larger(of_row[r], scores[4 * section + i / 2][2 * r + i % 2]);
+      }
+      const float others = from_neighbour(is_odd() ? of_row[0] : of_row[1], 1);
+      largest[section] = larger(is_odd() ? of_row[1] : of_row[0], others);
+    }
+    float tile_max = larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
+    tile_max = larger(tile_max, from_neighbour(tile_max, 2));
+    const float new_max = larger(row_max, tile_max * factor);
+    const float reference = MASKED && new_max == -INFINITE ? 0.0f : new_max;
+    if (__any_sync(~0u, row_max != new_max)) scale_sums(exp2_approximate(row_max - reference));
+    row_max = new_max;
+
+    // Scales of P, a sixth of the largest weight.
+    const float shift = reference - P_LOG2;
+    float step[SECTIONS];
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++)
+      step[section] = exp2_approximate(__fmaf_rn(largest[section], factor, -(shift + E2M1_LARGEST_LOG2)));
+    const uint32 own_codes = to_e4m3(step[0], step[1], step[2], step[3]);
+    const uint32 other_codes = from_neighbour(own_codes, 1);
+    const float other_shift = from_neighbour(shift, 1);
+    // As the matrix units want them: those of the first 64 keys in lanes 0 and 1 of four, of the others in 2 and 3.
+    const uint32 p_scales = __byte_perm(own_codes, from_neighbour(own_codes, 2), quad < 2 ? 0x5140 : 0x3726);
+    const uint32 codes[2] = {is_odd() ? other_codes : own_codes, is_odd() ? own_codes : other_codes};
+    const float shifts[2] = {is_odd() ? other_shift : shift, is_odd() ? shift : other_shift};
+    float steps[2][SECTIONS];
+#pragma unroll
+    for (int r = 0; r < 2; r++) from_e4m3(codes[r], steps[r]);
+
+    const int part = lane / 8 % 2, line = lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int half = 0; half < PV_STEPS; half++) {
+      uint32 p[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = i % 2, section = 2 * half + i / 2;
+        // Dividing by the scale is a subtraction of its logarithm. Where it is 0 weights may be anything, since e2m1 is
+        // finite and products are 0, unless they are summed before they are rounded.
+        const float divisor = TOTAL ? larger(steps[r][section], E4M3_ROUNDS_TO_0) : steps[r][section];
+        const float offset = shifts[r] + log2_approximate(divisor);
+        float x[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          x[j] = exp2_approximate(__fmaf_rn(scores[4 * section + j / 2][2 * r + j % 2], factor, -offset));
+        if (TOTAL)
+          totals[r] = __fmaf_rn(((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])), divisor, totals[r]);
+        p[i] = to_e2m1(x);
+        if (QUANTIZED_DENOMINATOR)
+          denominators[r] = __fmaf_rn(static_cast<float>(doubled_sum(p[i])), steps[r][section], denominators[r]);
+      }
+      // Rows of V in 64 bytes, whose 16-byte parts are exchanged every two rows.
+      const uint32 values = shared_address(stage.value) + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
+#pragma unroll
+      for (int first = 0; first < CHANNEL_BLOCKS; first += 4) {
+        const uint32 scales = *reinterpret_cast<const uint32*>(
+            stage.value_scale + (8 * (first + quad) + lane / 4) * V_SCALES + 4 * half);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          uint32 v[4];
+          load_matrices(v, values + (first + i) * 8 * V_ROW);
+#pragma unroll
+          for (int next = 0; next < 2; next++)
+            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales, half, i + next);
+        }
+      }
+    }
+  }
+
+  // Multiply all sums of each row by a factor, given that of the own row.
+  DEVICE void scale_sums(float own) {
+    const float other = from_neighbour(own, 1);
+    const float factors[2] = {is_odd() ? other : own, is_odd() ? own : other};
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) denominators[r] *= factors[r], totals[r] *= factors[r];
+  }
+
+  // Return the sum over the four threads that have a row.
+  static DEVICE float sum_of_quad(float x) {
+    x += from_neighbour(x, 1);
+    return x + from_neighbour(x, 2);
+  }
+
+  // Divide the outputs by their sums of weights, and bring them to the scale and mean of V.
+  DEVICE void finish(const float (&divisors)[2]) {
+    const float scale = __ldg(a.value_tensor_scale + item.kv_pair(a));
+    const float* means = a.value_mean + static_cast<int64>(item.kv_pair(a)) * a.mean_channels;
+    const float factors[2] = {scale / (divisors[0] == 0.0f ? 1.0f : divisors[0]),
+                              scale / (divisors[1] == 0.0f ? 1.0f : divisors[1])};
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int channel = 8 * block + 2 * quad + i % 2;
+        const float mean = channel < a.mean_channels ? __ldg(means + channel) : 0.0f;
+        outputs[block][i] = divisors[i / 2] == 0.0f ? 0.0f : __fmaf_rn(outputs[block][i], factors[i / 2], mean);
+      }
+  }
+
+  // Round two weights to 16 bits; the first is in the lower half.
+  static DEVICE uint32 pack_16bit(float x, float y) {
+    if (FLOAT16) return pack_float16(x, y);
+    uint32 z;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
+    return z;
+  }
+
+  // Attend to the heavy keys, and merge them with the others, whose outputs are finished.
+  //
+  // maxima: of both rows; they become those of all keys, as `totals` do. divisors: what rows were divided by.
+  template <int KEYS>
+  DEVICE void attend_to_heavy_keys(float (&maxima)[2], const float (&divisors)[2]) {
+    constexpr int LINE = 128 * KEYS;  // bytes of 64 channels, in lines whose 16-byte parts are exchanged by row
+    float x[KEYS / 8][4] = {};
+    const int64 token = item.first_row + row;
+    const uint16* tokens = query_tokens.first + item.batch * query_tokens.batch_stride +
+                           item.head * query_tokens.head_stride + token * query_tokens.token_stride + 8 * quad;
+#pragma unroll
+    for (int section = 0; section < CHANNELS / 32; section++) {
+      uint32 words[2][4];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        uint4 loaded = make_uint4(0, 0, 0, 0);
+        if (token + 8 * r < a.q_len && section * 32 + 8 * quad < a.head_dim)
+          loaded = *reinterpret_cast<const uint4*>(tokens + 8 * r * query_tokens.token_stride + section * 32);
+        words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z, words[r][3] = loaded.w;
+      }
+#pragma unroll
+      for (int block = 0; block < KEYS / 8; block++) {
+        uint32 k[4];
+        load_matrices(k, shared_address(shared.heavy_key) + section / 2 * LINE + (8 * block + lane % 8) * 128 +
+                             ((section % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const uint32 left[4] = {words[0][2 * i], words[1][2 * i], words[0][2 * i + 1], words[1][2 * i + 1]};
+          add_16bit_product<FLOAT16>(x[block], left, k[2 * i], k[2 * i + 1]);
+        }
+      }
+    }
+    const float scale = a.softmax_scale * LOG2E;
+    float factors[2], ends[2], inverses[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int limit = item.first_row + row + 8 * r + a.causal_offset + KEYS + 1 - 2 * quad;
+      float largest = -INFINITE;
+#pragma unroll
+      for (int i = 0; i < KEYS / 4; i++) {
+        float& score = x[i / 2][2 * r + i % 2];
+        score = CAUSAL && i / 2 * 8 + i % 2 >= limit ? -INFINITE : score * scale;
+        largest = larger(largest, score);
+      }
+      largest = larger(largest, from_neighbour(largest, 1));
+      largest = larger(largest, from_neighbour(largest, 2));
+      const float new_max = larger(maxima[r], largest), reference = new_max == -INFINITE ? 0.0f : new_max;
+      const float decay = exp2_approximate(maxima[r] - reference);
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < KEYS / 4; i++) {
+        float& weight = x[i / 2][2 * r + i % 2];
+        weight = exp2_approximate(weight - (reference - P_LOG2));
+        sum += weight;
+      }
+      sum = sum_of_quad(sum);
+      const float others = divisors[r] * decay, divisor = others + sum, positive = divisor == 0.0f ? 1.0f : divisor;
+      // Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same.
+      const float power = __int_as_float(__float_as_int(positive) & 0x7F800000);
+      inverses[r] = 1.0f / power;
+      factors[r] = others * inverses[r];
+      ends[r] = power / positive;
+      maxima[r] = new_max;
+      totals[r] = totals[r] * decay + sum;
+    }
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; step++) {
+      uint32 p[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* weights = x[2 * step + i / 2] + 2 * (i % 2);
+        p[i] = pack_16bit(weights[0] * inverses[i % 2], weights[1] * inverses[i % 2]);
+      }
+      const int line = 16 * step + lane % 16;
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; block += 2) {
+        uint32 v[4];
+        load_transposed(v, shared_address(shared.heavy_value) + block / 8 * LINE + line * 128 +
+                               ((block % 8 + lane / 16) ^ line % 8) * 16);
+        add_16bit_product<FLOAT16>(outputs[block], p, v[0], v[1]);
+        add_16bit_product<FLOAT16>(outputs[block + 1], p, v[2], v[3]);
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) outputs[block][i] *= ends[i / 2];
+  }
+
+  // Write the outputs of an item, heavy keys included, and its log-sum-exp.
+  DEVICE void end_item(int round) {
+    const float other_max = from_neighbour(row_max, 1);
+    float maxima[2] = {is_odd() ? other_max : row_max, is_odd() ? row_max : other_max}, divisors[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if (TOTAL) totals[r] = sum_of_quad(totals[r]);
+      divisors[r] = QUANTIZED_DENOMINATOR ? 0.5f * sum_of_quad(denominators[r]) : totals[r];
+    }
+    finish(divisors);
+    if constexpr (HEAVY_KEYS > 0) {
+      wait(barriers.heavy_full, round & 1);
+      attend_to_heavy_keys<HEAVY_KEYS>(maxima, divisors);
+      __syncwarp();
+      if (lane == 0) arrive(barriers.heavy_empty);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = item.first_row + row + 8 * r;
+      if (token >= a.q_len) continue;
+      uint16* into = a.output + item.batch * a.output_stride_batch + item.head * a.output_stride_head +
+                     token * a.output_stride_token;
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; block++) {
+        const int channel = 8 * block + 2 * quad;
+        const float x = outputs[block][2 * r], y = outputs[block][2 * r + 1];
+        if (channel < a.v_head_dim)
+          *reinterpret_cast<uint32*>(into + channel) = FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+      }
+      if (LSE && quad == 0) {
+        const float mean_score = __ldg(a.mean_score + item.pair(a) * a.q_rows + token);
+        const float natural = (maxima[r] + __log2f(totals[r]) - P_LOG2) * LN2 + a.softmax_scale * mean_score;
+        a.lse[item.pair(a) * a.q_len + token] = totals[r] == 0.0f ? -INFINITE : natural;
+      }
+    }
+  }
+
+  DEVICE void run() {
+    Use use;
+#pragma unroll 1
+    for (int round = 0; next_item(a, round, item); round++) {
+      load_query();
+      row_max = -INFINITE;
+#pragma unroll
+      for (int r = 0; r < 2; r++) denominators[r] = totals[r] = 0.0f;
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) outputs[block][i] = 0.0f;
+      int whole = a.kv_len / BLOCK;
+      if (CAUSAL) whole = min(whole, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
+      auto step = [&](auto attend_to) {
+        wait(barriers.full[use.stage], use.parity);
+        attend_to(shared.stages[use.stage]);
+        __syncwarp();
+        if (lane == 0) arrive(barriers.empty[use.stage]);
+        use.next();
+      };
+      int tile = 0;
+#pragma unroll 1
+      for (; tile < whole; tile++) step([&](const Stage& stage) { attend<false>(stage, tile); });
+#pragma unroll 1
+      for (; tile < item.tiles; tile++) step([&](const Stage& stage) { attend<true>(stage, tile); });
+      end_item(round);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) nvfp4_forward(NVFP4_FORWARD_PARAMETERS) {
+  extern __shared__ __align__(1024) uint8 dynamic[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+  __shared__ Barriers barriers;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1 + 32), init(barriers.empty[i], WARPS);
+    init(barriers.heavy_full, 1), init(barriers.heavy_empty, WARPS);
+  }
+  fence_shared();
+  __syncthreads();
+  if (warp >= WARPS) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (warp > WARPS) return;
+    produce(arguments, key, value, heavy_key, heavy_value, shared, barriers);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    Consumer consumer{arguments, query_tokens, shared, barriers};
+    consumer.warp = warp;
+    consumer.lane = lane;
+    consumer.quad = lane % 4;
+    consumer.row = warp * 16 + lane / 4;
+    consumer.run();
+  }
+}

@@ -1,0 +1,136 @@
+"""The CUDA NVFP4 forward without FP4 hardware: emulated products stand for the instructions that need it.
+
+All else is what runs on compute capability 12.x: copies, barriers, fragments, masks, the softmax, the heavy keys.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import exact
+from sage_kernels.cuda import delta_scores, nvfp4_forward
+from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.recipe import get_recipe
+from sage_kernels.reference import forward as reference
+from tests.helpers.triton_calls import new_call
+
+# Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
+# across a rounding boundary: their errors against float64 agree to a few percent.
+RATIO = 1.05
+
+
+def random_inputs(q_len, kv_len, q_heads, kv_heads, head_dim, batch=2, v_head_dim=None, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(heads, tokens, bias, channels=head_dim):
+        mean = torch.randn(batch, heads, 1, channels, generator=generator, device="cuda") * bias
+        return (torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda") + mean).to(dtype)
+
+    # Keys grow, so that maxima do until late in a row.
+    key = random(kv_heads, kv_len, 2) * torch.linspace(0.3, 1, kv_len, device="cuda")[:, None]
+    return random(q_heads, q_len, 1), key.to(dtype), random(kv_heads, kv_len, 1, v_head_dim or head_dim)
+
+
+def error(x, true):
+    return ((x.double() - true).abs().sum() / true.abs().sum()).item()
+
+
+def check(inputs, recipe, return_lse=False, **options):
+    call = new_call(*inputs, recipe, return_lse=return_lse, **options)
+    output, lse = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, **options)
+    true, _ = exact.attention(*inputs, **options)
+    assert error(output, true) <= RATIO * error(expected, true)
+    if return_lse:
+        torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        ("plain", {}),
+        ("sage3", {}),
+        ("sage3", {"return_lse": True}),
+        ("sage3", {"is_causal": True}),
+        ("sage3", {"is_causal": True, "causal_offset": 37, "return_lse": True}),
+        ("sage3_paper", {"return_lse": True}),
+        ("sage3_paper", {"is_causal": True}),
+    ],
+    ids=str,
+)
+def test_the_kernel_has_the_recipe_s_error(recipe, options, head_dim):
+    sage3 = get_recipe("sage3")
+    recipe = replace(sage3, smooth_q=False, heavy_keys=0) if recipe == "plain" else get_recipe(recipe)
+    check(random_inputs(300, 700, 4, 2, head_dim), recipe, **options)
+
+
+@pytest.mark.parametrize(
+    "q_len, kv_len, head_dim, v_head_dim, dtype",
+    [
+        (1, 65, 128, 128, torch.bfloat16),
+        (128, 192, 128, 128, torch.float16),
+        (129, 1100, 80, 72, torch.bfloat16),
+        (700, 700, 40, 64, torch.float16),
+        (257, 64, 64, 64, torch.bfloat16),
+    ],
+)
+def test_any_length_and_head_dim(q_len, kv_len, head_dim, v_head_dim, dtype):
+    inputs = random_inputs(q_len, kv_len, 6, 2, head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    for options in ({"return_lse": True}, {"is_causal": True, "causal_offset": kv_len - q_len}):
+        check(inputs, get_recipe("sage3"), **options)
+
+
+def test_more_items_than_multiprocessors():
+    """A block works through several items, whose tiles its producer brings ahead."""
+    inputs = random_inputs(1000, 900, 16, 4, 64, batch=5)
+    for options in ({}, {"is_causal": True, "return_lse": True}):
+        check(inputs, get_recipe("sage3"), **options)
+
+
+def test_a_small_workspace_gives_the_same_bits(monkeypatch):
+    inputs = random_inputs(600, 500, 2, 1, 64, batch=3)
+    call = new_call(*inputs, "sage3", is_causal=True)
+    whole, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    for share in (0.0, 0.01, 0.02):
+        monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", share)
+        assert torch.equal(nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)[0], whole)
+
+
+def test_rows_without_a_key_are_zero():
+    inputs = random_inputs(300, 200, 2, 2, 64)
+    call = new_call(*inputs, "sage3", is_causal=True, causal_offset=-150, return_lse=True)
+    output, lse = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    assert output[:, :, :150].count_nonzero() == 0 and (lse[:, :, :150] == -torch.inf).all()
+    assert output[:, :, 150:].isfinite().all() and lse[:, :, 150:].isfinite().all()
+
+
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it():
+    query, key, value = random_inputs(140, 300, 2, 2, 64)
+    key[0, 0, 100, 5] = torch.nan
+    call = new_call(query, key, value, "sage3", is_causal=True)
+    output, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    expected, _ = reference.attention(query, key, value, get_recipe("sage3"), is_causal=True, block_n=128)
+    assert torch.equal(output.isnan(), expected.isnan())
+
+
+def test_equal_calls_give_equal_bits():
+    call = new_call(*random_inputs(1000, 1500, 8, 8, 128), "sage3", return_lse=True)
+    first = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    for _ in range(5):
+        again = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("head_dim, tokens", [(64, 300), (128, 700), (72, 129)])
+def test_scores_of_means_are_those_of_triton(head_dim, tokens):
+    from sage_kernels.triton import delta_scores as of_triton
+
+    call = new_call(*random_inputs(2500, tokens, 4, 2, head_dim), "sage3")
+    operands = NVFP4Quantizer().quantize(call)
+    kv_rows = operands.key.shape[2]
+    found, expected = (torch.zeros(1, 4, 17, kv_rows, device="cuda") for _ in range(2))
+    delta_scores.delta_scores(operands, call.tail, 1, 1, 3, found)
+    of_triton.delta_scores(operands, call.tail, None, 1, 3, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
