@@ -54,7 +54,7 @@ class Config:
     def shared_bytes(self) -> int:
         """Return the bytes of the stages, and of the heavy keys and their values."""
         scales = (BLOCK + BLOCK) * self.channels // GROUP
-        stage = BLOCK * self.channels + scales + 4 * BLOCK + 4
+        stage = BLOCK * self.channels + scales + 8 * BLOCK + 4
         heavy = 2 * HEAVY_KEYS * self.channels if self.heavy else STAGE_ALIGNMENT
         return STAGES * ceil_div(stage, STAGE_ALIGNMENT) * STAGE_ALIGNMENT + 2 * heavy
 

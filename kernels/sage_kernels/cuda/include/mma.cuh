@@ -1,7 +1,21 @@
-// Matrices from shared memory to a warp's registers, and its products in 16 bits. Source of the formats: PTX ISA, sections
-// "ldmatrix" and "mma".
+// Words and matrices from shared memory to a warp's registers, and its products in 16 bits. Source of the formats: PTX
+// ISA, sections "ldmatrix" and "mma".
 #pragma once
 #include "types.cuh"
+
+// Load words from an address in shared memory that is a multiple of all their bytes.
+DEVICE void load_words(uint32 (&x)[1], uint32 address) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x[0]) : "r"(address) : "memory");
+}
+DEVICE void load_words(uint32 (&x)[2], uint32 address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
+}
+DEVICE void load_words(uint32 (&x)[4], uint32 address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
 
 // Load four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and lane 4g + t gets
 // word t of row g of each.

@@ -112,18 +112,28 @@ DEVICE uint32 to_e2m1(const float (&x)[8]) {
 }
 #endif
 
-// Return twice the sum of eight e2m1 numbers ≥ 0: a byte permutation looks up four at a time in 0 1 2 3 4 6 8 12.
+// Look up the bytes of a table of 8 by four numbers below 8, each in 4 bits.
+DEVICE uint32 look_up(uint32 first_four, uint32 others, uint32 numbers) {
+  uint32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(first_four), "r"(others), "r"(numbers));
+  return y;
+}
+
+// Return twice the sum of eight e2m1 numbers ≥ 0.
 DEVICE int doubled_sum(uint32 codes) {
-  const uint32 low = __byte_perm(0x03020100, 0x0C080604, codes), high = __byte_perm(0x03020100, 0x0C080604, codes >> 16);
+  const uint32 low = look_up(0x03020100, 0x0C080604, codes), high = look_up(0x03020100, 0x0C080604, codes >> 16);
   return __dp4a(high, 0x01010101u, __dp4a(low, 0x01010101u, 0u));
 }
 
-// Round four numbers ≥ 0 to e4m3; the first is in the lowest byte. Return the last two of a word of them in float16.
+// Decode four numbers in e4m3, the first from the lowest byte.
 DEVICE void from_e4m3(uint32 codes, float (&x)[4]) {
-  uint32 low, high;
+  uint32 halves[2];
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-      : "=r"(low), "=r"(high)
+      : "=r"(halves[0]), "=r"(halves[1])
       : "r"(codes));
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(x[0]), "=f"(x[1]) : "r"(low));
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(x[2]), "=f"(x[3]) : "r"(high));
+#pragma unroll
+  for (int i = 0; i < 4; i += 2)
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(x[i]), "=f"(x[i + 1])
+        : "r"(halves[i / 2]));
 }

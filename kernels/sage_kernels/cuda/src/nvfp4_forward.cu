@@ -49,10 +49,13 @@ struct alignas(1024) Stage {
   uint8 key[K_BYTES], value[V_BYTES];
   uint8 key_scale[BLOCK * K_SCALES];       // of a key together
   uint8 value_scale[CHANNELS * V_SCALES];  // of a channel together
-  float delta[BLOCK];
+  float delta[2 * BLOCK];                  // each pair twice, as a product's accumulators have it in two rows
   float key_tensor_scale;
 };
-constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES + (SMOOTH_Q ? BLOCK * 4 : 0);
+constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES;  // by the TMA
+// Where they lie.
+constexpr int VALUE = K_BYTES, KEY_SCALE = VALUE + V_BYTES, VALUE_SCALE = KEY_SCALE + BLOCK * K_SCALES;
+constexpr int DELTA = VALUE_SCALE + CHANNELS * V_SCALES, KEY_TENSOR_SCALE = DELTA + 2 * BLOCK * 4;
 
 struct alignas(1024) Shared {
   Stage stages[STAGES];
@@ -136,8 +139,12 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
         load_box(key, stage.key, full, static_cast<int>(row) + tile * BLOCK, 0);
         load_box(value, stage.value, full, item.kv_pair(a) * CHANNELS, tile * V_ROW);
         load_bytes(key_scale + static_cast<int64>(tile) * BLOCK * K_SCALES, stage.key_scale, full, BLOCK * K_SCALES);
-        if (SMOOTH_Q) load_bytes(delta + tile * BLOCK, stage.delta, full, BLOCK * 4);
         copy_few<4>(&stage.key_tensor_scale, a.key_tensor_scale + row / BLOCK + tile);
+      }
+      if (SMOOTH_Q) {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i += 32)
+          copy_few<8>(stage.delta + 2 * (i + lane), delta + tile * BLOCK + (i + lane) / 2 * 2);
       }
       // Scales of V lie 8 bytes together, and the TMA copies 16.
 #pragma unroll
@@ -220,38 +227,23 @@ struct Consumer {
   }
 
   // Compute the scores of a tile, without their factor.
-  DEVICE void find_scores(const Stage& stage, float (&scores)[KEY_BLOCKS][4]) const {
+  DEVICE void find_scores(uint32 stage, float (&scores)[KEY_BLOCKS][4]) const {
     // Rows of K in 64 bytes, whose 16-byte parts are exchanged every two rows; or in 32 bytes, every four.
     const int part = QK_STEPS == 2 ? (lane / 8) ^ (lane % 8 / 2) : (lane / 8 % 2) ^ (lane % 8 / 4);
     const int line = QK_STEPS == 2 ? lane % 8 : lane % 8 + lane / 16 * 8;
-    const uint32 keys = shared_address(stage.key) + line * K_ROW + part * 16;
+    const uint32 keys = stage + line * K_ROW + part * 16;
 #pragma unroll
     for (int block = 0; block < KEY_BLOCKS; block++) {
-      if (SMOOTH_Q) {
-        const uint32 address = shared_address(stage.delta) + (8 * block + 2 * quad) * 4;
-        // Both loads are meant: a product's accumulators lie in registers next to each other.
+      uint32 delta[4] = {};
+      if (SMOOTH_Q) load_words(delta, stage + DELTA + (8 * block + 2 * quad) * 8);
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                       : "=f"(scores[block][2 * r]), "=f"(scores[block][2 * r + 1])
-                       : "r"(address)
-                       : "memory");
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) scores[block][i] = 0.0f;
-      }
+      for (int i = 0; i < 4; i++) scores[block][i] = __uint_as_float(delta[i]);
     }
 #pragma unroll
     for (int first = 0; first < KEY_BLOCKS; first += 4) {
       // A lane has the scales of a key of each fourth block.
       uint32 scales[QK_STEPS];
-      const uint8* of_key = stage.key_scale + (8 * (first + quad) + lane / 4) * K_SCALES;
-      if constexpr (QK_STEPS == 2) {
-        const uint2 both = *reinterpret_cast<const uint2*>(of_key);
-        scales[0] = both.x, scales[1] = both.y;
-      } else {
-        scales[0] = *reinterpret_cast<const uint32*>(of_key);
-      }
+      load_words(scales, stage + KEY_SCALE + (8 * (first + quad) + lane / 4) * K_SCALES);
 #pragma unroll
       for (int i = 0; i < 4; i += 2 / QK_STEPS) {
         uint32 k[4];
@@ -286,10 +278,12 @@ struct Consumer {
 
   // Attend to one more tile.
   template <bool MASKED>
-  DEVICE void attend(const Stage& stage, int tile) {
+  DEVICE void attend(uint32 stage, int tile) {
     float scores[KEY_BLOCKS][4];
     find_scores(stage, scores);
-    float factor = q_factor * stage.key_tensor_scale;
+    uint32 key_tensor_scale[1];
+    load_words(key_tensor_scale, stage + KEY_TENSOR_SCALE);
+    float factor = q_factor * __uint_as_float(key_tensor_scale[0]);
     if (MASKED) {
       mask(scores, tile);
       factor = larger(factor, SMALLEST_NORMAL);  // -inf · 0 would be NaN
@@ -354,18 +348,18 @@ struct Consumer {
           denominators[r] = __fmaf_rn(static_cast<float>(doubled_sum(p[i])), steps[r][section], denominators[r]);
       }
       // Rows of V in 64 bytes, whose 16-byte parts are exchanged every two rows.
-      const uint32 values = shared_address(stage.value) + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
+      const uint32 values = stage + VALUE + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
 #pragma unroll
       for (int first = 0; first < CHANNEL_BLOCKS; first += 4) {
-        const uint32 scales = *reinterpret_cast<const uint32*>(
-            stage.value_scale + (8 * (first + quad) + lane / 4) * V_SCALES + 4 * half);
+        uint32 scales[1];
+        load_words(scales, stage + VALUE_SCALE + (8 * (first + quad) + lane / 4) * V_SCALES + 4 * half);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           uint32 v[4];
           load_matrices(v, values + (first + i) * 8 * V_ROW);
 #pragma unroll
           for (int next = 0; next < 2; next++)
-            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales, half, i + next);
+            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales[0], half, i + next);
         }
       }
     }
@@ -545,6 +539,8 @@ struct Consumer {
 
   DEVICE void run() {
     Use use;
+    uint32 stages = shared_address(&shared), full = shared_address(barriers.full), empty = shared_address(barriers.empty);
+    asm volatile("" : "+r"(stages), "+r"(full), "+r"(empty));  // else addresses are computed for each tile
 #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
       load_query();
@@ -558,17 +554,17 @@ struct Consumer {
       int whole = a.kv_len / BLOCK;
       if (CAUSAL) whole = min(whole, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
       auto step = [&](auto attend_to) {
-        wait(barriers.full[use.stage], use.parity);
-        attend_to(shared.stages[use.stage]);
+        wait(full + 8 * use.stage, use.parity);
+        attend_to(stages + use.stage * static_cast<uint32>(sizeof(Stage)));
         __syncwarp();
-        if (lane == 0) arrive(barriers.empty[use.stage]);
+        if (lane == 0) arrive(empty + 8 * use.stage);
         use.next();
       };
       int tile = 0;
 #pragma unroll 1
-      for (; tile < whole; tile++) step([&](const Stage& stage) { attend<false>(stage, tile); });
+      for (; tile < whole; tile++) step([&](uint32 stage) { attend<false>(stage, tile); });
 #pragma unroll 1
-      for (; tile < item.tiles; tile++) step([&](const Stage& stage) { attend<true>(stage, tile); });
+      for (; tile < item.tiles; tile++) step([&](uint32 stage) { attend<true>(stage, tile); });
       end_item(round);
     }
   }
