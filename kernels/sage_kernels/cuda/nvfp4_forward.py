@@ -183,9 +183,7 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     return output, lse
 
 
-def forward(
-    operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | None, call: Call, native: bool
-) -> None:
+def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | None, call: Call, native: bool) -> None:
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:

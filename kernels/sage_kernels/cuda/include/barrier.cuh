@@ -16,9 +16,7 @@ DEVICE void arrive_as_warp(uint64& barrier) {
       : "memory");
 }
 
-DEVICE void arrive(uint32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+DEVICE void arrive(uint32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 DEVICE void arrive(uint64& barrier) { arrive(shared_address(&barrier)); }
 
 // Arrive, and have the phase wait for so many bytes from the TMA.

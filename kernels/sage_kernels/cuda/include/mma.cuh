@@ -37,10 +37,10 @@ DEVICE void load_transposed(uint32 (&x)[4], uint32 address) {
 // Add a product of 16 rows and 8 columns, 16 deep, of float16 or bfloat16.
 template <bool IS_FLOAT16>
 DEVICE void add_16bit_product(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-#define PRODUCT_16BIT(TYPE)                                                                                 \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                       \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                       \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                             \
+#define PRODUCT_16BIT(TYPE)                                                           \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
   if (IS_FLOAT16)
     PRODUCT_16BIT("f16");

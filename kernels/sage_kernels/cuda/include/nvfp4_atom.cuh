@@ -1,13 +1,14 @@
-// The matrix product in NVFP4 of a warp, and the rounding of its left operand: as instructions of GPUs with FP4 (compute
-// capability 12.x), or emulated on any GPU from 8.9 on, with the same fragments and the same bits but for the order of
-// sums. Source of the fragments: PTX ISA, "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64".
+// The matrix product in NVFP4 of a warp, and the rounding of its left operand: as instructions of GPUs with FP4
+// (compute capability 12.x), or emulated on any GPU from 8.9 on, with the same fragments and the same bits but for the
+// order of sums. Source of the fragments: PTX ISA,
+// "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64".
 //
 // Lane 4g + t has, 8 e2m1 codes a word, the first in the lowest bits:
 //   A (16 rows, 64 deep):    a[0] = row g, 8t…8t+7; a[1] = row g + 8, the same; a[2], a[3] = those rows, 32 + 8t….
 //   B (64 deep, 8 columns):  b[0] = column g, 8t…8t+7; b[1] = column g, 32 + 8t….
 //   D (16 rows, 8 columns):  d[0], d[1] = row g, columns 2t and 2t + 1; d[2], d[3] = row g + 8, the same.
-// A word of scales has 4 bytes in e4m3, each for 16 of the depth. That of row m is lane 4(m % 8) + 2·a_thread + m / 8's,
-// that of column n lane 4n + b_thread's. Both threads are constants: a register of scales serves 2 or 4 products.
+// A word of scales has 4 bytes in e4m3, each for 16 of the depth. That of row m is lane 4(m % 8) + 2·a_thread + m /
+// 8's, that of column n lane 4n + b_thread's. Both threads are constants: a register of scales serves 2 or 4 products.
 //
 // The host gives NATIVE_FP4.
 #pragma once

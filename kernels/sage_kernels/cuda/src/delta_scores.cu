@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scores(DELTA_SCORES_
   const auto& a = arguments;
   const int tiles = a.kv_rows / BLOCK, tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
   const int sequence = pair / a.q_heads, head = pair % a.q_heads, batch = a.first_sequence + sequence;
-  const int kv_head = head / (a.q_heads / a.kv_heads), warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  const int kv_head = head / (a.q_heads / a.kv_heads), warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+            quad = lane % 4;
   const int64 kv_pair = static_cast<int64>(batch) * a.kv_heads + kv_head;
   // Place p of 32 holds this key.
   const int first_key = tile * BLOCK + warp * 32;

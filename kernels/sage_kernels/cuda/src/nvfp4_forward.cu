@@ -8,8 +8,8 @@
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
 // bits when it is done with all others (`nvfp4_heavy.cuh`).
 //
-// The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that are
-// not defined here.
+// The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that
+// are not defined here.
 #include "barrier.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
@@ -29,11 +29,11 @@ ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(SMOOTH_Q, "scores of Q's means are added, or there are none");
 ASSERT_FLAG(QUANTIZED_DENOMINATOR, "rows are divided by sums of quantised weights, or of weights before that");
 
-constexpr int KEY_BLOCKS = BLOCK / 8;           // of a matrix product's columns, in a tile
-constexpr int CHANNEL_BLOCKS = CHANNELS / 8;    // likewise of V
-constexpr int QK_STEPS = CHANNELS / 64;         // products in the depth of Q·Kᵀ
-constexpr int PV_STEPS = BLOCK / 64;            // and of P·V
-constexpr int SECTIONS = BLOCK / 32;            // of 32 keys, of which a thread has 8 scores of each of its two rows
+constexpr int KEY_BLOCKS = BLOCK / 8;         // of a matrix product's columns, in a tile
+constexpr int CHANNEL_BLOCKS = CHANNELS / 8;  // likewise of V
+constexpr int QK_STEPS = CHANNELS / 64;       // products in the depth of Q·Kᵀ
+constexpr int PV_STEPS = BLOCK / 64;          // and of P·V
+constexpr int SECTIONS = BLOCK / 32;          // of 32 keys, of which a thread has 8 scores of each of its two rows
 constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
 constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
 constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
@@ -76,8 +76,8 @@ struct Item {
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
 };
 
-// Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks change
-// order from round to round.
+// Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks
+// change order from round to round.
 DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   const int items = a.blocks * a.sequences * a.q_heads, grid = gridDim.x;
   const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
@@ -127,8 +127,9 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
     const int64 row = static_cast<int64>(item.kv_pair(a)) * a.kv_rows;
     const uint8* key_scale = a.key_scale + row * K_SCALES;
     const uint8* value_scale = a.value_scale + static_cast<int64>(item.kv_pair(a)) * CHANNELS * (a.kv_rows / GROUP);
-    const float* delta = a.delta + ((static_cast<int64>(item.sequence) * a.q_heads + item.head) * a.delta_blocks +
-                                    item.block) * a.kv_rows;
+    const float* delta =
+        a.delta +
+        ((static_cast<int64>(item.sequence) * a.q_heads + item.head) * a.delta_blocks + item.block) * a.kv_rows;
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles; tile++, use.next()) {
       Stage& stage = shared.stages[use.stage];
@@ -159,8 +160,8 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
         arrive_expecting(b.heavy_full, 2 * HEAVY_BYTES);
 #pragma unroll
         for (int channel = 0; channel < CHANNELS; channel += 64) {
-          load_box(heavy_key, shared.heavy_key + channel * 2 * HEAVY_KEYS, b.heavy_full,
-                   item.kv_pair(a) * HEAVY_KEYS, channel);
+          load_box(heavy_key, shared.heavy_key + channel * 2 * HEAVY_KEYS, b.heavy_full, item.kv_pair(a) * HEAVY_KEYS,
+                   channel);
           load_box(heavy_value, shared.heavy_value + channel * 2 * HEAVY_KEYS, b.heavy_full,
                    item.kv_pair(a) * HEAVY_KEYS, channel);
         }
@@ -359,7 +360,8 @@ struct Consumer {
           load_matrices(v, values + (first + i) * 8 * V_ROW);
 #pragma unroll
           for (int next = 0; next < 2; next++)
-            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales[0], half, i + next);
+            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales[0], half,
+                        i + next);
         }
       }
     }
@@ -502,6 +504,8 @@ struct Consumer {
 
   // Write the outputs of an item, heavy keys included, and its log-sum-exp.
   DEVICE void end_item(int round) {
+    // What the main loop does not need is computed here, not kept in registers all along.
+    asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
     const float other_max = from_neighbour(row_max, 1);
     float maxima[2] = {is_odd() ? other_max : row_max, is_odd() ? row_max : other_max}, divisors[2];
 #pragma unroll
@@ -539,7 +543,8 @@ struct Consumer {
 
   DEVICE void run() {
     Use use;
-    uint32 stages = shared_address(&shared), full = shared_address(barriers.full), empty = shared_address(barriers.empty);
+    uint32 stages = shared_address(&shared), full = shared_address(barriers.full),
+           empty = shared_address(barriers.empty);
     asm volatile("" : "+r"(stages), "+r"(full), "+r"(empty));  // else addresses are computed for each tile
 #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
