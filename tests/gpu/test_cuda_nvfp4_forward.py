@@ -13,6 +13,7 @@ from sage_kernels.cuda import delta_scores, nvfp4_forward
 from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
+from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.triton_calls import new_call
 
 # Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
@@ -36,11 +37,13 @@ def error(x, true):
     return ((x.double() - true).abs().sum() / true.abs().sum()).item()
 
 
-def check(inputs, recipe, return_lse=False, **options):
-    call = new_call(*inputs, recipe, return_lse=return_lse, **options)
-    output, lse = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
-    expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, **options)
-    true, _ = exact.attention(*inputs, **options)
+def check(inputs, recipe, return_lse=False, valid=None, **options):
+    call = new_call(*inputs, recipe, return_lse=return_lse, valid=valid, **options)
+    quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
+    output, lse = nvfp4_forward.attend(call, quantizer, native=False)
+    mask = None if valid is None else valid[:, None, None]
+    expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, mask=mask, **options)
+    true, _ = exact.attention(*inputs, mask=mask, **options)
     assert error(output, true) <= RATIO * error(expected, true)
     if return_lse:
         torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=2e-5)
@@ -80,6 +83,41 @@ def test_any_length_and_head_dim(q_len, kv_len, head_dim, v_head_dim, dtype):
     inputs = random_inputs(q_len, kv_len, 6, 2, head_dim, v_head_dim=v_head_dim, dtype=dtype)
     for options in ({"return_lse": True}, {"is_causal": True, "causal_offset": kv_len - q_len}):
         check(inputs, get_recipe("sage3"), **options)
+
+
+def keys_that_exist(kind, kv_len):
+    key = torch.arange(kv_len, device="cuda")
+    if kind == "holes":
+        return torch.rand(2, kv_len, generator=torch.Generator("cuda").manual_seed(1), device="cuda") > 0.3
+    if kind == "left":
+        return torch.stack((key >= 137, key >= 0))
+    if kind == "none":
+        return torch.stack((key < 0, key < 300))
+    return torch.stack((key < 530, key < 40)) if kind == "right" else (key % 7 != 0)[None]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["right", "left", "holes", "shared", "none"])
+def test_keys_that_do_not_exist(kind, head_dim):
+    # Without the search for scales, which Triton's quantiser compiles for long.
+    recipe = replace(get_recipe("sage3"), scale_steps=())
+    inputs = random_inputs(300, 700, 4, 2, head_dim)
+    valid = keys_that_exist(kind, 700)
+    check(inputs, recipe, valid=valid, return_lse=True)
+    check(inputs, recipe, valid=valid, is_causal=True, causal_offset=390)
+
+
+def test_what_keys_that_do_not_exist_hold_does_not_matter():
+    query, key, value = random_inputs(200, 400, 2, 2, 64)
+    valid = keys_that_exist("holes", 400)
+    recipe = replace(get_recipe("sage3"), scale_steps=())
+    outputs = []
+    for filler in (0.0, torch.nan):
+        there = valid[:, None, :, None]
+        filled = (torch.where(there, x, filler) for x in (key, value))
+        call = new_call(query, *filled, recipe, valid=valid)
+        outputs.append(nvfp4_forward.attend(call, TritonQuantizer(), native=False)[0])
+    assert torch.equal(*outputs)
 
 
 def test_more_items_than_multiprocessors():

@@ -18,6 +18,7 @@ compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not(
 CONFIG = nvfp4_forward.Config(
     channels=128,
     is_causal=False,
+    padded=False,
     return_lse=False,
     smooth_q=True,
     quantized_denominator=True,
@@ -58,19 +59,30 @@ def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, p
     assert code.instructions.counts["USETMAXREG"] == 2
 
 
+def inner_loops(code):
+    """Loops over tiles, without the loop over items around them."""
+    return [loop for loop in code.loops if loop.matrix_opcodes == {"OMMA"}]
+
+
 @pytest.mark.audit
 @compiles
 @pytest.mark.parametrize("arch", ["sm_120f", "sm_120a", "sm_121a"])
 @pytest.mark.parametrize(
-    ("channels", "is_causal", "return_lse", "heavy"),
-    [*product((64, 128), (False, True), (False, True), (True,)), (128, False, True, False), (64, True, False, False)],
+    ("channels", "is_causal", "return_lse", "padded", "heavy"),
+    [
+        *product((64, 128), (False, True), (False, True), (False, True), (True,)),
+        (128, False, True, False, False),
+        (64, True, False, True, False),
+    ],
 )
-def test_no_variant_spills(channels, is_causal, return_lse, heavy, arch):
-    config = replace(CONFIG, channels=channels, is_causal=is_causal, return_lse=return_lse, heavy=heavy)
+def test_no_variant_spills_in_its_loops(channels, is_causal, return_lse, padded, heavy, arch):
+    config = replace(CONFIG, channels=channels, is_causal=is_causal, return_lse=return_lse, padded=padded, heavy=heavy)
     for denominator in (True, False):
         cubin = compiled(replace(config, quantized_denominator=denominator), arch, torch.float16)
         assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
-        assert " 0 bytes spill stores, 0 bytes spill loads" in cubin.log, cubin.log
+        # Of padded batches an item keeps a few more numbers.
+        assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * padded, cubin.log
+        assert all(not loop.spills for loop in inner_loops(machine_code(cubin.image)))
         static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
         assert static + config.shared_bytes <= SHARED_MEMORY
 
@@ -109,7 +121,8 @@ def can_compile(monkeypatch):
         ({"aligned": False}, "16 bytes"),
         ({"dtype": torch.float32}, "dtype"),
         ({"packed": True}, "packed"),
-        ({"mask": "keys"}, "no masks"),
+        ({"mask": "keys"}, ""),
+        ({"mask": "bool"}, "no masks"),
         ({"mask": "blocks"}, "no masks"),
         ({"batch": 2**18}, "rows"),
     ],

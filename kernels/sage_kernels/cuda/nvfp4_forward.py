@@ -16,12 +16,12 @@ from ..call import Call
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
 from ..layout import BLOCK, ceil_div, power_of_two
-from ..operands import NVFP4Operands
+from ..operands import KeyPadding, NVFP4Operands
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from . import delta_scores, tokens
 from .launch import Kernel, Source, architecture, launch
-from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, Float, Floats, HalfWords, Int, Int64, Map
+from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float, Floats, HalfWords, Int, Int64, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
 
@@ -37,13 +37,15 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time choices: channels of the operands, 64 or 128, `Call` options, and the recipe's.
+    """Compile-time choices: those of the call and of its recipe.
 
-    `native`: products in NVFP4 are instructions, otherwise emulated.
+    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: the first keys are attended to in 16
+    bits; `native`: products in NVFP4 are instructions, otherwise emulated.
     """
 
     channels: int
     is_causal: bool
+    padded: bool
     return_lse: bool
     smooth_q: bool
     quantized_denominator: bool
@@ -68,6 +70,8 @@ class Arguments:
         delta: (sequences, q_heads, delta_blocks, kv_rows) scores of Q's means, or None.
         output: (batch, q_heads, q_len, v_head_dim), channels contiguous.
         lse: (batch, q_heads, q_len), contiguous, or None.
+        valid, spans: as in `operands.KeyPadding`, or None. They count heavy keys.
+        valid_stride, spans_stride: from batch element to batch element.
         first_sequence, sequences: of this launch. kv_len and causal_offset are those behind the heavy keys.
         first_block, blocks: of BLOCK rows of each sequence, of this launch.
         head_dim: of Q.
@@ -85,6 +89,8 @@ class Arguments:
     delta: ConstFloats
     output: HalfWords
     lse: Floats
+    valid: ConstBytes
+    spans: ConstInts
     output_stride_batch: Int64
     output_stride_head: Int64
     output_stride_token: Int64
@@ -103,6 +109,8 @@ class Arguments:
     head_dim: Int
     v_head_dim: Int
     mean_channels: Int
+    valid_stride: Int
+    spans_stride: Int
     softmax_scale: Float
 
 
@@ -140,6 +148,7 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
         "LARGEST_P_LOG2": f"{math.log2(P_SCALE['nvfp4'])}f",
         "HEAVY_KEYS": HEAVY_KEYS if config.heavy else 0,
         "CAUSAL": config.is_causal,
+        "PADDED": config.padded,
         "LSE": config.return_lse,
         "SMOOTH_Q": config.smooth_q,
         "QUANTIZED_DENOMINATOR": config.quantized_denominator,
@@ -155,6 +164,7 @@ def unavailable(request: Request) -> str:
     config = Config(
         channels,
         request.is_causal,
+        request.mask == "keys",
         request.return_lse,
         recipe.smooth_q,
         recipe.denominator == "quantized_p",
@@ -179,11 +189,20 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     output, lse = call.new_outputs()
     if not call.is_empty:
         call = call.for_kernel()
-        forward(quantizer.quantize(call), output, lse, call, native)
+        padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
+        operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
+        forward(operands, output, lse, call, native, padding)
     return output, lse
 
 
-def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | None, call: Call, native: bool) -> None:
+def forward(
+    operands: NVFP4Operands,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    call: Call,
+    native: bool,
+    padding: KeyPadding | None = None,
+) -> None:
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
@@ -193,6 +212,7 @@ def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | N
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         native: see `attend`.
+        padding: which keys exist; None: all.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -212,6 +232,7 @@ def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | N
     config = Config(
         channels,
         call.is_causal,
+        padding is not None,
         lse is not None,
         delta is not None,
         call.recipe.denominator == "quantized_p",
@@ -224,6 +245,7 @@ def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | N
     if heavy is not None:
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
+    valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
@@ -242,6 +264,8 @@ def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | N
             delta=delta,
             output=output,
             lse=lse,
+            valid=None if padding is None else padding.valid,
+            spans=None if padding is None else padding.spans,
             output_stride_batch=output.stride(0),
             output_stride_head=output.stride(1),
             output_stride_token=output.stride(2),
@@ -260,6 +284,8 @@ def forward(operands: NVFP4Operands, output: torch.Tensor, lse: torch.Tensor | N
             head_dim=call.query.shape[3],
             v_head_dim=v_head_dim,
             mean_channels=operands.value_mean.shape[-1],
+            valid_stride=valid_stride,
+            spans_stride=spans_stride,
             softmax_scale=float(call.scale),
         )
         parameters = Parameters(

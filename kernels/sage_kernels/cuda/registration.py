@@ -166,8 +166,8 @@ class NVFP4Forward:
             return f"never run on such a GPU yet: {NVFP4_SWITCH}=cuda tries it"
         if reason := _unsupported_tensors(request):
             return reason
-        if request.mask != "none":
-            return "no masks"
+        if request.mask not in ("none", "keys"):
+            return "no masks but those of keys"
         if not request.aligned or request.v_head_dim % 8:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK

@@ -25,6 +25,7 @@ static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 1
 static_assert(GROUP == 16, "GROUP of elements with a scale must be 16, as the matrix units have it");
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
 ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(SMOOTH_Q, "scores of Q's means are added, or there are none");
 ASSERT_FLAG(QUANTIZED_DENOMINATOR, "rows are divided by sums of quantised weights, or of weights before that");
@@ -70,7 +71,8 @@ struct Barriers {
 // A block's share of the work.
 struct Item {
   int sequence, block;  // of those of this launch
-  int batch, head, kv_head, first_row, tiles;
+  int batch, head, kv_head, first_row;
+  int first_tile, last_tile;  // of keys: from the first to before the last
 
   DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
@@ -89,8 +91,11 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.batch = a.first_sequence + item.sequence;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = (a.first_block + item.block) * BLOCK;
-  const int keys = CAUSAL ? max(0, min(a.kv_len, item.first_row + BLOCK + a.causal_offset)) : a.kv_len;
-  item.tiles = (keys + BLOCK - 1) / BLOCK;
+  const int* spans = a.spans + item.batch * a.spans_stride;
+  int keys = PADDED ? spans[2] - HEAVY_KEYS : a.kv_len;
+  if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
+  item.first_tile = PADDED ? max(spans[0] - HEAVY_KEYS, 0) / BLOCK : 0;
+  item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
   return true;
 }
 
@@ -131,7 +136,7 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
         a.delta +
         ((static_cast<int64>(item.sequence) * a.q_heads + item.head) * a.delta_blocks + item.block) * a.kv_rows;
 #pragma unroll 1
-    for (int tile = 0; tile < item.tiles; tile++, use.next()) {
+    for (int tile = item.first_tile; tile < item.last_tile; tile++, use.next()) {
       Stage& stage = shared.stages[use.stage];
       uint64& full = b.full[use.stage];
       wait(b.empty[use.stage], use.parity ^ 1);
@@ -262,18 +267,31 @@ struct Consumer {
     }
   }
 
+  // Return which keys of the call exist.
+  DEVICE const uint8* valid() const { return a.valid + static_cast<int64>(item.batch) * a.valid_stride; }
+
   // Hide scores of keys that the thread's rows may not attend to.
   DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
+    const int left = a.kv_len - tile * BLOCK - 8 * quad;  // keys from the thread's first one on
+    uint32 exists = 0;
+    if (PADDED) {
+      const uint8* from = valid() + HEAVY_KEYS + tile * BLOCK + 8 * quad;
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int key = i / 8 * 32 + i % 8;
+        if (key < left && from[key]) exists |= 1u << i;
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      int limit = a.kv_len;
-      if (CAUSAL) limit = min(limit, item.first_row + row + 8 * r + a.causal_offset + 1);
-      const int room = limit - tile * BLOCK - 8 * quad;
+      int room = left;
+      if (CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * quad);
 #pragma unroll
-      for (int block = 0; block < KEY_BLOCKS; block++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (block / 4 * 32 + block % 4 * 2 + i >= room) scores[block][2 * r + i] = -INFINITE;
+      for (int i = 0; i < 32; i++) {
+        const int key = i / 8 * 32 + i % 8;
+        const bool hidden = (CAUSAL || !PADDED) && key >= room || PADDED && !(exists >> i & 1);
+        if (hidden) scores[i / 2][2 * r + i % 2] = -INFINITE;
+      }
     }
   }
 
@@ -441,6 +459,11 @@ struct Consumer {
         }
       }
     }
+    uint32 exists[2] = {~0u, ~0u};
+    if (PADDED) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, valid()[i * 32 + lane]) >> 2 * quad;
+    }
     const float scale = a.softmax_scale * LOG2E;
     float factors[2], ends[2], inverses[2];
 #pragma unroll
@@ -450,7 +473,9 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < KEYS / 4; i++) {
         float& score = x[i / 2][2 * r + i % 2];
-        score = CAUSAL && i / 2 * 8 + i % 2 >= limit ? -INFINITE : score * scale;
+        const int key = i / 2 * 8 + i % 2;
+        const bool hidden = CAUSAL && key >= limit || PADDED && !(exists[key / 32] >> key % 32 & 1);
+        score = hidden ? -INFINITE : score * scale;
         largest = larger(largest, score);
       }
       largest = larger(largest, from_neighbour(largest, 1));
@@ -556,8 +581,14 @@ struct Consumer {
       for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
         for (int i = 0; i < 4; i++) outputs[block][i] = 0.0f;
-      int whole = a.kv_len / BLOCK;
-      if (CAUSAL) whole = min(whole, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
+      // Tiles that need no mask.
+      int whole = 0, end = a.kv_len / BLOCK;
+      if (PADDED) {
+        const int* spans = a.spans + item.batch * a.spans_stride;
+        whole = (max(spans[0] - HEAVY_KEYS, 0) + BLOCK - 1) / BLOCK;
+        end = max(spans[1] - HEAVY_KEYS, 0) / BLOCK;
+      }
+      if (CAUSAL) end = min(end, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
       auto step = [&](auto attend_to) {
         wait(full + 8 * use.stage, use.parity);
         attend_to(stages + use.stage * static_cast<uint32>(sizeof(Stage)));
@@ -565,11 +596,14 @@ struct Consumer {
         if (lane == 0) arrive(empty + 8 * use.stage);
         use.next();
       };
-      int tile = 0;
+      int tile = item.first_tile;
 #pragma unroll 1
-      for (; tile < whole; tile++) step([&](uint32 stage) { attend<false>(stage, tile); });
+      while (true) {
 #pragma unroll 1
-      for (; tile < item.tiles; tile++) step([&](uint32 stage) { attend<true>(stage, tile); });
+        for (; whole <= tile && tile < end; tile++) step([&](uint32 stage) { attend<false>(stage, tile); });
+        if (tile >= item.last_tile) break;
+        step([&](uint32 stage) { attend<true>(stage, tile++); });
+      }
       end_item(round);
     }
   }
