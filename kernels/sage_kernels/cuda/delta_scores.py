@@ -20,7 +20,7 @@ THREADS = 128
 
 @dataclass(slots=True)
 class Arguments:
-    """What the kernel reads and writes beside K, and sizes.
+    """Tensors that the kernel reads beside K, and writes, and sizes.
 
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
