@@ -113,13 +113,6 @@ DEVICE uint32 to_e2m1(const float (&x)[8]) {
 }
 #endif
 
-// Look up the bytes of a table of 8 by four numbers below 8, each in 4 bits.
-DEVICE uint32 look_up(uint32 first_four, uint32 others, uint32 numbers) {
-  uint32 y;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(first_four), "r"(others), "r"(numbers));
-  return y;
-}
-
 // Return twice the sum of eight e2m1 numbers ≥ 0.
 DEVICE int doubled_sum(uint32 codes) {
   const uint32 low = look_up(0x03020100, 0x0C080604, codes), high = look_up(0x03020100, 0x0C080604, codes >> 16);

@@ -188,6 +188,8 @@ DEVICE float log2_approximate(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Return a byte as a number, by a permutation: the compiler would leave both to the special function unit.
+DEVICE int byte_of(uint32 x, int number) { return look_up(x, 0, 0x4440 + number); }
 DEVICE float from_neighbour(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 
@@ -207,13 +209,24 @@ struct Consumer {
   Item item;
   uint32 q[QK_STEPS][4], q_scales;
   float q_factor;
-  float row_max;          // of the own row, in base 2
-  float denominators[2];  // twice the sums of quantised weights of the thread's groups
-  float totals[2];        // sums of weights before that, of its keys
+  float row_max;      // of the own row, in base 2
+  float denominator;  // twice the sum of its quantised weights in the lane's groups of 16
+  float total;        // the sum of those before they are quantised
   float outputs[CHANNEL_BLOCKS][4];
 
   DEVICE bool is_odd() const { return lane & 1; }
   DEVICE int own_row() const { return row + 8 * (lane & 1); }
+
+  // Return what two lanes' values for the own row, one of which each lane has, add up to, given those for both rows.
+  template <typename Number>
+  DEVICE Number of_own_row(Number first, Number second) const {
+    return (is_odd() ? second : first) + from_neighbour(is_odd() ? first : second, 1);
+  }
+  // Find values for both of the thread's rows, given that for the own row.
+  DEVICE void share(float own, float& first, float& second) const {
+    const float other = from_neighbour(own, 1);
+    first = is_odd() ? other : own, second = is_odd() ? own : other;
+  }
 
   DEVICE void load_query() {
     const int64 first = item.pair(a) * a.q_rows + item.first_row;
@@ -334,37 +347,41 @@ struct Consumer {
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++)
       step[section] = exp2_approximate(__fmaf_rn(largest[section], factor, -(shift + E2M1_LARGEST_LOG2)));
-    const uint32 own_codes = to_e4m3(step[0], step[1], step[2], step[3]);
-    const uint32 other_codes = from_neighbour(own_codes, 1);
-    const float other_shift = from_neighbour(shift, 1);
+    const uint32 codes = to_e4m3(step[0], step[1], step[2], step[3]);
     // As the matrix units want them: those of the first 64 keys in lanes 0 and 1 of four, of the others in 2 and 3.
-    const uint32 p_scales = __byte_perm(own_codes, from_neighbour(own_codes, 2), quad < 2 ? 0x5140 : 0x3726);
-    const uint32 codes[2] = {is_odd() ? other_codes : own_codes, is_odd() ? own_codes : other_codes};
-    const float shifts[2] = {is_odd() ? other_shift : shift, is_odd() ? shift : other_shift};
-    float steps[2][SECTIONS];
+    const uint32 p_scales = __byte_perm(codes, from_neighbour(codes, 2), quad < 2 ? 0x5140 : 0x3726);
+    from_e4m3(codes, step);
+    // Dividing by the scale is a subtraction of its logarithm. Where it is 0 weights may be anything, since e2m1 is
+    // finite and products are 0, unless they are summed before they are rounded.
+    float divisor[SECTIONS], offsets[2][SECTIONS];
 #pragma unroll
-    for (int r = 0; r < 2; r++) from_e4m3(codes[r], steps[r]);
+    for (int section = 0; section < SECTIONS; section++) {
+      divisor[section] = TOTAL ? larger(step[section], E4M3_ROUNDS_TO_0) : step[section];
+      share(shift + log2_approximate(divisor[section]), offsets[0][section], offsets[1][section]);
+    }
 
+    uint32 doubled_sums[2] = {};
     const int part = lane / 8 % 2, line = lane % 8 + lane / 16 * 8;
 #pragma unroll
     for (int half = 0; half < PV_STEPS; half++) {
       uint32 p[4];
+      float sums[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int r = i % 2, section = 2 * half + i / 2;
-        // Dividing by the scale is a subtraction of its logarithm. Where it is 0 weights may be anything, since e2m1 is
-        // finite and products are 0, unless they are summed before they are rounded.
-        const float divisor = TOTAL ? larger(steps[r][section], E4M3_ROUNDS_TO_0) : steps[r][section];
-        const float offset = shifts[r] + log2_approximate(divisor);
         float x[8];
 #pragma unroll
         for (int j = 0; j < 8; j++)
-          x[j] = exp2_approximate(__fmaf_rn(scores[4 * section + j / 2][2 * r + j % 2], factor, -offset));
-        if (TOTAL)
-          totals[r] = __fmaf_rn(((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])), divisor, totals[r]);
+          x[j] = exp2_approximate(__fmaf_rn(scores[4 * section + j / 2][2 * r + j % 2], factor, -offsets[r][section]));
+        if (TOTAL) sums[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
         p[i] = to_e2m1(x);
-        if (QUANTIZED_DENOMINATOR)
-          denominators[r] = __fmaf_rn(static_cast<float>(doubled_sum(p[i])), steps[r][section], denominators[r]);
+        // Sums of 16 keys are below 2⁸.
+        if (QUANTIZED_DENOMINATOR) doubled_sums[r] += doubled_sum(p[i]) << 8 * section;
+      }
+      if (TOTAL) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)
+          total = __fmaf_rn(of_own_row(sums[i], sums[i + 1]), divisor[2 * half + i / 2], total);
       }
       // Rows of V in 64 bytes, whose 16-byte parts are exchanged every two rows.
       const uint32 values = stage + VALUE + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
@@ -383,18 +400,23 @@ struct Consumer {
         }
       }
     }
+    if (QUANTIZED_DENOMINATOR) {
+      const uint32 sums = of_own_row(doubled_sums[0], doubled_sums[1]);
+#pragma unroll
+      for (int section = 0; section < SECTIONS; section++)
+        denominator = __fmaf_rn(static_cast<float>(byte_of(sums, section)), step[section], denominator);
+    }
   }
 
   // Multiply all sums of each row by a factor, given that of the own row.
   DEVICE void scale_sums(float own) {
-    const float other = from_neighbour(own, 1);
-    const float factors[2] = {is_odd() ? other : own, is_odd() ? own : other};
+    float factors[2];
+    share(own, factors[0], factors[1]);
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) denominators[r] *= factors[r], totals[r] *= factors[r];
+    denominator *= own, total *= own;
   }
 
   // Return the sum over the four threads that have a row.
@@ -429,9 +451,9 @@ struct Consumer {
 
   // Attend to the heavy keys, and merge them with the others, whose outputs are finished.
   //
-  // maxima: of both rows; they become those of all keys, as `totals` do. divisors: what rows were divided by.
+  // maxima, totals: of both rows; they become those of all keys. divisors: what rows were divided by.
   template <int KEYS>
-  DEVICE void attend_to_heavy_keys(float (&maxima)[2], const float (&divisors)[2]) {
+  DEVICE void attend_to_heavy_keys(float (&maxima)[2], float (&totals)[2], const float (&divisors)[2]) {
     constexpr int LINE = 128 * KEYS;  // bytes of 64 channels, in lines whose 16-byte parts are exchanged by row
     float x[KEYS / 8][4] = {};
     const int64 token = item.first_row + row;
@@ -531,17 +553,16 @@ struct Consumer {
   DEVICE void end_item(int round) {
     // What the main loop does not need is computed here, not kept in registers all along.
     asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
-    const float other_max = from_neighbour(row_max, 1);
-    float maxima[2] = {is_odd() ? other_max : row_max, is_odd() ? row_max : other_max}, divisors[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (TOTAL) totals[r] = sum_of_quad(totals[r]);
-      divisors[r] = QUANTIZED_DENOMINATOR ? 0.5f * sum_of_quad(denominators[r]) : totals[r];
-    }
+    float maxima[2], totals[2], divisors[2];
+    if (TOTAL) total += from_neighbour(total, 2);
+    if (QUANTIZED_DENOMINATOR) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
+    share(row_max, maxima[0], maxima[1]);
+    share(total, totals[0], totals[1]);
+    share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);
     finish(divisors);
     if constexpr (HEAVY_KEYS > 0) {
       wait(barriers.heavy_full, round & 1);
-      attend_to_heavy_keys<HEAVY_KEYS>(maxima, divisors);
+      attend_to_heavy_keys<HEAVY_KEYS>(maxima, totals, divisors);
       __syncwarp();
       if (lane == 0) arrive(barriers.heavy_empty);
     }
@@ -574,9 +595,7 @@ struct Consumer {
 #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
       load_query();
-      row_max = -INFINITE;
-#pragma unroll
-      for (int r = 0; r < 2; r++) denominators[r] = totals[r] = 0.0f;
+      row_max = -INFINITE, denominator = total = 0.0f;
 #pragma unroll
       for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
