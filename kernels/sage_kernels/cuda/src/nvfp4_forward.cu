@@ -285,10 +285,12 @@ struct Consumer {
 
   // Hide scores of keys that the thread's rows may not attend to.
   DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
-    const int left = a.kv_len - tile * BLOCK - 8 * quad;  // keys from the thread's first one on
+    int place = quad;
+    asm volatile("" : "+r"(place));                        // so that addresses are computed here, in few tiles
+    const int left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first one on
     uint32 exists = 0;
     if (PADDED) {
-      const uint8* from = valid() + HEAVY_KEYS + tile * BLOCK + 8 * quad;
+      const uint8* from = valid() + HEAVY_KEYS + tile * BLOCK + 8 * place;
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
@@ -298,7 +300,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       int room = left;
-      if (CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * quad);
+      if (CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * place);
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
