@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact
+from sage_hf import sage_attention
+from sage_kernels import exact, prepared
 from sage_kernels.cuda import delta_scores, nvfp4_forward
-from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.triton_calls import new_call
 
@@ -172,3 +174,31 @@ def test_scores_of_means_are_those_of_triton(head_dim, tokens):
     delta_scores.delta_scores(operands, call.tail, 1, 1, 3, found)
     of_triton.delta_scores(operands, call.tail, None, 1, 3, expected)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "return_lse": True}], ids=str)
+def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, options):
+    def attend(self, call, quantizer):
+        return nvfp4_forward.attend(call, quantizer, native=False)
+
+    monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
+    monkeypatch.setattr(NVFP4Forward, "attend", attend)
+    repeated = []
+    original = prepared.LowBitCall.__call__
+    monkeypatch.setattr(
+        prepared.LowBitCall, "__call__", lambda self, *tensors: repeated.append(1) or original(self, *tensors)
+    )
+    select.cache_clear()
+    prepared.forget()
+    try:
+        for _ in range(5):
+            inputs = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+            found = sage_attention(*inputs, recipe="sage3", fallback="error", **options)
+            expected = nvfp4_forward.attend(new_call(*inputs, "sage3", **options), NVFP4Quantizer(), native=False)
+            assert torch.equal(found[0] if "return_lse" in options else found, expected[0])
+            if "return_lse" in options:
+                torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
+    finally:
+        select.cache_clear()
+        prepared.forget()
+    assert len(repeated) >= 2
