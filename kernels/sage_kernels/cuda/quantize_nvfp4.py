@@ -193,7 +193,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
     q_blocks, blocks = ceil_div(q_len, BLOCK), ceil_div(kv_len, BLOCK)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return query.new_empty(shape, dtype=dtype)
 
     def codes(*shape: int) -> torch.Tensor:
         return new(*shape, dtype=torch.uint8)
