@@ -10,7 +10,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels import exact, prepared
-from sage_kernels.cuda import delta_scores, nvfp4_forward
+from sage_kernels.cuda import delta_scores, nvfp4_forward, padding
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
@@ -107,6 +107,13 @@ def test_keys_that_do_not_exist(kind, head_dim):
     valid = keys_that_exist(kind, 700)
     check(inputs, recipe, valid=valid, return_lse=True)
     check(inputs, recipe, valid=valid, is_causal=True, causal_offset=390)
+
+
+def test_spans_are_those_of_triton():
+    kinds = [*(keys_that_exist(kind, 5000) for kind in ("right", "left", "holes", "shared", "none"))]
+    for valid in (*kinds, torch.ones(1, 3, dtype=torch.bool, device="cuda")):
+        found, expected = padding.read_padding(valid), TritonQuantizer().read_padding(valid)
+        assert torch.equal(found.spans, expected.spans) and torch.equal(found.valid, expected.valid)
 
 
 def test_what_keys_that_do_not_exist_hold_does_not_matter():

@@ -19,7 +19,7 @@ from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import KeyPadding, NVFP4Operands
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
-from . import delta_scores, tokens
+from . import delta_scores, padding, tokens
 from .launch import Kernel, Source, architecture, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float, Floats, HalfWords, Int, Int64, Map
 from .tensor_map import tensor_map
@@ -189,9 +189,9 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     output, lse = call.new_outputs()
     if not call.is_empty:
         call = call.for_kernel()
-        padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-        operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
-        forward(operands, output, lse, call, native, padding)
+        existing = None if call.mask.valid is None else padding.read_padding(call.mask.valid)
+        operands = quantizer.quantize(call, *(() if existing is None else (existing.valid, existing.spans)))
+        forward(operands, output, lse, call, native, existing)
     return output, lse
 
 
@@ -201,7 +201,7 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     native: bool,
-    padding: KeyPadding | None = None,
+    existing: KeyPadding | None = None,
 ) -> None:
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
@@ -212,7 +212,7 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         native: see `attend`.
-        padding: which keys exist; None: all.
+        existing: which keys exist; None: all.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -232,7 +232,7 @@ def forward(
     config = Config(
         channels,
         call.is_causal,
-        padding is not None,
+        existing is not None,
         lse is not None,
         delta is not None,
         call.recipe.denominator == "quantized_p",
@@ -245,7 +245,7 @@ def forward(
     if heavy is not None:
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
-    valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
+    valid_stride, spans_stride = (0, 0) if existing is None else existing.strides
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
@@ -264,8 +264,8 @@ def forward(
             delta=delta,
             output=output,
             lse=lse,
-            valid=None if padding is None else padding.valid,
-            spans=None if padding is None else padding.spans,
+            valid=None if existing is None else existing.valid,
+            spans=None if existing is None else existing.spans,
             output_stride_batch=output.stride(0),
             output_stride_head=output.stride(1),
             output_stride_token=output.stride(2),
