@@ -50,14 +50,14 @@ def gpu(monkeypatch):
             for one in recipes
         ]
 
-    def run(device, shapes, providers, commit, progress):
-        calls.append(("run", tuple(one.name for one in providers)))
-        rows = [measure.new_row(shapes[0], one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
-        return {"copy_bandwidth": 1.0, "quantizers": [], "rows": rows}
+    def measure_shape(shape, providers, device):
+        calls.append(("speeds", tuple(one.name for one in providers)))
+        return [measure.new_row(shape, one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
 
     monkeypatch.setattr(report, "plans", chosen)
     monkeypatch.setattr(report, "errors", errors)
-    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(measure, "measure_shape", measure_shape)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(measure, "facts", lambda device, commit: {"gpu": "NVIDIA RTX 5090", "commit": commit})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.device", lambda device: report.contextlib.nullcontext())
@@ -69,13 +69,16 @@ def gpu(monkeypatch):
 def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypatch, capsys):
     path = tmp_path / "new" / "report.json"
     assert main(["bench", "--report", str(path)]) == 0
-    assert [what for what, _ in gpu] == ["errors", "run", "errors", "run"]
-    assert gpu[0][1] == ("sage3", "sage2") and gpu[2][1] == ("sage3",)
-    assert gpu[3][1] == ("sage_hf:sage3",) and len(gpu[1][1]) == len(report.SPEED_PROVIDERS)
+    parts = ["errors", *["speeds"] * len(report.SPEED_SHAPES)]
+    assert [what for what, _ in gpu] == 2 * parts
+    tried, untried = gpu[: len(parts)], gpu[len(parts) :]
+    assert tried[0][1] == ("sage3", "sage2") and untried[0][1] == ("sage3",)
+    assert untried[1][1] == ("sage_hf:sage3",) and len(tried[1][1]) == len(report.SPEED_PROVIDERS)
     written = json.loads(path.read_text())
     assert written["gpu"] == "NVIDIA RTX 5090" and written["multiprocessors"] == 170
     for name in ("plans", "errors", "rows"):
-        assert [row for row in written[name] if "switch" in row] == written[name][-1:]
+        switched = ["switch" in row for row in written[name]]
+        assert any(switched) and switched == sorted(switched)
         assert written[name][-1]["switch"] == report.SWITCH
     assert f"wrote {path}" in capsys.readouterr().out
 
@@ -87,7 +90,7 @@ def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypa
 
     monkeypatch.setattr(report, "errors", crash)
     assert main(["bench", "--report", str(path)]) == 130
-    assert len(json.loads(path.read_text())["rows"]) == len(report.SPEED_PROVIDERS)
+    assert len(json.loads(path.read_text())["rows"]) == len(report.SPEED_PROVIDERS) * len(report.SPEED_SHAPES)
 
 
 def test_a_report_takes_no_other_choices(capsys, tmp_path, monkeypatch):

@@ -123,9 +123,9 @@ def run(
         progress: called with a text for each part before it begins.
 
     Returns:
-        Plain data: facts about the machine, "plans" (see `plans`), "errors" (see `errors`), and what `measure.run`
-        returns for SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels that wait to be tried have "switch", what turns
-        them on.
+        Plain data: facts about the machine, "copy_bandwidth", "plans" (see `plans`), "errors" (see `errors`), and
+        "rows" as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels that wait to be tried have
+        "switch", what turns them on.
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
     providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
@@ -134,12 +134,13 @@ def run(
         **measure.facts(device, commit),
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
+        "copy_bandwidth": measure.copy_bandwidth(device),
         "plans": [],
         "errors": [],
         "rows": [],
     }
     for untried in (False, True):
-        with untried_kernels(untried), torch.cuda.device(device):
+        with untried_kernels(untried), torch.cuda.device(device), torch.no_grad():
             found = plans(device)
             if untried:
                 before = {row["recipe"]: row["kernel"] for row in result["plans"]}
@@ -153,11 +154,10 @@ def run(
             progress("errors" + f", {SWITCH}" * untried)
             result["errors"] += [row | switch for row in errors(device, recipes)]
             write(result)
-            if chosen:
-                measured = measure.run(device, shapes, chosen, commit, progress)
-                result["rows"] += [row | switch for row in measured["rows"]]
-                result |= {name: measured[name] for name in ("copy_bandwidth", "quantizers") if not untried}
-            write(result)
+            for shape in shapes if chosen else ():
+                progress(f"{shape.name}: {shape}" + f", {SWITCH}" * untried)
+                result["rows"] += [row | switch for row in measure.measure_shape(shape, chosen, device)]
+                write(result)
     return result
 
 

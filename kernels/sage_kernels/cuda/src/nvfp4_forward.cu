@@ -613,6 +613,7 @@ struct Consumer {
       auto step = [&](auto attend_to) {
         wait(full + 8 * use.stage, use.parity);
         attend_to(stages + use.stage * static_cast<uint32>(sizeof(Stage)));
+        // One lane arrives for all. The checker of races counts that lane's reads only; if all arrive it finds none.
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * use.stage);
         use.next();
