@@ -1,7 +1,7 @@
 // Words and matrices from shared memory to a warp's registers, and its products in 16 bits. Source of the formats: PTX
 // ISA, sections "ldmatrix" and "mma".
 #pragma once
-#include "types.cuh"
+#include "numbers.cuh"
 
 // Load words from an address in shared memory that is a multiple of all their bytes.
 DEVICE void load_words(uint32 (&x)[1], uint32 address) {
@@ -47,4 +47,19 @@ DEVICE void add_16bit_product(float (&d)[4], const uint32 (&a)[4], uint32 b0, ui
   else
     PRODUCT_16BIT("bf16");
 #undef PRODUCT_16BIT
+}
+
+// Round two numbers to float16 or bfloat16; the first is in the lower half.
+template <bool IS_FLOAT16>
+DEVICE uint32 pack_16bit(float x, float y) {
+  if (IS_FLOAT16) return pack_float16(x, y);
+  uint32 z;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
+  return z;
+}
+
+// Return the sum over four threads, which have a row of a product.
+DEVICE float sum_of_quad(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
 }

@@ -12,18 +12,6 @@ static_assert(BLOCK == 128 && THREADS == 128, "THREADS must be 4 warps, for the 
 constexpr int SECTIONS = CHANNELS / 32;  // of which a thread has 8 channels
 constexpr int MEANS = 16, KEY_BLOCKS = 4;
 
-DEVICE float sum_of_quad(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-DEVICE uint32 pack_halves(float x, float y) {
-  if (FLOAT16) return pack_float16(x, y);
-  uint32 z;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
-  return z;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) delta_scores(DELTA_SCORES_PARAMETERS) {
   const auto& a = arguments;
   const int tiles = a.kv_rows / BLOCK, tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
@@ -63,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scores(DELTA_SCORES_
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float2 x = mean + 8 * r < a.blocks ? __ldg(reinterpret_cast<const float2*>(from) + i) : float2{};
-          high[r][i] = pack_halves(x.x, x.y);
+          high[r][i] = pack_16bit<FLOAT16>(x.x, x.y);
           const float y[2] = {first_of(high[r][i]), second_of(high[r][i])};
-          low[r][i] = pack_halves(x.x - y[0], x.y - y[1]);
+          low[r][i] = pack_16bit<FLOAT16>(x.x - y[0], x.y - y[1]);
           const int channel = section * 32 + 2 * i;
           if (channel + 8 * quad < a.key_mean_channels) {
             shifts[r] = __fmaf_rn(y[0] + first_of(low[r][i]), __ldg(key_mean + channel), shifts[r]);

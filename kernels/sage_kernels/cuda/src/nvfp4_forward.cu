@@ -6,11 +6,12 @@
 // are in its registers, and weights become the left operand of P·V where they are.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
-// bits when it is done with all others (`nvfp4_heavy.cuh`).
+// bits when it is done with all others (`heavy_keys.cuh`).
 //
 // The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that
 // are not defined here.
 #include "barrier.cuh"
+#include "heavy_keys.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "nvfp4_atom.cuh"
@@ -177,12 +178,6 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
 
 // ---- Consumers: warps that attend ----
 
-// Return the larger number, NaN where one is.
-DEVICE float larger(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
 DEVICE float log2_approximate(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -320,7 +315,7 @@ struct Consumer {
     float factor = q_factor * __uint_as_float(key_tensor_scale[0]);
     if (MASKED) {
       mask(scores, tile);
-      factor = larger(factor, SMALLEST_NORMAL);  // -inf · 0 would be NaN
+      factor = larger_or_nan(factor, SMALLEST_NORMAL);  // -inf · 0 would be NaN
     }
     // The largest score of each 16 keys of the own row.
     float largest[SECTIONS];
@@ -331,14 +326,14 @@ struct Consumer {
       for (int r = 0; r < 2; r++) {
         of_row[r] = scores[4 * section][2 * r];
 #pragma unroll
-        for (int i = 1; i < 8; i++) of_row[r] = larger(of_row[r], scores[4 * section + i / 2][2 * r + i % 2]);
+        for (int i = 1; i < 8; i++) of_row[r] = larger_or_nan(of_row[r], scores[4 * section + i / 2][2 * r + i % 2]);
       }
       const float others = from_neighbour(is_odd() ? of_row[0] : of_row[1], 1);
-      largest[section] = larger(is_odd() ? of_row[1] : of_row[0], others);
+      largest[section] = larger_or_nan(is_odd() ? of_row[1] : of_row[0], others);
     }
-    float tile_max = larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
-    tile_max = larger(tile_max, from_neighbour(tile_max, 2));
-    const float new_max = larger(row_max, tile_max * factor);
+    float tile_max = larger_or_nan(larger_or_nan(largest[0], largest[1]), larger_or_nan(largest[2], largest[3]));
+    tile_max = larger_or_nan(tile_max, from_neighbour(tile_max, 2));
+    const float new_max = larger_or_nan(row_max, tile_max * factor);
     const float reference = MASKED && new_max == -INFINITE ? 0.0f : new_max;
     if (__any_sync(~0u, row_max != new_max)) scale_sums(exp2_approximate(row_max - reference));
     row_max = new_max;
@@ -358,7 +353,7 @@ struct Consumer {
     float divisor[SECTIONS], offsets[2][SECTIONS];
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++) {
-      divisor[section] = TOTAL ? larger(step[section], E4M3_ROUNDS_TO_0) : step[section];
+      divisor[section] = TOTAL ? larger_or_nan(step[section], E4M3_ROUNDS_TO_0) : step[section];
       share(shift + log2_approximate(divisor[section]), offsets[0][section], offsets[1][section]);
     }
 
@@ -421,12 +416,6 @@ struct Consumer {
     denominator *= own, total *= own;
   }
 
-  // Return the sum over the four threads that have a row.
-  static DEVICE float sum_of_quad(float x) {
-    x += from_neighbour(x, 1);
-    return x + from_neighbour(x, 2);
-  }
-
   // Divide the outputs by their sums of weights, and bring them to the scale and mean of V.
   DEVICE void finish(const float (&divisors)[2]) {
     const float scale = __ldg(a.value_tensor_scale + item.kv_pair(a));
@@ -443,112 +432,21 @@ struct Consumer {
       }
   }
 
-  // Round two weights to 16 bits; the first is in the lower half.
-  static DEVICE uint32 pack_16bit(float x, float y) {
-    if (FLOAT16) return pack_float16(x, y);
-    uint32 z;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(z) : "f"(y), "f"(x));
-    return z;
-  }
-
-  // Attend to the heavy keys, and merge them with the others, whose outputs are finished.
-  //
-  // maxima, totals: of both rows; they become those of all keys. divisors: what rows were divided by.
-  template <int KEYS>
-  DEVICE void attend_to_heavy_keys(float (&maxima)[2], float (&totals)[2], const float (&divisors)[2]) {
-    constexpr int LINE = 128 * KEYS;  // bytes of 64 channels, in lines whose 16-byte parts are exchanged by row
-    float x[KEYS / 8][4] = {};
-    const int64 token = item.first_row + row;
-    const uint16* tokens = query_tokens.first + item.batch * query_tokens.batch_stride +
-                           item.head * query_tokens.head_stride + token * query_tokens.token_stride + 8 * quad;
-#pragma unroll
-    for (int section = 0; section < CHANNELS / 32; section++) {
-      uint32 words[2][4];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint4 loaded = make_uint4(0, 0, 0, 0);
-        if (token + 8 * r < a.q_len && section * 32 + 8 * quad < a.head_dim)
-          loaded = *reinterpret_cast<const uint4*>(tokens + 8 * r * query_tokens.token_stride + section * 32);
-        words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z, words[r][3] = loaded.w;
-      }
-#pragma unroll
-      for (int block = 0; block < KEYS / 8; block++) {
-        uint32 k[4];
-        load_matrices(k, shared_address(shared.heavy_key) + section / 2 * LINE + (8 * block + lane % 8) * 128 +
-                             ((section % 2 * 4 + lane / 8) ^ lane % 8) * 16);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const uint32 left[4] = {words[0][2 * i], words[1][2 * i], words[0][2 * i + 1], words[1][2 * i + 1]};
-          add_16bit_product<FLOAT16>(x[block], left, k[2 * i], k[2 * i + 1]);
-        }
-      }
-    }
-    uint32 exists[2] = {~0u, ~0u};
-    if (PADDED) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, valid()[i * 32 + lane]) >> 2 * quad;
-    }
-    const float scale = a.softmax_scale * LOG2E;
-    float factors[2], ends[2], inverses[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int limit = item.first_row + row + 8 * r + a.causal_offset + KEYS + 1 - 2 * quad;
-      float largest = -INFINITE;
-#pragma unroll
-      for (int i = 0; i < KEYS / 4; i++) {
-        float& score = x[i / 2][2 * r + i % 2];
-        const int key = i / 2 * 8 + i % 2;
-        const bool hidden = CAUSAL && key >= limit || PADDED && !(exists[key / 32] >> key % 32 & 1);
-        score = hidden ? -INFINITE : score * scale;
-        largest = larger(largest, score);
-      }
-      largest = larger(largest, from_neighbour(largest, 1));
-      largest = larger(largest, from_neighbour(largest, 2));
-      const float new_max = larger(maxima[r], largest), reference = new_max == -INFINITE ? 0.0f : new_max;
-      const float decay = exp2_approximate(maxima[r] - reference);
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < KEYS / 4; i++) {
-        float& weight = x[i / 2][2 * r + i % 2];
-        weight = exp2_approximate(weight - (reference - P_LOG2));
-        sum += weight;
-      }
-      sum = sum_of_quad(sum);
-      const float others = divisors[r] * decay, divisor = others + sum, positive = divisor == 0.0f ? 1.0f : divisor;
-      // Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same.
-      const float power = __int_as_float(__float_as_int(positive) & 0x7F800000);
-      inverses[r] = 1.0f / power;
-      factors[r] = others * inverses[r];
-      ends[r] = power / positive;
-      maxima[r] = new_max;
-      totals[r] = totals[r] * decay + sum;
-    }
-#pragma unroll
-    for (int block = 0; block < CHANNEL_BLOCKS; block++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
-#pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) {
-      uint32 p[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float* weights = x[2 * step + i / 2] + 2 * (i % 2);
-        p[i] = pack_16bit(weights[0] * inverses[i % 2], weights[1] * inverses[i % 2]);
-      }
-      const int line = 16 * step + lane % 16;
-#pragma unroll
-      for (int block = 0; block < CHANNEL_BLOCKS; block += 2) {
-        uint32 v[4];
-        load_transposed(v, shared_address(shared.heavy_value) + block / 8 * LINE + line * 128 +
-                               ((block % 8 + lane / 16) ^ line % 8) * 16);
-        add_16bit_product<FLOAT16>(outputs[block], p, v[0], v[1]);
-        add_16bit_product<FLOAT16>(outputs[block + 1], p, v[2], v[3]);
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < CHANNEL_BLOCKS; block++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) outputs[block][i] *= ends[i / 2];
+  // Return the heavy keys, as those of the item's rows.
+  DEVICE HeavyKeys heavy_keys() const {
+    const int first_row = item.first_row + row;
+    HeavyKeys heavy;
+    heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
+    heavy.query = query_tokens.first + item.batch * query_tokens.batch_stride + item.head * query_tokens.head_stride +
+                  first_row * query_tokens.token_stride + 8 * quad;
+    heavy.stride = query_tokens.token_stride;
+    heavy.rows = a.q_len - first_row;
+    heavy.channels = a.head_dim - 8 * quad;
+    heavy.seen = first_row + a.causal_offset + HEAVY_KEYS + 1;
+    heavy.valid = PADDED ? valid() : nullptr;
+    heavy.scale = a.softmax_scale * LOG2E;
+    heavy.weight_log2 = P_LOG2;
+    return heavy;
   }
 
   // Write the outputs of an item, heavy keys included, and its log-sum-exp.
@@ -564,7 +462,7 @@ struct Consumer {
     finish(divisors);
     if constexpr (HEAVY_KEYS > 0) {
       wait(barriers.heavy_full, round & 1);
-      attend_to_heavy_keys<HEAVY_KEYS>(maxima, totals, divisors);
+      attend_to_heavy_keys<HEAVY_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);
       __syncwarp();
       if (lane == 0) arrive(barriers.heavy_empty);
     }
