@@ -160,6 +160,13 @@ def test_runs_where_it_is_switched_on_only_and_the_plan_says_how(can_compile, mo
         assert ("sage3 by nvfp4_forward_cuda", reason) in plan.passed_over
 
 
+@pytest.mark.parametrize("missing", ["nvfp4_forward.cu", "delta_scores.cu", "find_spans.cu"])
+def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
+    monkeypatch.setenv(NVFP4_SWITCH, "cuda")
+    monkeypatch.setattr(compiler, "why_not", lambda source, *_: f"no {source}" if source == missing else "")
+    assert NVFP4Forward().unsupported(replace(request(), mask="keys")) == f"no {missing}"
+
+
 def test_serves_the_recipes_in_nvfp4():
     kernel = NVFP4Forward()
     assert [name for name in ("sage3", "sage3_paper", "sage2", "sage1") if kernel.serves(get_recipe(name))] == [

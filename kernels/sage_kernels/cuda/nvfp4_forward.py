@@ -172,7 +172,13 @@ def unavailable(request: Request) -> str:
         native=True,
     )
     assert request.capability is not None  # of a GPU
-    return kernel(config, request.dtype).source.why_not(architecture(request.capability))
+    kernels = [kernel(config, request.dtype)]
+    if recipe.smooth_q:
+        kernels.append(delta_scores.kernel(channels, request.dtype))
+    if config.padded:
+        kernels.append(padding.kernel())
+    reasons = (one.source.why_not(architecture(request.capability)) for one in kernels)
+    return next(filter(None, reasons), "")
 
 
 def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
