@@ -31,7 +31,7 @@ def to_json(result: dict[str, Any]) -> str:
     def lines(rows: Sequence[dict[str, Any]]) -> str:
         return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
 
-    tables = {name: lines(result[name]) for name in ("quantizers", "rows") if name in result}
+    tables = {name: lines(result[name]) for name in ("plans", "errors", "quantizers", "rows") if name in result}
     facts = [
         f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
         for name, value in result.items()

@@ -2,6 +2,8 @@
 and computes the gradients of those that have them:
 
 compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
+
+By the name nvfp4_forward_cuda that kernel is called with emulated products.
 """
 
 import sys
@@ -10,9 +12,13 @@ import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
+from sage_kernels.cuda import nvfp4_forward
+from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
+from tests.helpers.triton_calls import new_call
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -40,6 +46,29 @@ def attend_to_many(recipe: str) -> None:
         attend(*inputs, recipe, return_lse=False)
         torch.cuda.synchronize()
         print(f"{recipe}: 3300 queries, 2049 keys, head_dim {head_dim}")
+
+
+def attend_emulated() -> None:
+    """Every variant of `cuda.nvfp4_forward`, of fewer items than multiprocessors and of more."""
+    for batch, q_heads, q_len, kv_len, head_dim, v_head_dim in (
+        (2, 4, 129, 333, 128, 128),
+        (5, 16, 400, 460, 40, 64),
+        (2, 4, 1, 65, 72, 80),
+    ):
+        inputs = (
+            draw(batch, q_heads, q_len, head_dim),
+            draw(batch, 2, kv_len, head_dim),
+            draw(batch, 2, kv_len, v_head_dim),
+        )
+        for is_causal in (False, True):
+            for valid in (None, torch.rand(batch, kv_len, device="cuda") < 0.5):
+                options = {"is_causal": is_causal, "causal_offset": 30, "valid": valid, "return_lse": is_causal}
+                quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
+                nvfp4_forward.attend(new_call(*inputs, "sage3_paper", **options), quantizer, native=False)
+                if valid is None:
+                    nvfp4_forward.attend(new_call(*inputs, "sage3", **options), quantizer, native=False)
+        torch.cuda.synchronize()
+        print(f"nvfp4_forward_cuda: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
 
 
 def train(recipe: str) -> None:
@@ -87,6 +116,9 @@ def attend_to_lists(recipe: str) -> None:
 
 def main() -> None:
     for recipe in sys.argv[1:] or LOW_BIT:
+        if recipe == "nvfp4_forward_cuda":
+            attend_emulated()
+            continue
         attend_packed(recipe)
         if recipe in TRAINING:
             train(recipe)
