@@ -144,22 +144,32 @@ def sparse_speed() -> str:
     if not (RESULTS / f"{SPARSE}.json").exists():
         return "The speed over block lists is not in a results file yet."
     result = read_result(SPARSE)
-    columns = ("tokens", "head_dim", "list of", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in result["rows"]:
-        sizes = (f"{row['q_len']:,}", row["head_dim"], f"{row['block_m']}×{row['block_n']}", f"{row['skipped']:.0%}")
-        speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
-        error = f"{row['rel_l1']:.4f}" if "rel_l1" in row else "–"
-        cells = (*sizes, f"`{row['provider']}`", *speed, error)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
     where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random"
     head = f"{where}; quantising and sorting of lists included, routing not:"
-    parts = ["| tokens | part | ms |", "|---|---|---|"]
-    parts += [f"| {row['q_len']:,} | {row['part']} | {row['ms']:.2f} |" for row in result["routing"]]
-    before = (
-        "What comes before it, in PyTorch: each router at a quarter of the tiles, and Q, K, V and the output reordered:"
-    )
-    return "\n\n".join((head, "\n".join(lines), before, "\n".join(parts), sources(SPARSE)))
+    tables = [head, sparse_table(result["rows"])]
+    if "training" in result:
+        caption = "Forward and backward pass together, errors of dQ / dK / dV in one head:"
+        tables += [caption, sparse_table(result["training"])]
+    parts = ["| tokens | part | ms | of the dense `sage2` call |", "|---|---|---|---|"]
+    for row in result["routing"]:
+        share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
+        parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
+    before = "What comes before it: each router at a quarter of the tiles, and Q, K, V and the output reordered"
+    note = "" if "training" in result else ", measured before routers had kernels"
+    return "\n\n".join((*tables, f"{before}{note}:", "\n".join(parts), sources(SPARSE)))
+
+
+def sparse_table(rows: list[dict[str, Any]]) -> str:
+    """Return a table of providers over block lists."""
+    columns = ("tokens", "head_dim", "list of", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        sizes = (f"{row['q_len']:,}", row["head_dim"], f"{row['block_m']}×{row['block_n']}", f"{row['skipped']:.0%}")
+        speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
+        errors = " / ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
+        cells = (*sizes, f"`{row['provider']}`", *speed, errors or "–")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def training_speed() -> str:

@@ -99,6 +99,10 @@ def test_results_cover_every_case_and_name_their_commit(path):
         assert (*sizes, "sage_hf:sage2", case.skipped) in found
         assert not case.measures_dense or (*sizes, sparse.DENSE, 0.0) in found
         assert case.block_m != 128 or (*sizes, "flex_attention", case.skipped) in found
-    assert {row["part"] for row in result["routing"]} == {"mean", "subblock", "share", "reorder"}
-    assert all(("kept_tflops" in row) != ("unavailable" in row) for row in result["rows"])
+    assert {"mean", "subblock", "share", "reorder"} <= {row["part"] for row in result["routing"]}
+    training = result.get("training", [])
+    trained = {(row["q_len"], row["head_dim"], row["block_m"], row["provider"]) for row in training}
+    for case in sparse.TRAINING_CASES:
+        assert not training or (case.tokens, case.head_dim, case.block_m, "sage_hf:sage_bwd") in trained
+    assert all(("kept_tflops" in row) != ("unavailable" in row) for row in result["rows"] + training)
     assert len(result["commit"]) == 40
