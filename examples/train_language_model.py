@@ -57,6 +57,7 @@ from transformers import (
 )
 
 import sage_hf
+from sage_kernels.registry import set_routing
 
 # One model without and one with QK-norm; nothing else differs.
 ARCHITECTURES = {
@@ -327,6 +328,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    set_routing(False)  # short sequences would train exactly, and the recipes are what is compared
     # Run each recipe's own numerics on every device, never another recipe's.
     sage_hf.set_default_fallback("emulate")
     torch.set_float32_matmul_precision("high")

@@ -35,7 +35,7 @@ _INVALID_VALUE = 1
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
 _RELAXED_CAPTURE = 2
-_L2_PROMOTION_256B = 3
+L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 
 
 @cache
@@ -107,6 +107,7 @@ def encode_tensor_map(
     pitches: Sequence[int],
     box: Sequence[int],
     swizzle: int,
+    promotion: int = L2_PROMOTION_256B,
 ) -> bytes:
     """Return a CUtensorMap.
 
@@ -116,6 +117,7 @@ def encode_tensor_map(
         shape, box: elements along each axis, the contiguous one last.
         pitches: bytes from element to element of each axis but the last; multiples of 16.
         swizzle: bytes.
+        promotion: how much the L2 cache fetches at once, L2_PROMOTION_128B or L2_PROMOTION_256B.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -135,7 +137,7 @@ def encode_tensor_map(
         rank,
         address,
         *(ctypes.addressof(one) for one in arrays),
-        *(0, SWIZZLES[swizzle], _L2_PROMOTION_256B, 0),
+        *(0, SWIZZLES[swizzle], promotion, 0),
     )
     check("cuTensorMapEncodeTiled", status)
     return space.raw[start : start + MAP_BYTES]

@@ -73,7 +73,7 @@ SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
 
 @pytest.mark.parametrize("head_dim", [32, 64, 72, 128, 256])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", [*MASKED, "causal none", *(f"causal {kind}" for kind in MASKED)])
+@pytest.mark.parametrize("kind", ["none", *MASKED, "causal none", *(f"causal {kind}" for kind in MASKED)])
 def test_masks_of_every_kind(device, kind, sizes, head_dim):
     dtype = torch.float16 if sizes == SIZES[1] else torch.bfloat16
     call = draw_call(device, sizes, head_dim, kind, dtype, heads_first=sizes == SIZES[2])

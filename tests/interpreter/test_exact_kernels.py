@@ -72,8 +72,19 @@ def bias(heads, rows=150, columns=200):
         ((4, 4), 150, 200, 64, bias(4)),
         ((2, 1), 150, 200, 64, bias(1), 20, 0.0),
         ((2, 1), 70, 333, 128, None, 263),
+        ((2, 1), 70, 150, 64),
     ],
-    ids=["keys", "causal keys", "scattered", "documents", "causal documents", "bias", "causal bias", "behind a cache"],
+    ids=[
+        "keys",
+        "causal keys",
+        "scattered",
+        "documents",
+        "causal documents",
+        "bias",
+        "causal bias",
+        "behind a cache",
+        "plain",
+    ],
 )
 def test_masks_are_read_and_rows_without_a_key_are_0(case):
     call = draw_call(*case)

@@ -87,7 +87,9 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
         swizzle, box = SWIZZLE_BYTES[described["swizzle"]], described["block_size"]
 
         def tensor_map(address: int) -> bytes:
-            return driver.encode_tensor_map(address, dtype, value.shape, pitches, box, swizzle)
+            return driver.encode_tensor_map(
+                address, dtype, value.shape, pitches, box, swizzle, driver.L2_PROMOTION_128B
+            )
 
         yield "map", relocatable(tensor_map, value.base.data_ptr())
         yield from (("i", size) for size in value.shape)
