@@ -160,7 +160,8 @@ def why_exact(
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), kind, *head_dims)
     request = _request(query, key, value, valid, blocks, is_causal, recipe)
     reason = _reason(request, fallback)
-    return reason or (training_routes.why_exact(select(request)) if fallback == "native" else "")
+    routed = fallback == "native" and blocks is None  # exact attention over a list is no rival
+    return reason or (training_routes.why_exact(select(request)) if routed else "")
 
 
 @tracing.assume_constant_result
