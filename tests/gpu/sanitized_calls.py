@@ -2,6 +2,9 @@
 and computes the gradients of those that have them:
 
 compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
+
+Racecheck sees no order through the arrival of one thread for its warp, and reports what the CUDA kernels' other threads
+did before. With --every-thread-arrives they are compiled such that all do, and it must find nothing.
 """
 
 import sys
@@ -9,8 +12,11 @@ import sys
 import torch
 
 from sage_kernels import ops
+from sage_kernels.cuda import compiler
 from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
+
+EVERY_THREAD_ARRIVES = "--every-thread-arrives"
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -61,7 +67,10 @@ def train(recipe: str) -> None:
 
 
 def main() -> None:
-    for recipe in sys.argv[1:] or LOW_BIT:
+    recipes = [x for x in sys.argv[1:] if x != EVERY_THREAD_ARRIVES]
+    if len(recipes) < len(sys.argv) - 1:
+        compiler.FLAGS = (*compiler.FLAGS, "-DEVERY_THREAD_ARRIVES")
+    for recipe in recipes or LOW_BIT:
         attend_packed(recipe)
         if recipe in TRAINING:
             train(recipe)

@@ -59,12 +59,13 @@ constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            //
 constexpr int QUERY_STAGES = QUANTIZES_QUERY ? 1 : STAGES;                    // of Q in INT8
 constexpr int TOKENS_BYTES = QUANTIZES_QUERY ? CHANNELS * 2 * 64 : 0;         // of a warpgroup's rows of Q in 16 bits
 static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) +
-                                  WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + 2 * HEAVY_BYTES,
-              "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, and of the heavy keys");
+                                  WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + 2 * HEAVY_BYTES + CONTROL_BYTES,
+              "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, of the heavy keys, and of Control");
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                     // in a thread's registers
+constexpr int HEAVY_LINE = HEAVY_KEYS * LINE_BYTES / 16;         // of heavy keys, or their values, as descriptors count
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
@@ -72,6 +73,10 @@ constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
 // scores of keys without their mean have mean 0; and their weights are erased before these are summed.
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
+// An item's last tile of half as many keys, which heavy keys leave of a multiple of BLOCK_N, takes half of the softmax.
+constexpr bool HALVES = ERASES && BLOCK_N == 128;
+// Warpgroups whose rows see none of the item's last tiles leave them to the others.
+constexpr bool SKIPS = CAUSAL && !PADDED;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.
@@ -84,14 +89,9 @@ struct Barriers {
   uint64 ending_full, ending_empty;
 };
 
-// What comes with a tile of Q in INT8.
-struct alignas(16) Scales {
-  float query_scale[BLOCK_M];
-};
-
-// What comes with a tile of Q in 16 bits: see `rotate`.
+// What comes with a tile of Q: the scales of its rows, or in 16 bits the factors of their rotation (`rotate`).
 struct alignas(16) Factors {
-  float line[CHANNELS];
+  float line[QUANTIZES_QUERY ? CHANNELS : BLOCK_M];
 };
 
 // What comes with the heavy keys, and is needed when all others are done.
@@ -111,6 +111,16 @@ struct Item {
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
 };
+
+// What lies in shared memory behind the tiles.
+struct alignas(256) Control {
+  uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes, whose products with weights are their sums
+  Barriers barriers;
+  ValueScales value_scales;
+  Factors factors[QUERY_STAGES];
+  Item items[QUERY_STAGES];
+};
+static_assert(sizeof(Control) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
 // Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
 // first, and blocks change order from round to round.
@@ -149,32 +159,51 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
 
 // ---- Producers: threads that bring Q, K and V, of which none waits for a free stage of the others ----
 
-// Bring tiles of Q in INT8, by the first thread.
-DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Scales* scales, Barriers& b) {
+// Show the consumers an item, or that there is none, behind a wait for a free stage.
+DEVICE void show_item(bool exists, const Item& item, Item& shown, uint64& full) {
+  if (exists) {
+    shown = item;
+  } else {
+    shown.tiles = 0;
+    arrive(full);
+  }
+}
+
+// Bring items with tiles of Q in INT8, by the first thread.
+DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Factors* factors, Item* items,
+                         Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
-  for (int round = 0; next_item(a, round, item); round++) {
-    const int stage = round % STAGES, row = item.pair(a) * a.q_rows + item.first_row;
-    const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4;
+  for (int round = 0;; round++) {
+    const bool exists = next_item(a, round, item);
+    const int stage = round % STAGES;
     wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
+    show_item(exists, item, items[stage], b.q_full[stage]);
+    if (!exists) return;
+    const int row = item.pair(a) * a.q_rows + item.first_row;
+    const int scales_bytes = min(BLOCK_M, a.q_rows - item.first_row) * 4;
     arrive_expecting(b.q_full[stage], Q_BYTES + scales_bytes);
 #pragma unroll
     for (int i = 0; i < WARPGROUPS; i++)
       load_box(query, q + stage * Q_BYTES + i * WARPGROUP_ROWS * CHANNELS, b.q_full[stage], row + i * WARPGROUP_ROWS,
                0);
-    load_bytes(a.query_scale + row, scales[stage].query_scale, b.q_full[stage], scales_bytes);
+    load_bytes(a.query_scale + row, factors[stage].line, b.q_full[stage], scales_bytes);
   }
 }
 
-// Bring tiles of Q in 16 bits, by the first thread: none of them is what the stream's previous kernels write, but the
-// factors are.
-DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* tokens, Factors& factors, Barriers& b) {
+// Bring items with tiles of Q in 16 bits, by the first thread: none of them is what the stream's previous kernels
+// write, but the factors are.
+DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* tokens, Factors& factors, Item* items,
+                        Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
-  for (int round = 0; next_item(a, round, item); round++) {
+  for (int round = 0;; round++) {
+    const bool exists = next_item(a, round, item);
     wait(b.q_empty[0], round & 1 ^ 1);
+    show_item(exists, item, items[0], b.q_full[0]);
+    if (!exists) return;
     arrive_expecting(b.q_full[0], WARPGROUPS * TOKENS_BYTES + CHANNELS * 4);
 #pragma unroll
     for (int i = 0; i < WARPGROUPS * CHANNELS / LINE_CHANNELS; i++) {
@@ -261,16 +290,18 @@ struct Consumer {
   const Tokens& query;
   const TensorMap& output;
   Barriers& barriers;
-  const Scales* scales;  // of the first stage of Q
   const ValueScales& value_scales;
-  const Factors& factors;
-  uint8* shared_sums;    // of the warpgroup: its float32 sums, and its outputs on their way to memory
-  const uint8* tokens;   // of the warpgroup: its rows of Q in 16 bits
-  uint8* codes;          // of the warpgroup: those in INT8, of the first stage
+  const Factors* factors;  // of the stages of Q
+  const Item* items;       // of the stages of Q
+  uint8* shared_sums;      // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  const uint8* tokens;     // of the warpgroup: its rows of Q in 16 bits
+  uint8* codes;            // of the warpgroup: those in INT8, of the first stage
+  uint32 tokens_descriptor;
   uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
   int warpgroup, thread, quad, row;
 
   Item item;
+  int tiles;                            // of the item that the warpgroup's rows attend to, at least 1
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
@@ -320,7 +351,7 @@ struct Consumer {
   }
 
   // Find a tile's scales and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
-  template <int ODD, bool MASKED>
+  template <int ODD, bool MASKED, bool HALF = false>
   DEVICE void find_maxima(int number) {
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++) {
@@ -337,7 +368,7 @@ struct Consumer {
     }
     float largest[2] = {-INFINITE, -INFINITE};
 #pragma unroll
-    for (int part = 0; part < SEGMENTS; part++) {
+    for (int part = 0; part < (HALF ? 1 : SEGMENTS); part++) {
       int x[4] = {NO_KEY, NO_KEY, NO_KEY, NO_KEY};  // two chains for each row
 #pragma unroll
       for (int i = 0; i < SCORES; i += 4) {
@@ -404,13 +435,14 @@ struct Consumer {
     }
   }
   // `await_products` waits until the matrix products have read the weights of the last tile.
-  template <int ODD, bool MASKED, typename Await>
+  template <int ODD, bool MASKED, bool HALF = false, typename Await>
   DEVICE void weigh_scores(Await await_products) {
+    constexpr int LAST = (HALF ? CHUNKS / 2 : CHUNKS) - 1;
     begin_chunk<ODD, MASKED>(0);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
+    for (int c = 0; c <= LAST; c++) {
       exponentiate_chunk(c);
-      if (c + 1 < CHUNKS) begin_chunk<ODD, MASKED>(c + 1);
+      if (c < LAST) begin_chunk<ODD, MASKED>(c + 1);
       if (c == PRODUCTS_DONE) {
         pin(scores);
         await_products();
@@ -420,7 +452,7 @@ struct Consumer {
         pack_chunk(c - 1);
       }
     }
-    pack_chunk(CHUNKS - 1);
+    pack_chunk(LAST);
     pin(weights);
   }
 
@@ -433,7 +465,7 @@ struct Consumer {
   }
   // Erase the weights of the item's last tile that keys beyond the last one have.
   DEVICE void erase_weights() {
-    const int left = a.kv_len - (item.tiles - 1) * BLOCK_N - quad * 2;
+    const int left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       uint32 kept = 0;
@@ -452,6 +484,14 @@ struct Consumer {
     else
       add_product<32, ADD>(tile_sum, part, ones);
   }
+  DEVICE void begin_sums() {
+    if constexpr (SUMS_BY_PRODUCT) {
+      sum_weights<false>(weights);
+#pragma unroll
+      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
+    }
+  }
+  template <bool WITH_SUMS>
   DEVICE void begin_outputs(int stage) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
@@ -463,17 +503,12 @@ struct Consumer {
         add_product<VALUE_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
       }
     }
-    if (SUMS_BY_PRODUCT) {
-      sum_weights<false>(weights);
-#pragma unroll
-      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
-    }
+    if (WITH_SUMS) begin_sums();
     commit_products();
   }
 
-  // The last tile's products with V are done: so are its sums.
-  DEVICE void add_tile_sum(float (&row_sum)[2]) {
-    pin(outputs);
+  // The products that sum the last tile's weights are done.
+  DEVICE void add_tile_sum() {
     pin(tile_sum);
     if (SUMS_BY_PRODUCT) row_sum[0] += tile_sum[0], row_sum[1] += tile_sum[2];
   }
@@ -508,22 +543,23 @@ struct Consumer {
   }
 
   // P·V of the last tile runs while this tile's scores become weights.
-  template <int ODD, bool MASKED>
+  template <int ODD, bool MASKED, bool HALF = false>
   DEVICE void step(int tile) {
     fence_products();
     begin_scores(ODD);
     fence_products();
-    begin_outputs(ODD ^ 1);
+    begin_outputs<true>(ODD ^ 1);
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
-    find_maxima<ODD, MASKED>(tile);
-    weigh_scores<ODD, MASKED>([&] {
+    find_maxima<ODD, MASKED, HALF>(tile);
+    weigh_scores<ODD, MASKED, HALF>([&] {
       // The compiler moves no wait for products above these, which are branches.
-      if (tile + 1 < item.tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
+      if (tile + 1 < tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
       wait(barriers.v_full[ODD], parity);
       wait_products<0>();
-      add_tile_sum(row_sum);
+      pin(outputs);
+      add_tile_sum();
       arrive_as_warp(barriers.v_empty[ODD ^ 1]);
     });
     if (grows) {
@@ -570,7 +606,7 @@ struct Consumer {
     load_query(0, x);
     const int line = row % WARPGROUP_ROWS;
     uint8* const into = codes + line * CHANNELS + quad % 2 * 8;
-    const float scale = rotate_query(x, factors.line + quad * 8, [&](int r, int section, uint2 eight) {
+    const float scale = rotate_query(x, factors[0].line + quad * 8, [&](int r, int section, uint2 eight) {
       // 8 rows further on, parts are exchanged likewise.
       const int part = section * 2 + quad / 2 ^ line * CHANNELS / 128 % (CHANNELS / 16);
       *reinterpret_cast<uint2*>(into + 8 * r * CHANNELS + part * 16) = eight;
@@ -590,65 +626,34 @@ struct Consumer {
       add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
   }
 
-  // Bring the outputs to the scale of V in 16 bits, and add its mean. Divide them by the power of two near the sum of
-  // their weights, lest V times a weight be infinite.
-  DEVICE void bring_outputs_to_16bit_scale() {
-    int place = quad;
-    asm volatile("" : "+r"(place));
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int exponent = __float_as_int(row_sum[r]) >> 23;
-      factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
-      if (exponent != 0) base[r] -= exponent - 127;
-      row_sum[r] *= factor[r];
-    }
-#pragma unroll
-    for (int i = 0; i < CHANNELS / 8; i++) {
-      const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
-      const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        float* y = outputs + 4 * i + 2 * r;
-        y[0] = __fmaf_rn(y[0], value_scale.x * factor[r], mean.x * row_sum[r]);
-        y[1] = __fmaf_rn(y[1], value_scale.y * factor[r], mean.y * row_sum[r]);
-      }
-    }
+  // Return the descriptor of the heavy keys, which lie behind the tiles of K and V, and the sums; it is computed where
+  // it is used, not kept in a register all along.
+  DEVICE uint32 heavy_keys() const {
+    uint32 first = k;
+    asm volatile("" : "+r"(first));
+    return first + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
   }
 
-  // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
-  static DEVICE uint32 pack_16bit(float a, float b) {
-    if (FLOAT16) return pack_float16(a, b);
-    uint32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-    return y;
-  }
-
-  DEVICE void sum_heavy_weights(const float (&x)[HEAVY_SCORES]) {
-    float sum[4] = {};  // two chains for each row
+  // Begin the products of the rows of Q and the heavy keys, both in shared memory.
+  DEVICE void begin_heavy_scores(float (&x)[HEAVY_SCORES]) {
+    uint32 left = tokens_descriptor;
+    asm volatile("" : "+r"(left));
+    const uint32 right = heavy_keys();
 #pragma unroll
-    for (int i = 0; i < HEAVY_SCORES; i++) sum[i / 2 % 2 * 2 + i % 2] += x[i];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float of_row = sum[2 * r] + sum[2 * r + 1];
-      of_row += __shfl_xor_sync(~0u, of_row, 1);
-      of_row += __shfl_xor_sync(~0u, of_row, 2);
-      row_sum[r] += of_row;
+    for (int i = 0; i < CHANNELS / 16; i++) {
+      const uint32 a = left + i / 4 * (WARPGROUP_ROWS * LINE_BYTES / 16) + i % 4 * 2;
+      const uint32 b = right + i / 4 * HEAVY_LINE + i % 4 * 2;
+      if (i == 0)
+        add_shared_16bit_product<LINE_BYTES, FLOAT16, false>(x, a, b);
+      else
+        add_shared_16bit_product<LINE_BYTES, FLOAT16, true>(x, a, b);
     }
+    commit_products();
   }
 
-  // Attend to the heavy keys, and add to the sums. Their weights are relative to the others', unless they outgrow 1.
-  DEVICE void attend_to_heavy_keys(HeavyWords& heavy_query) {
-    constexpr int LINE = HEAVY_KEYS * LINE_BYTES / 16;
-    // The descriptors of heavy keys and of their values, which lie behind the tiles of K and V, and the sums.
-    uint32 heavy_key = k + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
-    int place = quad;
-    asm volatile("" : "+r"(heavy_key), "+r"(place));
-    const uint32 heavy_value = heavy_key + HEAVY_BYTES / 16 + (LINE - 1 << 16);
-    // Where registers are few the compiler waits for each product if others change meanwhile.
-    constexpr bool MEANWHILE = WARPGROUPS == 2 || CHANNELS == 64 && !PV_FLOAT16;
-    if (!MEANWHILE) bring_outputs_to_16bit_scale();
-    float x[HEAVY_SCORES];
+  // Compute the products of the rows of Q and the heavy keys; `heavy_query` has the first HEAVY_CHANNELS of Q.
+  DEVICE void find_heavy_scores(HeavyWords& heavy_query, float (&x)[HEAVY_SCORES]) {
+    const uint32 right = heavy_keys();
 #pragma unroll
     for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
 #pragma unroll
@@ -660,13 +665,29 @@ struct Consumer {
         const auto &first = heavy_query[0][i / 2], &second = heavy_query[1][i / 2];
         const int word = i % 2 * 2;
         const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
-        add_16bit_product<false>(x, left, heavy_key + (channel / 64 + i / 4) * LINE + i % 4 * 2);
+        add_16bit_product<false>(x, left, right + (channel / 64 + i / 4) * HEAVY_LINE + i % 4 * 2);
       }
       commit_products();
-      if (MEANWHILE && channel == 0) bring_outputs_to_16bit_scale();
       wait_products<0>();
       pin(x);
     }
+  }
+
+  // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
+  static DEVICE uint32 pack_16bit(float a, float b) {
+    if (FLOAT16) return pack_float16(a, b);
+    uint32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+  }
+
+  // Make the heavy keys' scores x, but for Q's factor, their weights p, and add these to the rows' sums: relative to
+  // the others' weights, unless they outgrow 1. `others` is what these have of the sums, and the outputs are to be
+  // multiplied by `factor`, which also divides by the power of two near the sum, lest V times a weight be infinite.
+  DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], uint32 (&p)[HEAVY_SCORES / 2], float (&factor)[2],
+                               float (&others)[2]) {
+    int place = quad;
+    asm volatile("" : "+r"(place));
     uint32 heavy_exists[2] = {~0u, ~0u};
     if (PADDED) {
 #pragma unroll
@@ -678,7 +699,7 @@ struct Consumer {
       return CAUSAL && key >= seen + i / 2 % 2 * 8 || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1);
     };
     const float scale = a.softmax_scale * LOG2E;
-    float largest[2] = {-INFINITE, -INFINITE};
+    float largest[2] = {-INFINITE, -INFINITE}, shift[2];
 #pragma unroll
     for (int i = 0; i < HEAVY_SCORES; i++)
       if (!hidden(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
@@ -689,37 +710,56 @@ struct Consumer {
       largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
       largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
       if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] *= scale;
+      const int exponent = __float_as_int(row_sum[r]) >> 23;
+      factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
+      if (exponent != 0) base[r] -= exponent - 127;
+      const float before = base[r];
+      base[r] = fminf(before, LARGEST - largest[r]);
+      if (base[r] != INFINITE) factor[r] *= exp2_approximate(base[r] - before);
+      others[r] = row_sum[r] * factor[r];
+      shift[r] = base[r] == INFINITE ? 0.0f : base[r];
     }
-    if (__any_sync(~0u, largest[0] + base[0] > LARGEST || largest[1] + base[1] > LARGEST)) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float before = base[r];
-        base[r] = fminf(before, LARGEST - largest[r]);
-        const float gain = base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
-        row_sum[r] *= gain;
-#pragma unroll
-        for (int i = 0; i < OUTPUTS; i++)
-          if (i / 2 % 2 == r) outputs[i] *= gain;
-      }
-    }
-    float shift[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) shift[r] = base[r] == INFINITE ? 0.0f : base[r];
-    uint32 p[HEAVY_SCORES / 2];
-    pin(outputs);
+    float sum[4] = {};  // two chains for each row
 #pragma unroll
     for (int i = 0; i < HEAVY_SCORES; i++) {
       x[i] = hidden(i) ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
       if (i % 2) p[i / 2] = pack_16bit(x[i - 1], x[i]);
+      sum[i / 2 % 2 * 2 + i % 2] += x[i];
     }
-    if (!MEANWHILE) sum_heavy_weights(x);
     pin(p);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float of_row = sum[2 * r] + sum[2 * r + 1];
+      of_row += __shfl_xor_sync(~0u, of_row, 1);
+      of_row += __shfl_xor_sync(~0u, of_row, 2);
+      row_sum[r] = others[r] + of_row;
+    }
+  }
+
+  // Bring the outputs to the scale of V in 16 bits, times the factor, add V's mean for the others' weights, and P·V of
+  // the heavy keys.
+  DEVICE void add_heavy_outputs(const uint32 (&p)[HEAVY_SCORES / 2], const float (&factor)[2],
+                                const float (&others)[2]) {
+    int place = quad;
+    asm volatile("" : "+r"(place));
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 8; i++) {
+      const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
+      const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float* y = outputs + 4 * i + 2 * r;
+        y[0] = __fmaf_rn(y[0], value_scale.x * factor[r], mean.x * others[r]);
+        y[1] = __fmaf_rn(y[1], value_scale.y * factor[r], mean.y * others[r]);
+      }
+    }
+    pin(outputs);
+    const uint32 values = heavy_keys() + HEAVY_BYTES / 16 + (HEAVY_LINE - 1 << 16);
     fence_products();
 #pragma unroll
     for (int i = 0; i < HEAVY_KEYS / 16; i++)
-      add_16bit_product<true>(outputs, p + 4 * i, heavy_value + i * (16 * LINE_BYTES / 16));
+      add_16bit_product<true>(outputs, p + 4 * i, values + i * (16 * LINE_BYTES / 16));
     commit_products();
-    if (MEANWHILE) sum_heavy_weights(x);
     wait_products<0>();
     pin(outputs);
   }
@@ -776,30 +816,30 @@ struct Consumer {
   DEVICE void weigh_first_tile() {
     find_maxima<0, MASKED>(0);
     weigh_scores<0, MASKED>([&] {
-      if (item.tiles > 1) wait(barriers.k_full[1], parity);
+      if (tiles > 1) wait(barriers.k_full[1], parity);
       wait(barriers.v_full[0], parity);
     });
   }
 
   // Begin an item with its first tile; return how many tiles need no mask.
   DEVICE int begin_item() {
+    first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
+    last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
+    load_key_scale(0);
     if constexpr (QUANTIZES_QUERY) quantize_query();
     wait(barriers.k_full[0], parity);
     fence_products();
     begin_scores(0);
-    first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
-    last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
-    load_key_scale(0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      if (!QUANTIZES_QUERY) row_scale[r] = scales[q_stage].query_scale[row + 8 * r] * (a.softmax_scale * LOG2E);
+      if (!QUANTIZES_QUERY) row_scale[r] = factors[q_stage].line[row + 8 * r] * (a.softmax_scale * LOG2E);
       row_sum[r] = 0.0f;
       base[r] = INFINITE;
     }
     has_sums = false;
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
-    int whole = ERASES ? item.tiles : a.kv_len / BLOCK_N;
+    int whole = ERASES ? tiles : a.kv_len / BLOCK_N;
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
     if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;
@@ -813,38 +853,80 @@ struct Consumer {
     return whole;
   }
 
-  // End an item with its last P·V and the heavy keys, and write its outputs.
-  DEVICE void end_item(int round) {
-    const int last = (item.tiles - 1) % STAGES;
-    if (ERASES) {
-      erase_weights();
-      pin(weights);
+  // Let go of the item's tiles that the rows do not attend to; the producers bring whole rounds.
+  DEVICE void leave_tiles() {
+#pragma unroll 1
+    for (int tile = tiles; tile < item.tiles + item.tiles % STAGES; tile++) {
+      const int stage = tile % STAGES;
+      if (stage == 0) parity ^= 1;
+      wait(barriers.k_full[stage], parity);
+      arrive_as_warp(barriers.k_empty[stage]);
+      wait(barriers.v_full[stage], parity);
+      arrive_as_warp(barriers.v_empty[stage]);
     }
-    fence_products();
-    begin_outputs(last);
-    HeavyWords heavy_query;
-    if (!QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
-    if (HEAVY) load_query(0, heavy_query);
-    if (QUANTIZES_QUERY) arrive_as_warp(barriers.q_empty[q_stage]);
-    if (item.tiles % STAGES == 1) {  // the producers bring whole rounds
-      wait(barriers.k_full[1], parity);
-      arrive_as_warp(barriers.k_empty[1]);
-      wait(barriers.v_full[1], parity);
-      arrive_as_warp(barriers.v_empty[1]);
-    }
-    wait(barriers.ending_full, round & 1);
-    wait_products<0>();
-    add_tile_sum(row_sum);
-    arrive_as_warp(barriers.v_empty[last]);
+  }
+
+  // The last P·V of an item is done: complete its outputs.
+  DEVICE void end_outputs(const float (&base)[2]) {
+    pin(outputs);
+    arrive_as_warp(barriers.v_empty[(tiles - 1) % STAGES]);
+    leave_tiles();
     if (!PV_FLOAT16 && has_sums) move_sums<true>(base);
-    if (!SUMS_BY_PRODUCT) {
+  }
+
+  // Add up the sums that each thread of a row has of its own weights.
+  DEVICE void gather_sums() {
+    if constexpr (!SUMS_BY_PRODUCT) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
       }
     }
-    if constexpr (HEAVY) attend_to_heavy_keys(heavy_query);
+  }
+
+  // End an item with its last P·V and the heavy keys, and write its outputs.
+  DEVICE void end_item(int round) {
+    const int last = (tiles - 1) % STAGES;
+    if (ERASES) {
+      erase_weights();
+      pin(weights);
+    }
+    float x[HEAVY_SCORES], factor[2], others[2];
+    uint32 p[HEAVY_SCORES / 2];
+    if constexpr (QUANTIZES_QUERY) {  // P·V runs while the scores of the heavy keys become weights
+      const float reference[2] = {base[0], base[1]};
+      wait(barriers.ending_full, round & 1);
+      fence_products();
+      begin_sums();
+      begin_heavy_scores(x);
+      fence_products();
+      begin_outputs<false>(last);
+      wait_products<1>();
+      pin(x);
+      add_tile_sum();
+      arrive_as_warp(barriers.q_empty[q_stage]);
+      gather_sums();
+      weigh_heavy_keys(x, p, factor, others);
+      wait_products<0>();
+      end_outputs(reference);
+    } else {
+      fence_products();
+      begin_outputs<true>(last);
+      arrive_as_warp(barriers.q_empty[q_stage]);
+      HeavyWords heavy_query;
+      wait(barriers.ending_full, round & 1);
+      wait_products<0>();
+      add_tile_sum();
+      end_outputs(base);
+      if (HEAVY) load_query(0, heavy_query);
+      gather_sums();
+      if constexpr (HEAVY) {
+        find_heavy_scores(heavy_query, x);
+        weigh_heavy_keys(x, p, factor, others);
+      }
+    }
+    if constexpr (HEAVY) add_heavy_outputs(p, factor, others);
     store();
     arrive_as_warp(barriers.ending_empty);
   }
@@ -852,23 +934,42 @@ struct Consumer {
   DEVICE void run() {
     parity = 0;
 #pragma unroll 1
-    for (int round = 0; next_item(a, round, item); round++) {
+    for (int round = 0;; round++) {
       q_stage = round % QUERY_STAGES;
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
+      item = items[q_stage];
+      if (item.tiles == 0) break;
+      tiles = item.tiles;
+      if (SKIPS) {
+        const int keys = min(a.kv_len, item.first_row + (warpgroup + 1) * WARPGROUP_ROWS + a.causal_offset);
+        tiles = max(1, (max(keys, 0) + BLOCK_N - 1) / BLOCK_N);
+      }
       const int whole = begin_item();
       int tile = 1;
+      const bool half = HALVES && tiles > 1 && (a.kv_len - 1) % BLOCK_N < BLOCK_N / 2;
+      const int end = tiles - half;
 #pragma unroll 1
-      for (; tile + 1 < whole; tile += 2) {
+      for (; tile + 1 < (HALVES ? end : whole); tile += 2) {
         step<1, false>(tile);
         parity ^= 1;
         step<0, false>(tile + 1);
       }
 #pragma unroll 1
-      for (; tile < item.tiles; tile++) {
+      for (; tile < end; tile++) {
         step<1, !ERASES>(tile);
-        if (++tile == item.tiles) break;
+        if (++tile == end) break;
         parity ^= 1;
         step<0, !ERASES>(tile);
+      }
+      if constexpr (HALVES) {
+        if (half) {
+          if (tile % 2) {
+            step<1, false, true>(tile);
+          } else {
+            parity ^= 1;
+            step<0, false, true>(tile);
+          }
+        }
       }
       end_item(round);
       parity ^= 1;
@@ -881,42 +982,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   extern __shared__ __align__(1024) uint8 shared[];
   uint8 *q = shared, *k = q + QUERY_STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
   uint8 *heavy = sums + WARPGROUPS * SUMS_BYTES, *tokens = heavy + 2 * HEAVY_BYTES;
-  __shared__ Barriers barriers;
-  __shared__ Scales scales[QUANTIZES_QUERY ? 1 : STAGES];
-  __shared__ Factors factors;
-  __shared__ ValueScales value_scales;
-  __shared__ alignas(256) uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes
+  Control& control = *reinterpret_cast<Control*>(shared + SHARED_BYTES - CONTROL_BYTES);
+  Barriers& barriers = control.barriers;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
+    constexpr int WARPS = 4 * WARPGROUPS;
     for (int i = 0; i < STAGES; i++) {
-      init(barriers.q_full[i], 1), init(barriers.q_empty[i], 4 * WARPGROUPS);
-      init(barriers.k_full[i], 1), init(barriers.k_empty[i], 4 * WARPGROUPS);
-      init(barriers.v_full[i], 1), init(barriers.v_empty[i], 4 * WARPGROUPS);
+      init(barriers.q_full[i], 1), init(barriers.q_empty[i], WARPS * WARP_ARRIVALS);
+      init(barriers.k_full[i], 1), init(barriers.k_empty[i], WARPS * WARP_ARRIVALS);
+      init(barriers.v_full[i], 1), init(barriers.v_empty[i], WARPS * WARP_ARRIVALS);
     }
-    init(barriers.ending_full, 1), init(barriers.ending_empty, 4 * WARPGROUPS);
+    init(barriers.ending_full, 1), init(barriers.ending_empty, WARPS * WARP_ARRIVALS);
   }
-  if (threadIdx.x < 8 * 32 / 4) ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
+  if (threadIdx.x < sizeof(control.ones) / 4) control.ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
   if (!QUANTIZES_QUERY || threadIdx.x != 128 * WARPGROUPS) wait_for_previous_kernel();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
     if constexpr (QUANTIZES_QUERY)
-      load_tokens(arguments, query, tokens, factors, barriers);
+      load_tokens(arguments, query, tokens, control.factors[0], control.items, barriers);
     else
-      load_queries(arguments, query, q, scales, barriers);
-    if (thread == 32) produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, value_scales, barriers);
+      load_queries(arguments, query, q, control.factors, control.items, barriers);
+    if (thread == 32) produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, control.value_scales, barriers);
     if (thread == 64) produce_values(arguments, value, v, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments, query_tokens, output, barriers, scales, value_scales, factors};
+    Consumer consumer{arguments, query_tokens, output, barriers, control.value_scales, control.factors, control.items};
     consumer.shared_sums = sums + warpgroup * SUMS_BYTES;
     consumer.tokens = tokens + warpgroup * TOKENS_BYTES;
+    consumer.tokens_descriptor = descriptor(consumer.tokens);
     consumer.codes = q + warpgroup * WARPGROUP_ROWS * CHANNELS;
     consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);
-    consumer.ones = descriptor(ones);
+    // From where K is: as an address of its own it would be computed anew for each P·V, which waits for it.
+    consumer.ones = consumer.k + (SHARED_BYTES - CONTROL_BYTES - QUERY_STAGES * Q_BYTES) / 16;
     consumer.warpgroup = warpgroup;
     consumer.thread = thread;
     consumer.quad = thread % 4;
