@@ -102,7 +102,7 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of the tiles of Q, K and V, of the float32 sums, or the outputs, of the heavy keys, and others.
+        """Return the bytes of the tiles of Q, K and V, of the float32 sums or outputs, of heavy keys, and others.
 
         Q in 16 bits has one tile, and one in INT8.
         """
