@@ -61,8 +61,8 @@ class HeavyKeys:
 
     Attributes:
         key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose. Channels are as many as the
-            other keys have, in the order of `layout.heavy_order`; those beyond head_dim are 0, as is a key that does
-            not exist.
+            other keys have, in the order of `layout.heavy_order`, or in their own beside queries in 16 bits; those
+            beyond head_dim are 0, as is a key that does not exist.
         value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up likewise.
     """
 

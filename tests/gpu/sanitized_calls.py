@@ -4,6 +4,9 @@ and computes the gradients of those that have them:
 compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
 
 By the name nvfp4_forward_cuda that kernel is called with emulated products.
+
+Racecheck sees no order through the arrival of one thread for its warp, and reports what the CUDA kernels' other threads
+did before. With --every-thread-arrives they are compiled such that all do, and it must find nothing.
 """
 
 import sys
@@ -12,13 +15,15 @@ import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
-from sage_kernels.cuda import nvfp4_forward
+from sage_kernels.cuda import compiler, nvfp4_forward
 from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
 from tests.helpers.triton_calls import new_call
+
+EVERY_THREAD_ARRIVES = "--every-thread-arrives"
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -115,7 +120,10 @@ def attend_to_lists(recipe: str) -> None:
 
 
 def main() -> None:
-    for recipe in sys.argv[1:] or LOW_BIT:
+    recipes = [x for x in sys.argv[1:] if x != EVERY_THREAD_ARRIVES]
+    if len(recipes) < len(sys.argv) - 1:
+        compiler.FLAGS = (*compiler.FLAGS, "-DEVERY_THREAD_ARRIVES")
+    for recipe in recipes or LOW_BIT:
         if recipe == "nvfp4_forward_cuda":
             attend_emulated()
             continue

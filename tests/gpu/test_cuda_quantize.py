@@ -186,6 +186,8 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
             assert x.dtype == dtype and x.is_contiguous() and not x[..., y.shape[3] :].any()
             assert channels == power_of_two(head_dim)
             torch.testing.assert_close(x[..., : y.shape[3]], y, rtol=0, atol=0, equal_nan=True)
+        in_order = quantize.quantize_operands(replace(call, return_lse=False), leaves_query=True).heavy.key
+        torch.testing.assert_close(in_order, of_key, rtol=0, atol=0, equal_nan=True)
         assert quantize.quantize_operands(replace(call, key=key[:, :, :64], value=value[:, :, :64])).heavy is None
 
 

@@ -218,9 +218,17 @@ def test_it_quantises_queries_as_the_quantiser_does(dtype, monkeypatch):
             with monkeypatch.context() as patched:
                 patched.setattr(hopper, "_leaves_query", lambda *_: False)
                 expected = [attend(x, key, value) for x in queries]
+            outputs = []
             for x, output in zip(3 * queries, 3 * expected, strict=True):
                 query.copy_(x)
-                assert torch.equal(attend(query, key, value).nan_to_num(9.0), output.nan_to_num(9.0))
+                outputs.append(attend(query, key, value).nan_to_num(9.0))
+                # The heavy keys' scores are summed in another order: each of head_dim additions in float32 may lose
+                # 2⁻²³ of the sum of magnitudes. An output moves by twice as much of V, and then is rounded.
+                magnitudes = (x.abs().amax((0, 1, 2)).nan_to_num(0.0) * key.abs().amax((0, 1, 2))).sum().item()
+                moved = 2 * head_dim**0.5 * 2**-23 * magnitudes * value.abs().max().item()
+                rounding = torch.finfo(dtype).eps
+                torch.testing.assert_close(outputs[-1], output.nan_to_num(9.0), rtol=rounding, atol=moved)
+            assert all(torch.equal(x, y) for x, y in zip(outputs[:2] * 2, outputs[2:], strict=True))
 
 
 def attend(query, key, value):

@@ -73,16 +73,17 @@ def test_int8_forward_overlaps_its_matrix_products(
     else:
         assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
-    # An item's first tile, and four steps (odd and even, masked or not).
-    assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == 5 * head_dim // 32
+    # An item's first tile, and four steps (odd and even, masked or not), or two more, with half of the softmax.
+    tiles = 7 if pv == "fp8" and config.block_n == 128 and not (is_causal or return_lse or padded) else 5
+    assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == tiles * head_dim // 32
     opcode, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
     with_sums = head_dim == 64 if pv == "fp16" else not return_lse
     products = {"HGMMA": (head_dim + int8_forward.HEAVY_KEYS) // 16 * heavy}
-    products[opcode] = products.get(opcode, 0) + 5 * (1 + with_sums) * config.block_n // depth
+    products[opcode] = products.get(opcode, 0) + tiles * (1 + with_sums) * config.block_n // depth
     for name, count in products.items():
         assert len(re.findall(rf"{name}\.64x\d+x\d+", code)) == count
-    static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
-    assert static + config.shared_bytes <= 227 * 1024
+    assert "bytes smem" not in cubin.log  # all shared memory is dynamic
+    assert config.shared_bytes <= 227 * 1024
 
 
 def loop_without_mask(code, products):

@@ -29,6 +29,7 @@ LINE_BYTES = 128  # side by side in shared memory, of V in float16 and of the ou
 LINE_CHANNELS = LINE_BYTES // 2
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
+CONTROL_BYTES = 3072  # of shared memory, for barriers, scales and factors
 HEAVY_KEYS = 64  # that the kernel attends to in 16 bits, or none
 LONG_KV_LEN = 8192  # keys
 
@@ -101,14 +102,14 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of the tiles of Q, K and V, of the float32 sums, or the outputs, and of the heavy keys.
+        """Return the bytes of the tiles of Q, K and V, of the float32 sums or outputs, of heavy keys, and others.
 
         Q in 16 bits has one tile, and one in INT8.
         """
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
         query = 1 + 2 if self.quantizes_query else STAGES
         of_tiles = query * self.block_m + STAGES * (1 + value) * self.block_n
-        return (of_tiles + sums * self.block_m + 4 * HEAVY_KEYS * self.heavy) * self.head_dim
+        return (of_tiles + sums * self.block_m + 4 * HEAVY_KEYS * self.heavy) * self.head_dim + CONTROL_BYTES
 
 
 @dataclass(slots=True)
@@ -192,6 +193,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "BLOCK_N": config.block_n,
         "STAGES": STAGES,
         "SHARED_BYTES": config.shared_bytes,
+        "CONTROL_BYTES": CONTROL_BYTES,
         "KEY_BLOCK": KEY_BLOCK,
         "KEYS_PER_SCALE": THREAD_TOKENS,
         "LINE_BYTES": LINE_BYTES,

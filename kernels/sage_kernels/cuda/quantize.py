@@ -68,6 +68,7 @@ class Operands:
         leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
         heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; they lie before
             the tokens of `QuantizeParameters.key` and `value`.
+        heavy_key_in_order: whether heavy_key's channels lie in their own order, not in that of `layout.heavy_order`.
         spans: (paddings, 3), those of `operands.KeyPadding`; None without padding.
         paddings: batch elements of `Statistics.valid`.
     """
@@ -85,6 +86,7 @@ class Operands:
     q_len: Int
     heavy_key: HalfWords
     heavy_value: HalfWords
+    heavy_key_in_order: Int
     spans: Ints
     paddings: UInt32
 
@@ -289,6 +291,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         q_len=q_len,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
+        heavy_key_in_order=leaves_query,
         spans=None if padding is None else padding.spans,
         paddings=paddings,
     )

@@ -1,134 +1,209 @@
-// Heavy keys beside others: a warp attends to them in 16 bits, and merges them with what it has of the others, as two
-// parts of a row are merged by their maxima and sums. It does what `language/heavy.py` does.
+// The forward kernel's heavy keys: the call's first ones, which may hold much of each row's weight, and are not among K
+// and V. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are done with all others; these are
+// rescaled.
 //
-// Lane 4g + t has rows g and g + 8. Keys lie in shared memory, and their values, in lines of 64 channels, 128 bytes,
-// whose 16-byte parts are exchanged from row to row; K's channels are in the order of `layout.heavy_order`.
+// Q in 16 bits is in shared memory where the kernel quantises it: then the weights of heavy keys are found beside the
+// last P·V. Else it comes from memory, in parts that registers hold.
 #pragma once
-#include "mma.cuh"
-#include "tokens.cuh"
+#include "forward_rows.cuh"
 
-// What a warp needs of them, and of its rows of Q in 16 bits.
-struct HeavyKeys {
-  uint32 keys, values;  // addresses in shared memory
-  const uint16* query;  // the thread's 8 channels of the first 32, of its first row
-  int64 stride;         // from row to row
-  int rows;             // that exist, from the thread's first one on
-  int channels;         // of Q, from the thread's first one on
-  int seen;             // keys that the first row may attend to, if it may not attend to all
-  const uint8* valid;   // of each key, 0 where it does not exist; null: all exist
-  float scale;          // of scores, to base 2
-  float weight_log2;    // of the largest weight, to base 2
-};
+// A thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits: of each SECTION it has 8, which `heavy_order` brings
+// to its places in two matrix products.
+using HeavyWords = uint32[2][HEAVY_CHANNELS / SECTION][4];
 
-DEVICE float larger_or_nan(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
-
-// Compute Q·Kᵀ of KEYS heavy keys.
-template <int KEYS>
-DEVICE void find_heavy_scores(const HeavyKeys& heavy, float (&x)[KEYS / 8][4]) {
-  constexpr int LINE = 128 * KEYS;  // bytes of 64 channels
-  const int lane = threadIdx.x % 32;
+// Rows of Q in 16 bits too.
+struct HeavyRows : Rows {
+  // Load the thread's part of N sections of rows `row` and `row` + 8 of Q in 16 bits, from `first_channel` on.
+  template <int N>
+  DEVICE void load_query(int first_channel, uint32 (&x)[2][N][4]) {
+    if constexpr (QUANTIZES_QUERY) {
+      int line = row % WARPGROUP_ROWS, place = quad;
+      asm volatile("" : "+r"(line), "+r"(place));  // addresses are computed here, not kept in registers all along
+      const uint8* at = tokens + line * LINE_BYTES;
 #pragma unroll
-  for (int section = 0; section < CHANNELS / 32; section++) {
-    uint32 words[2][4];
+      for (int i = 0; i < N; i++) {
+        const uint8* part = at + i / 2 * (WARPGROUP_ROWS * LINE_BYTES) + ((i % 2 * 4 + place ^ line % 8) * 16);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      uint4 loaded = make_uint4(0, 0, 0, 0);
-      if (8 * r < heavy.rows && section * 32 < heavy.channels)
-        loaded = *reinterpret_cast<const uint4*>(heavy.query + 8 * r * heavy.stride + section * 32);
-      words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z, words[r][3] = loaded.w;
-    }
+        for (int r = 0; r < 2; r++) {
+          const uint4 y = *reinterpret_cast<const uint4*>(part + 8 * r * LINE_BYTES);
+          x[r][i][0] = y.x, x[r][i][1] = y.y, x[r][i][2] = y.z, x[r][i][3] = y.w;
+        }
+      }
+    } else {
+      int channel = first_channel + quad * 8, token = item.first_row + row;
+      asm volatile("" : "+r"(channel), "+r"(token));
 #pragma unroll
-    for (int block = 0; block < KEYS / 8; block++) {
-      uint32 k[4];
-      load_matrices(k, heavy.keys + section / 2 * LINE + (8 * block + lane % 8) * 128 +
-                           ((section % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+      for (int r = 0; r < 2; r++) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const uint32 left[4] = {words[0][2 * i], words[1][2 * i], words[0][2 * i + 1], words[1][2 * i + 1]};
-        add_16bit_product<FLOAT16>(x[block], left, k[2 * i], k[2 * i + 1]);
+        for (int i = 0; i < N; i++) {
+          const Reader reader(query, item.batch, item.head, token + 8 * r, a.q_len, channel + i * SECTION, a.head_dim);
+          reader.load<true>(0, reader.has(0), x[r][i]);
+        }
       }
     }
   }
-}
 
-// Attend to KEYS heavy keys.
-//
-// outputs: of the others, divided by `divisors`, 0 where that is; they become those of all keys. maxima, totals: of
-// both rows, to base 2 and sums of weights; they become those of all keys. IS_CAUSAL, HAS_VALID: `seen` and `valid`
-// count.
-template <int KEYS, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
-DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS][4], float (&maxima)[2],
-                                 float (&totals)[2], const float (&divisors)[2]) {
-  constexpr int LINE = 128 * KEYS;
-  const int lane = threadIdx.x % 32, quad = lane % 4;
-  float x[KEYS / 8][4] = {};
-  find_heavy_scores<KEYS>(heavy, x);
-  uint32 exists[2] = {~0u, ~0u};
-  if (HAS_VALID) {
+  // Rotate and quantise the warpgroup's rows of Q, into the order that the TMA would leave them in.
+  DEVICE void quantize_query() {
+    TileWords x;
+    load_query(0, x);
+    const int line = row % WARPGROUP_ROWS;
+    uint8* const into = codes + line * CHANNELS + quad % 2 * 8;
+    const float scale = rotate_query(x, factors[0].line + quad * 8, [&](int r, int section, uint2 eight) {
+      // 8 rows further on, parts are exchanged likewise.
+      const int part = section * 2 + quad / 2 ^ line * CHANNELS / 128 % (CHANNELS / 16);
+      *reinterpret_cast<uint2*>(into + 8 * r * CHANNELS + part * 16) = eight;
+    });
 #pragma unroll
-    for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, heavy.valid[i * 32 + lane]) >> 2 * quad;
+    for (int r = 0; r < 2; r++)
+      row_scale[r] = __shfl_sync(~0u, scale, thread % 32 / 4 * 4 + r) * (a.softmax_scale * LOG2E);
+    fence_shared();
+    sync_warpgroup();
   }
-  float factors[2], ends[2], inverses[2];
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int limit = heavy.seen + 8 * r - 2 * quad;
-    float largest = -INFINITE;
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) {
-      float& score = x[i / 2][2 * r + i % 2];
-      const int key = i / 2 * 8 + i % 2;
-      const bool hidden = IS_CAUSAL && key >= limit || HAS_VALID && !(exists[key / 32] >> key % 32 & 1);
-      score = hidden ? -INFINITE : score * heavy.scale;
-      largest = larger_or_nan(largest, score);
-    }
-    largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float new_max = larger_or_nan(maxima[r], largest), reference = new_max == -INFINITE ? 0.0f : new_max;
-    const float decay = exp2_approximate(maxima[r] - reference);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) {
-      float& weight = x[i / 2][2 * r + i % 2];
-      weight = exp2_approximate(weight - (reference - heavy.weight_log2));
-      sum += weight;
-    }
-    sum = sum_of_quad(sum);
-    const float others = divisors[r] * decay, divisor = others + sum, positive = divisor == 0.0f ? 1.0f : divisor;
-    // Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same.
-    const float power = __int_as_float(__float_as_int(positive) & 0x7F800000);
-    inverses[r] = 1.0f / power;
-    factors[r] = others * inverses[r];
-    ends[r] = power / positive;
-    maxima[r] = new_max;
-    totals[r] = totals[r] * decay + sum;
+
+  template <bool TRANSPOSED, int N>
+  DEVICE void add_16bit_product(float (&x)[N], const uint32* left, uint32 right) {
+    if constexpr (FLOAT16)
+      add_float16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
+    else
+      add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
   }
+
+  // Return the descriptor of the heavy keys, which lie behind the tiles of K and V, and the sums; it is computed where
+  // it is used, not kept in a register all along.
+  DEVICE uint32 heavy_keys() const {
+    uint32 first = k;
+    asm volatile("" : "+r"(first));
+    return first + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
+  }
+
+  // Begin the products of the rows of Q and the heavy keys, both in shared memory.
+  DEVICE void begin_heavy_scores(float (&x)[HEAVY_SCORES]) {
+    uint32 left = tokens_descriptor;
+    asm volatile("" : "+r"(left));
+    const uint32 right = heavy_keys();
 #pragma unroll
-  for (int block = 0; block < BLOCKS; block++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
-#pragma unroll
-  for (int step = 0; step < KEYS / 16; step++) {
-    uint32 p[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float* weights = x[2 * step + i / 2] + 2 * (i % 2);
-      p[i] = pack_16bit<FLOAT16>(weights[0] * inverses[i % 2], weights[1] * inverses[i % 2]);
+    for (int i = 0; i < CHANNELS / 16; i++) {
+      const uint32 a = left + i / 4 * (WARPGROUP_ROWS * LINE_BYTES / 16) + i % 4 * 2;
+      const uint32 b = right + i / 4 * HEAVY_LINE + i % 4 * 2;
+      if (i == 0)
+        add_shared_16bit_product<LINE_BYTES, FLOAT16, false>(x, a, b);
+      else
+        add_shared_16bit_product<LINE_BYTES, FLOAT16, true>(x, a, b);
     }
-    const int line = 16 * step + lane % 16;
+    commit_products();
+  }
+
+  // Compute the products of the rows of Q and the heavy keys; `heavy_query` has the first HEAVY_CHANNELS of Q.
+  DEVICE void find_heavy_scores(HeavyWords& heavy_query, float (&x)[HEAVY_SCORES]) {
+    const uint32 right = heavy_keys();
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block += 2) {
-      uint32 v[4];
-      load_transposed(v, heavy.values + block / 8 * LINE + line * 128 + ((block % 8 + lane / 16) ^ line % 8) * 16);
-      add_16bit_product<FLOAT16>(outputs[block], p, v[0], v[1]);
-      add_16bit_product<FLOAT16>(outputs[block + 1], p, v[2], v[3]);
+    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
+#pragma unroll
+    for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
+      if (channel > 0) load_query(channel, heavy_query);
+      fence_products();
+#pragma unroll
+      for (int i = 0; i < HEAVY_CHANNELS / 16; i++) {
+        const auto &first = heavy_query[0][i / 2], &second = heavy_query[1][i / 2];
+        const int word = i % 2 * 2;
+        const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
+        add_16bit_product<false>(x, left, right + (channel / 64 + i / 4) * HEAVY_LINE + i % 4 * 2);
+      }
+      commit_products();
+      wait_products<0>();
+      pin(x);
     }
   }
+
+  // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
+  static DEVICE uint32 pack_16bit(float a, float b) {
+    if (FLOAT16) return pack_float16(a, b);
+    uint32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+  }
+
+  // Make the heavy keys' scores x, but for Q's factor, their weights p, and add these to the rows' sums: relative to
+  // the others' weights, unless they outgrow 1. `others` is what these have of the sums, and the outputs are to be
+  // multiplied by `factor`, which also divides by the power of two near the sum, lest V times a weight be infinite.
+  DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], uint32 (&p)[HEAVY_SCORES / 2], float (&factor)[2],
+                               float (&others)[2]) {
+    int place = quad;
+    asm volatile("" : "+r"(place));
+    uint32 heavy_exists[2] = {~0u, ~0u};
+    if (PADDED) {
 #pragma unroll
-  for (int block = 0; block < BLOCKS; block++)
+      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
+    }
+    const int seen = item.first_row + row + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
+    auto hidden = [&](int i) {
+      const int key = i / 4 * 8 + i % 2;
+      return CAUSAL && key >= seen + i / 2 % 2 * 8 || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1);
+    };
+    const float scale = a.softmax_scale * LOG2E;
+    float largest[2] = {-INFINITE, -INFINITE}, shift[2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) outputs[block][i] *= ends[i / 2];
-}
+    for (int i = 0; i < HEAVY_SCORES; i++)
+      if (!hidden(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+    // A weight is at most 2^LARGEST: then the sum of all is at most 2.
+    constexpr float LARGEST = -6.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+      if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] *= scale;
+      const int exponent = __float_as_int(row_sum[r]) >> 23;
+      factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
+      if (exponent != 0) base[r] -= exponent - 127;
+      const float before = base[r];
+      base[r] = fminf(before, LARGEST - largest[r]);
+      if (base[r] != INFINITE) factor[r] *= exp2_approximate(base[r] - before);
+      others[r] = row_sum[r] * factor[r];
+      shift[r] = base[r] == INFINITE ? 0.0f : base[r];
+    }
+    float sum[4] = {};  // two chains for each row
+#pragma unroll
+    for (int i = 0; i < HEAVY_SCORES; i++) {
+      x[i] = hidden(i) ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
+      if (i % 2) p[i / 2] = pack_16bit(x[i - 1], x[i]);
+      sum[i / 2 % 2 * 2 + i % 2] += x[i];
+    }
+    pin(p);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float of_row = sum[2 * r] + sum[2 * r + 1];
+      of_row += __shfl_xor_sync(~0u, of_row, 1);
+      of_row += __shfl_xor_sync(~0u, of_row, 2);
+      row_sum[r] = others[r] + of_row;
+    }
+  }
+
+  // Bring the outputs to the scale of V in 16 bits, times the factor, add V's mean for the others' weights, and P·V of
+  // the heavy keys.
+  DEVICE void add_heavy_outputs(const uint32 (&p)[HEAVY_SCORES / 2], const float (&factor)[2],
+                                const float (&others)[2]) {
+    int place = quad;
+    asm volatile("" : "+r"(place));
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 8; i++) {
+      const float2 value_scale = reinterpret_cast<const float2*>(value_scales.scale)[i * 4 + place];
+      const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float* y = outputs + 4 * i + 2 * r;
+        y[0] = __fmaf_rn(y[0], value_scale.x * factor[r], mean.x * others[r]);
+        y[1] = __fmaf_rn(y[1], value_scale.y * factor[r], mean.y * others[r]);
+      }
+    }
+    pin(outputs);
+    const uint32 values = heavy_keys() + HEAVY_BYTES / 16 + (HEAVY_LINE - 1 << 16);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < HEAVY_KEYS / 16; i++)
+      add_16bit_product<true>(outputs, p + 4 * i, values + i * (16 * LINE_BYTES / 16));
+    commit_products();
+    wait_products<0>();
+    pin(outputs);
+  }
+};

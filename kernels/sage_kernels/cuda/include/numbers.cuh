@@ -31,23 +31,16 @@ DEVICE uint32 pack_float16(float a, float b) {
   return y;
 }
 
-// Bring x within ±largest; NaN stays NaN.
-DEVICE float clamp(float x, float largest) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(largest));
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-largest));
-  return x;
-}
-
-// Round two numbers of the output, finite or NaN; the first is in the lower half.
+// Round two numbers of the output, beyond the largest one to that; the first is in the lower half. NaN stays NaN.
 DEVICE uint32 to_bfloat16(float a, float b) {
-  constexpr float largest = 3.3895313892515355e38f;
   uint32 y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(clamp(b, largest)), "f"(clamp(a, largest)));
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
   return y;
 }
 DEVICE uint32 to_float16(float a, float b) {
-  constexpr float largest = 65504.0f;
-  return pack_float16(clamp(a, largest), clamp(b, largest));
+  uint32 y;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
 }
 
 // Look up the bytes of a table of 8 by four numbers below 8, each in 4 bits; unlike __byte_perm, without a mask of

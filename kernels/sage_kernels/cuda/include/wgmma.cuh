@@ -108,3 +108,21 @@ E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
   PRODUCT_16BIT(NAME, TYPE, 64, "128", "%64, %65, %66, %67", "%68", "%69", "%70", "%71")
 PRODUCTS_16BIT(add_float16_product, "f16")
 PRODUCTS_16BIT(add_bfloat16_product, "bf16")
+
+// x = A·Bᵀ in 16 bits, or += if ADD, 16 deep; A and B in shared memory, their rows WIDTH bytes.
+template <int WIDTH, bool IS_FLOAT16, bool ADD>
+DEVICE void add_shared_16bit_product(float (&x)[32], uint32 a, uint32 b) {
+#define SHARED_PRODUCT(TYPE)                                                                                         \
+  asm volatile(                                                                                                      \
+      "{ .reg .b64 a, b;\n"                                                                                          \
+      "mov.b64 a, {%32, %34};\n"                                                                                     \
+      "mov.b64 b, {%33, %34};\n"                                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" ACCUMULATORS_32 "}, a, b, %35, 1, 1, 0, 0; }" \
+      : OPERANDS_32("+f", x)                                                                                         \
+      : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD))
+  if constexpr (IS_FLOAT16)
+    SHARED_PRODUCT("f16");
+  else
+    SHARED_PRODUCT("bf16");
+#undef SHARED_PRODUCT
+}

@@ -6,18 +6,18 @@
 // are in its registers, and weights become the left operand of P·V where they are.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
-// bits when it is done with all others (`heavy_keys.cuh`).
+// bits when it is done with all others (`warp_heavy_keys.cuh`).
 //
 // The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that
 // are not defined here.
 #include "barrier.cuh"
-#include "heavy_keys.cuh"
 #include "mma.cuh"
 #include "numbers.cuh"
 #include "nvfp4_atom.cuh"
 #include "parameters.cuh"
 #include "tma.cuh"
 #include "tokens.cuh"
+#include "warp_heavy_keys.cuh"
 #include "wgmma.cuh"
 
 static_assert(WARPS == 8 && THREADS == 32 * (WARPS + 4),
@@ -464,7 +464,7 @@ struct Consumer {
       wait(barriers.heavy_full, round & 1);
       attend_to_heavy_keys<HEAVY_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);
       __syncwarp();
-      if (lane == 0) arrive(barriers.heavy_empty);
+      if (lane < WARP_ARRIVALS) arrive(barriers.heavy_empty);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -511,9 +511,8 @@ struct Consumer {
       auto step = [&](auto attend_to) {
         wait(full + 8 * use.stage, use.parity);
         attend_to(stages + use.stage * static_cast<uint32>(sizeof(Stage)));
-        // One lane arrives for all. The checker of races counts that lane's reads only; if all arrive it finds none.
         __syncwarp();
-        if (lane == 0) arrive(empty + 8 * use.stage);
+        if (lane < WARP_ARRIVALS) arrive(empty + 8 * use.stage);
         use.next();
       };
       int tile = item.first_tile;
@@ -535,8 +534,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) nvfp4_forward(NVFP4_FOR
   __shared__ Barriers barriers;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1 + 32), init(barriers.empty[i], WARPS);
-    init(barriers.heavy_full, 1), init(barriers.heavy_empty, WARPS);
+    for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1 + 32), init(barriers.empty[i], WARPS * WARP_ARRIVALS);
+    init(barriers.heavy_full, 1), init(barriers.heavy_empty, WARPS * WARP_ARRIVALS);
   }
   fence_shared();
   __syncthreads();

@@ -754,7 +754,7 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
 // Write the heavy keys of one pair, without the mean of the others, within the range of their 16 bits unless they are
 // infinite; or their V as it is. They lie before the tokens that `tokens` describes.
 template <bool OF_VALUE>
-DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair) {
+DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool in_order = true) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
   const KeyReader reader(tokens, s, pair, first - HEAVY_KEYS, 0, channel, OF_VALUE ? s.v_head_dim : s.head_dim);
   uint32 x[LOADS][4];
@@ -777,7 +777,7 @@ DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, 
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + first + i * ROWS;
-    if (OF_VALUE) {
+    if (OF_VALUE || in_order) {
       reinterpret_cast<uint4*>(into)[row * LANES + lane % LANES] = make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]);
     } else {  // in the order of `layout.heavy_order`
 #pragma unroll
@@ -916,7 +916,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
       quantize_key<false>(key, s, o, pair, number);
   } else if (HEAVY_KEYS && number >= of_key_and_value) {
     if (number == of_key_and_value)
-      copy_heavy<false>(key, s, o.heavy_key, pair);
+      copy_heavy<false>(key, s, o.heavy_key, pair, o.heavy_key_in_order);
     else
       copy_heavy<true>(value, s, o.heavy_value, pair);
   } else if (PV_FLOAT16) {

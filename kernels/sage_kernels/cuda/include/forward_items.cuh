@@ -1,0 +1,142 @@
+// The forward kernel's work, shared out as items, and its constants and shared memory. The host, `int8_forward.py`,
+// gives all compile-time constants that are not defined here.
+#pragma once
+#include "barrier.cuh"
+#include "parameters.cuh"
+#include "rotation.cuh"
+#include "tokens.cuh"
+
+static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "WARPGROUPS that attend must be 2 or 3: registers are shared out so");
+static_assert(THREADS == 128 * (WARPGROUPS + 1), "THREADS must be those of WARPGROUPS, and of one that brings tiles");
+static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, those of a matrix instruction");
+static_assert(BLOCK_N == 96 || BLOCK_N == 128, "BLOCK_N keys of a tile must be 96 or 128: see INT8_PRODUCT");
+static_assert(STAGES == 2, "STAGES must be 2: steps of even and odd tiles name their stages");
+static_assert(KEY_BLOCK == 64 && KEYS_PER_SCALE == 16,
+              "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: a thread has 16 of a row's scores with 64 keys");
+static_assert(LINE_BYTES == 128, "LINE_BYTES of V in float16 and of the output must be 128, the widest swizzle");
+static_assert((VALUE_WIDTH == 128 || VALUE_WIDTH == 32) && BLOCK_N % VALUE_WIDTH == 0,
+              "VALUE_WIDTH keys of V in e4m3, side by side in shared memory, must be 128 or 32, and divide a tile");
+static_assert(SUMMED_TILES > 0 && SUMMED_TILES % 2 == 0, "SUMMED_TILES must be even: sums move after even tiles");
+ASSERT_FLAG(PV_FLOAT16, "P and V are in float16, or in e4m3");
+ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
+ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
+ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
+ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
+ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
+static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
+static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
+
+constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
+constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
+constexpr int OUTPUTS = CHANNELS / 2;           // in a thread's registers
+constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;    // of an element of P and V
+constexpr int WEIGHTS = SCORES * PV_BYTES / 4;  // words of P
+constexpr int PV_DEPTH = 32 / PV_BYTES;         // keys of a matrix product
+constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
+// The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
+constexpr int PRODUCTS_DONE = 1;
+constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
+constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
+constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
+constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of heavy keys, or of their values
+constexpr int QUERY_STAGES = QUANTIZES_QUERY ? 1 : STAGES;                    // of Q in INT8
+constexpr int TOKENS_BYTES = QUANTIZES_QUERY ? CHANNELS * 2 * 64 : 0;         // of a warpgroup's rows of Q in 16 bits
+static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) +
+                                  WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + 2 * HEAVY_BYTES + CONTROL_BYTES,
+              "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, of the heavy keys, and of Control");
+// Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
+constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
+constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                     // in a thread's registers
+constexpr int HEAVY_LINE = HEAVY_KEYS * LINE_BYTES / 16;         // of heavy keys, or their values, as descriptors count
+constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
+// The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
+// float16 makes of the weights: of e4m3's, the LSE asks for more.
+constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
+// Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
+// scores of keys without their mean have mean 0; and their weights are erased before these are summed.
+constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
+// An item's last tile of half as many keys, which heavy keys leave of a multiple of BLOCK_N, takes half of the softmax.
+constexpr bool HALVES = ERASES && BLOCK_N == 128;
+// Warpgroups whose rows see none of the item's last tiles leave them to the others.
+constexpr bool SKIPS = CAUSAL && !PADDED;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+// A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
+// large as P's format allows.
+constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = LARGEST_P_LOG2 - SLACK;
+static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
+              "LARGEST_P_LOG2 must be above SLACK, and within the format of P");
+
+struct Barriers {
+  uint64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  uint64 ending_full, ending_empty;
+};
+
+// What comes with a tile of Q: the scales of its rows, or in 16 bits the factors of their rotation (`rotate`).
+struct alignas(16) Factors {
+  float line[QUANTIZES_QUERY ? CHANNELS : BLOCK_M];
+};
+
+// What comes with the heavy keys, and is needed when all others are done.
+struct alignas(16) ValueScales {
+  float scale[CHANNELS], mean[CHANNELS];
+};
+
+// A block's share of the work.
+struct Item {
+  int batch, head, kv_head, first_row;
+  int tiles;            // of keys; at least 1, of which a row may see nothing
+  int first, in_order;  // the tile to begin with, and how many follow one another; the one before it comes last
+
+  DEVICE int tile(int number) const {
+    return !PADDED ? number : number < in_order ? first + number : max(0, first - 1);
+  }
+  DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
+  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+};
+
+// What lies in shared memory behind the tiles.
+struct alignas(256) Control {
+  uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes, whose products with weights are their sums
+  Barriers barriers;
+  ValueScales value_scales;
+  Factors factors[QUERY_STAGES];
+  Item items[QUERY_STAGES];
+};
+static_assert(sizeof(Control) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
+
+// Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
+// first, and blocks change order from round to round.
+DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+  const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
+  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (index >= items) return false;
+  int block, pair;
+  if (CAUSAL) {
+    const int group = index / (blocks * a.heads_at_once), within = index - group * blocks * a.heads_at_once;
+    const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
+    block = blocks - 1 - within / heads;
+    pair = group * a.heads_at_once + within % heads;
+  } else {
+    block = index % blocks;
+    pair = index / blocks;
+  }
+  item.batch = pair / a.q_heads;
+  item.head = pair - item.batch * a.q_heads;
+  item.kv_head = item.head / (a.q_heads / a.kv_heads);
+  item.first_row = block * BLOCK_M;
+  int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] - HEAVY * HEAVY_KEYS : a.kv_len;
+  if (CAUSAL) keys = min(keys, item.first_row + BLOCK_M + a.causal_offset);
+  item.in_order = (keys + BLOCK_N - 1) / BLOCK_N;
+  item.first = 0;
+  int before = 0;
+  if (PADDED) {
+    const int first_key = max(a.spans[item.batch * a.spans_stride] - HEAVY * HEAVY_KEYS, 0);
+    before = first_key % BLOCK_N != 0;
+    item.first = first_key / BLOCK_N + before;
+    item.in_order -= item.first;
+  }
+  item.tiles = max(1, max(0, item.in_order) + before);
+  return true;
+}

@@ -1,0 +1,294 @@
+// A warpgroup's rows in the forward kernel: their scores, softmax and P·V.
+#pragma once
+#include "forward_items.cuh"
+#include "numbers.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
+// is of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
+struct Rows {
+  const Arguments& a;
+  const Tokens& query;
+  const TensorMap& output;
+  Barriers& barriers;
+  const ValueScales& value_scales;
+  const Factors* factors;  // of the stages of Q
+  const Item* items;       // of the stages of Q
+  uint8* shared_sums;      // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  const uint8* tokens;     // of the warpgroup: its rows of Q in 16 bits
+  uint8* codes;            // of the warpgroup: those in INT8, of the first stage
+  uint32 tokens_descriptor;
+  uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
+  int warpgroup, thread, quad, row;
+
+  Item item;
+  int tiles;                            // of the item that the warpgroup's rows attend to, at least 1
+  int first_key_scale, last_key_scale;  // the thread's in the item's head
+  int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
+  uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
+  int scores[SCORES];
+  uint32 weights[WEIGHTS];
+  float outputs[OUTPUTS];
+  float row_scale[2], next_key_scale[SEGMENTS], scale[2][SEGMENTS];
+  float base[2];  // P_LOG2 - the row's reference
+  float decay[2], row_sum[2], sums_base[2];
+  float tile_sum[4];  // of the weights: by the matrix product, two equal ones of `row`, then of `row` + 8
+  bool grows, has_sums;
+  int q_stage, parity;
+
+  DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
+
+  // The segment of scores[i] in an even or odd tile: its block of KEY_BLOCK keys, counted from the tile's first.
+  static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % KEY_BLOCK + i / 4 * 8) / KEY_BLOCK; }
+
+  DEVICE void load_key_scale(int number) {
+    const int tile = item.tile(number);
+#pragma unroll
+    for (int i = 0; i < SEGMENTS; i++)
+      next_key_scale[i] =
+          from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / KEY_BLOCK + i) * 4, last_key_scale)]);
+  }
+
+  // Find the keys that a masked tile allows.
+  DEVICE void load_mask(int number) {
+    const int first = item.tile(number) * BLOCK_N + quad * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
+    if (PADDED) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 32; i++) {
+        const int key = first - quad * 2 + i * 32 + thread % 32;
+        const bool is_valid = key < a.kv_len && valid()[HEAVY * HEAVY_KEYS + key];
+        exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
+      }
+    }
+  }
+  // Of the item's batch element: from its first key on, be it heavy or not.
+  DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
+  DEVICE bool allowed(int i) const {
+    const int key = i / 4 * 8 + i % 2;
+    return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
+  }
+
+  // Find a tile's scales and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
+  template <int ODD, bool MASKED, bool HALF = false>
+  DEVICE void find_maxima(int number) {
+#pragma unroll
+    for (int i = 0; i < SEGMENTS; i++) {
+      scale[0][i] = row_scale[0] * next_key_scale[i];
+      scale[1][i] = row_scale[1] * next_key_scale[i];
+    }
+    load_key_scale(number + 1);
+    constexpr int NO_KEY = -2147483647 - 1;
+    if (MASKED) {
+      load_mask(number);
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (!allowed(i)) scores[i] = NO_KEY;
+    }
+    float largest[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+    for (int part = 0; part < (HALF ? 1 : SEGMENTS); part++) {
+      int x[4] = {NO_KEY, NO_KEY, NO_KEY, NO_KEY};  // two chains for each row
+#pragma unroll
+      for (int i = 0; i < SCORES; i += 4) {
+        if (segment(ODD, i) != part) continue;
+        int &first = x[i / 4 % 2 * 2], &second = x[i / 4 % 2 * 2 + 1];
+        first = max(max(first, scores[i]), scores[i + 1]);
+        second = max(max(second, scores[i + 2]), scores[i + 3]);
+      }
+      x[0] = max(x[0], x[2]), x[1] = max(x[1], x[3]);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
+    }
+    constexpr float limit = P_LOG2 + SLACK;
+    grows = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
+    if (grows) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float x = largest[r];
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+        const float before = base[r];
+        base[r] = fminf(before, P_LOG2 - x);
+        decay[r] = MASKED && base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
+        if (!SUMS_BY_PRODUCT) row_sum[r] *= decay[r];
+      }
+    }
+  }
+
+  // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of the chunk before) keeps
+  // the compiler from scaling all scores first and then waiting for one exponential after the other.
+  template <int ODD, bool MASKED>
+  DEVICE void begin_chunk(int chunk) {
+    float shift[2] = {base[0], base[1]};
+    if (chunk > 0) {  // of the same row: what is not finite stays there
+      const int* before = scores + (chunk - 1) * CHUNK;
+      shift[0] = __fmaf_rn(__int_as_float(before[0]), 0.0f, base[0]);
+      shift[1] = __fmaf_rn(__int_as_float(before[2]), 0.0f, base[1]);
+    }
+#pragma unroll
+    for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
+      const int r = i / 2 % 2;
+      float x = __fmaf_rn(static_cast<float>(scores[i]), scale[r][segment(ODD, i)], shift[r]);
+      if (MASKED && !allowed(i)) x = -INFINITE;
+      scores[i] = __float_as_int(x);
+    }
+  }
+  DEVICE void exponentiate_chunk(int chunk) {
+#pragma unroll
+    for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
+      const float p = exp2_approximate(__int_as_float(scores[i]));
+      if (!SUMS_BY_PRODUCT) row_sum[i / 2 % 2] += p;
+      scores[i] = __float_as_int(p);
+    }
+  }
+  DEVICE void pack_chunk(int chunk) {
+    auto p = [&](int i) { return __int_as_float(scores[chunk * CHUNK + i]); };
+    if (PV_FLOAT16) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) weights[4 * chunk + i] = pack_float16(p(2 * i), p(2 * i + 1));
+    } else {
+      weights[2 * chunk] = to_e4m3(p(0), p(1), p(4), p(5));
+      weights[2 * chunk + 1] = to_e4m3(p(2), p(3), p(6), p(7));
+    }
+  }
+  // `await_products` waits until the matrix products have read the weights of the last tile.
+  template <int ODD, bool MASKED, bool HALF = false, typename Await>
+  DEVICE void weigh_scores(Await await_products) {
+    constexpr int LAST = (HALF ? CHUNKS / 2 : CHUNKS) - 1;
+    begin_chunk<ODD, MASKED>(0);
+#pragma unroll
+    for (int c = 0; c <= LAST; c++) {
+      exponentiate_chunk(c);
+      if (c < LAST) begin_chunk<ODD, MASKED>(c + 1);
+      if (c == PRODUCTS_DONE) {
+        pin(scores);
+        await_products();
+#pragma unroll
+        for (int i = 0; i < c; i++) pack_chunk(i);
+      } else if (c > PRODUCTS_DONE) {
+        pack_chunk(c - 1);
+      }
+    }
+    pack_chunk(LAST);
+    pin(weights);
+  }
+
+  DEVICE void begin_scores(int stage) {
+    const uint32 of_item = q + q_stage * (Q_BYTES / 16), of_stage = k + stage * (K_BYTES / 16);
+    add_product<CHANNELS, false>(scores, of_item, of_stage);
+#pragma unroll
+    for (int i = 1; i < CHANNELS / 32; i++) add_product<CHANNELS, true>(scores, of_item + 2 * i, of_stage + 2 * i);
+    commit_products();
+  }
+  // Erase the weights of the item's last tile that keys beyond the last one have.
+  DEVICE void erase_weights() {
+    const int left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      uint32 kept = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (c * 16 + i / 2 * 8 + i % 2 < left) kept |= 0xFFu << 8 * i;
+      weights[2 * c] &= kept;
+      weights[2 * c + 1] &= kept;
+    }
+  }
+
+  template <bool ADD>
+  DEVICE void sum_weights(const uint32* part) {
+    if constexpr (PV_FLOAT16)
+      add_float16_product<32, false, ADD>(tile_sum, part, ones);
+    else
+      add_product<32, ADD>(tile_sum, part, ones);
+  }
+  DEVICE void begin_sums() {
+    if constexpr (SUMS_BY_PRODUCT) {
+      sum_weights<false>(weights);
+#pragma unroll
+      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
+    }
+  }
+  template <bool WITH_SUMS>
+  DEVICE void begin_outputs(int stage) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
+      if constexpr (PV_FLOAT16) {
+        add_float16_product<128, true, true>(outputs, weights + 4 * i,
+                                             v + (stage * V_BYTES + i * PV_DEPTH * LINE_BYTES) / 16);
+      } else {
+        const int at = i * 32 / VALUE_WIDTH * (CHANNELS * VALUE_WIDTH) + i * 32 % VALUE_WIDTH;
+        add_product<VALUE_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+      }
+    }
+    if (WITH_SUMS) begin_sums();
+    commit_products();
+  }
+
+  // The products that sum the last tile's weights are done.
+  DEVICE void add_tile_sum() {
+    pin(tile_sum);
+    if (SUMS_BY_PRODUCT) row_sum[0] += tile_sum[0], row_sum[1] += tile_sum[2];
+  }
+
+  // The warpgroup's shared memory is free again, and all its threads have passed here.
+  DEVICE void reclaim_shared_sums() {
+    if (thread == 0) wait_until_read();
+    sync_warpgroup();
+  }
+
+  // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
+  template <bool LAST>
+  DEVICE void move_sums(const float (&base)[2]) {
+    float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
+    if (!has_sums) reclaim_shared_sums();
+    float gain[2] = {0.0f, 0.0f};
+    if (has_sums) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) gain[r] = exp2_approximate(base[r] - sums_base[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < OUTPUTS / 4; i++) {
+      float* x = outputs + 4 * i;
+      float4 sum = has_sums ? sums[i * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      sum = make_float4(__fmaf_rn(sum.x, gain[0], x[0]), __fmaf_rn(sum.y, gain[0], x[1]),
+                        __fmaf_rn(sum.z, gain[1], x[2]), __fmaf_rn(sum.w, gain[1], x[3]));
+      if (!LAST) sums[i * 128] = sum;
+      x[0] = LAST ? sum.x : 0.0f, x[1] = LAST ? sum.y : 0.0f, x[2] = LAST ? sum.z : 0.0f, x[3] = LAST ? sum.w : 0.0f;
+    }
+    sums_base[0] = base[0], sums_base[1] = base[1];
+    has_sums = true;
+  }
+
+  // P·V of the last tile runs while this tile's scores become weights.
+  template <int ODD, bool MASKED, bool HALF = false>
+  DEVICE void step(int tile) {
+    fence_products();
+    begin_scores(ODD);
+    fence_products();
+    begin_outputs<true>(ODD ^ 1);
+    wait_products<1>();
+    pin(scores);
+    arrive_as_warp(barriers.k_empty[ODD]);
+    find_maxima<ODD, MASKED, HALF>(tile);
+    weigh_scores<ODD, MASKED, HALF>([&] {
+      // The compiler moves no wait for products above these, which are branches.
+      if (tile + 1 < tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
+      wait(barriers.v_full[ODD], parity);
+      wait_products<0>();
+      pin(outputs);
+      add_tile_sum();
+      arrive_as_warp(barriers.v_empty[ODD ^ 1]);
+    });
+    if (grows) {
+      if (SUMS_BY_PRODUCT) row_sum[0] *= decay[0], row_sum[1] *= decay[1];
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
+    }
+    if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
+  }
+};
