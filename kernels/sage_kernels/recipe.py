@@ -54,8 +54,10 @@ class Recipe:
             `backward`.
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
-        scale_steps: NVFP4 group-scale search in Q, K and V: codes from amax/6 to each further scale that is tried
-            (formats.nvfp4.best_scale); empty: no search.
+        scale_steps: NVFP4 group-scale search in Q and V: codes from amax/6 to each further scale that is tried
+            (formats.nvfp4.search_groups); empty: no search. Not without `tensor_scale`, which keeps elements within
+            the search's float16.
+        key_scale_steps: likewise in K, whose error grows most where scales are left out.
         denominator: divide rows by the sum of P before ("p") or after ("quantized_p") quantisation.
         backward: formats of the backward pass; None: the recipe has no gradients.
     """
@@ -71,6 +73,7 @@ class Recipe:
     heavy_keys: int = 0
     tensor_scale: bool = True
     scale_steps: tuple[int, ...] = ()
+    key_scale_steps: tuple[int, ...] = ()
     denominator: Literal["p", "quantized_p"] = "p"
     backward: Backward | None = None
 
@@ -95,7 +98,8 @@ RECIPES: dict[str, Recipe] = {
             smooth_v=True,
             rotate=True,
             balance=True,
-            scale_steps=(-1, 1, 2, 3, 4, 5, 6),
+            scale_steps=(-1, 1, 4, 5, 6),
+            key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
             heavy_keys=64,
         ),

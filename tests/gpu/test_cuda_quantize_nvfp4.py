@@ -27,7 +27,9 @@ RECIPES = {
     "no rotation": replace(SAGE3, rotate=False, balance=False),
     "Q not smoothed": replace(SAGE3, smooth_q=False),
     "K and V not smoothed": replace(SAGE3, smooth_k=False, smooth_v=False),
-    "three scales": replace(SAGE3, scale_steps=(-1, 4)),
+    "three scales": replace(SAGE3, scale_steps=(-1, 4), key_scale_steps=(1, 2)),
+    "no search": replace(SAGE3, scale_steps=(), key_scale_steps=()),
+    "K searched": replace(SAGE3, scale_steps=()),
 }
 SIZES = [  # batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim
     (1, 4, 4, 1024, 1088, 128, 128),

@@ -18,7 +18,7 @@ KEYS = 64
 CAPABILITY = {"int8": (8, 9), "nvfp4": (9, 0)}
 # Without the search for scales, which the interpreter is slow at.
 RECIPES = {
-    name: replace(get_recipe(name), heavy_keys=KEYS, scale_steps=())
+    name: replace(get_recipe(name), heavy_keys=KEYS, scale_steps=(), key_scale_steps=())
     for name in ("sage1", "sage2", "sage3", "sage3_paper")
 }
 

@@ -135,3 +135,5 @@ def test_asks_the_compiler_for_the_gpus_own_architecture(monkeypatch, capability
 def test_serves_no_search_over_more_scales_than_a_row_of_its_table():
     assert NVFP4Quantizer().serves(SAGE3) and NVFP4Quantizer().serves(PAPER)
     assert not NVFP4Quantizer().serves(replace(SAGE3, scale_steps=tuple(range(1, 9))))
+    assert not NVFP4Quantizer().serves(replace(SAGE3, key_scale_steps=tuple(range(1, 9))))
+    assert not NVFP4Quantizer().serves(replace(SAGE3, scale_steps=(12,)))

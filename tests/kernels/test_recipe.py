@@ -28,11 +28,12 @@ def test_the_recipes_are_those_of_the_table():
             balance=True,
             tensor_scale=True,
             heavy_keys=64,
-            scale_steps=(-1, 1, 2, 3, 4, 5, 6),
+            scale_steps=(-1, 1, 4, 5, 6),
+            key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
         ),
         "sage3_paper": Recipe(
-            "sage3_paper", **nvfp4_both, smooth_v=False, rotate=False, tensor_scale=False, scale_steps=()
+            "sage3_paper", **nvfp4_both, smooth_v=False, rotate=False, tensor_scale=False, scale_steps=(), key_scale_steps=()
         ),
         "sage2": Recipe(
             "sage2",
@@ -108,9 +109,9 @@ def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy
     value = transforms.smooth_value(value)[0].mT
     assert torch.equal(operands.smooth_key, key)
     assert torch.equal(operands.query_mean, query_mean)
-    steps = RECIPES["sage3"].scale_steps
+    steps, key_steps = RECIPES["sage3"].scale_steps, RECIPES["sage3"].key_scale_steps
     assert torch.equal(operands.query, in_blocks(transforms.rotate(query * factor), steps))
-    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), steps))
+    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), key_steps))
     assert torch.equal(operands.value * operands.value_scale, nvfp4.quantize(value, steps).dequantize().mT)
 
 

@@ -280,6 +280,7 @@ OTHERS = {
     "balance": True,
     "tensor_scale": False,
     "scale_steps": (-1, 1),
+    "key_scale_steps": (-1, 1),
     "denominator": "quantized_p",
 }
 INT8 = {"smooth_k", "smooth_v", "rotate", "balance"}

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..call import Call
-from ..formats.nvfp4 import GROUP, MAX_STEPS, search_table
+from ..formats.nvfp4 import BIN_SHIFT, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import HeavyKeys, NVFP4Operands
 from ..operands import Statistics as FoundStatistics
@@ -33,7 +33,7 @@ class Statistics:
 
     Attributes:
         lines: (batch, kv_heads, 6 · blocks + 2 · q_heads / kv_heads, CHANNELS).
-        factors: (batch, kv_heads, 3, CHANNELS): what Q and K are multiplied by, and what is added to K then.
+        factors: (batch, kv_heads, 4, CHANNELS): what Q and K are multiplied by, what is added to K then, and zeros.
         key_mean, balance, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
         pairs: batch · kv_heads.
@@ -66,7 +66,7 @@ class Operands:
     """Buffers that `quantize` writes: those of `operands.NVFP4Operands` and of its heavy keys, if there are any.
 
     Attributes:
-        search: `nvfp4.search_table`; None without a search.
+        search, key_search: `nvfp4.search_table` for Q and V, and for K.
         q_blocks: of BLOCK tokens of Q.
     """
 
@@ -83,6 +83,7 @@ class Operands:
     heavy_key: HalfWords
     heavy_value: HalfWords
     search: ConstInts
+    key_search: ConstInts
     q_blocks: UInt32
 
 
@@ -146,8 +147,13 @@ def kernels(
         "BALANCE": recipe.balance,
         "TENSOR_SCALE": recipe.tensor_scale,
         "SEARCHED": len(recipe.scale_steps),
-        "MAX_STEPS": MAX_STEPS,
         "STEPS": ",".join(map(str, recipe.scale_steps or (0,))),
+        "KEY_SEARCHED": len(recipe.key_scale_steps),
+        "KEY_STEPS": ",".join(map(str, recipe.key_scale_steps or (0,))),
+        "MAX_STEPS": MAX_STEPS,
+        "FIRST_BIN": FIRST_BIN,
+        "BIN_SHIFT": BIN_SHIFT,
+        "SEARCH_LIMIT": SEARCH_LIMIT,
         "MIN_MEAN": MIN_MEAN,
         "MIN_VARIANCE": MIN_VARIANCE,
         "MAX_BALANCE": MAX_BALANCE,
@@ -230,7 +236,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
     samples = ceil_div(q_len, sample_distance) if recipe.balance else 0
     statistics = Statistics(
         lines=new(pairs, (KEY_LINES + VALUE_LINES) * blocks + KEY_LINES * (q_heads // kv_heads), channels),
-        factors=new(pairs, 3, channels),
+        factors=new(pairs, 4, channels),
         key_mean=found.key_mean,
         balance=found.balance,
         value_mean=found.value_mean,
@@ -262,6 +268,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
         search=search_table(recipe.scale_steps, device),
+        key_search=search_table(recipe.key_scale_steps, device),
         q_blocks=q_blocks,
     )
     reduce, means, quantize = kernels(

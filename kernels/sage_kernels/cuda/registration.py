@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..call import Call
+from ..formats.nvfp4 import MAX_STEPS
 from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
@@ -69,8 +70,11 @@ class NVFP4Quantizer:
         """Serve everything in NVFP4 with up to 7 scales beside the nearest, and 0 or 64 heavy keys."""
         formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, int8_forward.HEAVY_KEYS)
         transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
-        searched = len(recipe.scale_steps) <= quantize_nvfp4.MAX_STEPS
-        return formats and searched and recipe.is_plain_but_for(*transforms, "scale_steps", "heavy_keys")
+        steps = (recipe.scale_steps, recipe.key_scale_steps)
+        searched = all(len(one) <= MAX_STEPS and set(one) <= set(range(-4, 12)) for one in steps)
+        return formats and searched and recipe.is_plain_but_for(
+            *transforms, "scale_steps", "key_scale_steps", "heavy_keys"
+        )
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""

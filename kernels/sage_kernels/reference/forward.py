@@ -146,8 +146,8 @@ def quantize_operands(
         key_parts = int8.quantize(thread_order(key), THREAD_TOKENS, torch.bfloat16)
         query, (key, key_scale) = query_codes.float(), (natural_order(part).float() for part in key_parts)
     else:
-        query, query_scale = _quantize_nvfp4(query, recipe)
-        key, key_scale = _quantize_nvfp4(key, recipe)
+        query, query_scale = _quantize_nvfp4(query, recipe, recipe.scale_steps)
+        key, key_scale = _quantize_nvfp4(key, recipe, recipe.key_scale_steps)
     return Operands(
         query,
         query_scale,
@@ -367,11 +367,13 @@ def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_nvfp4(
+    x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the dequantised values of Q or K in NVFP4, and 1 as the scale of each token."""
     tokens = x.shape[-2]
     blocks = F.pad(x, (0, 0, 0, -tokens % BLOCK_M)).unflatten(-2, (-1, BLOCK_M))
-    values = nvfp4.quantize_dequantize(blocks, recipe.scale_steps, _tensor_scale(blocks, recipe))
+    values = nvfp4.quantize_dequantize(blocks, scale_steps, _tensor_scale(blocks, recipe))
     return values.flatten(-3, -2)[..., :tokens, :], x.new_ones(*x.shape[:-1], 1)
 
 

@@ -17,6 +17,7 @@ _SERVED_BY_FORWARD = (
     "rotate",
     "tensor_scale",
     "scale_steps",
+    "key_scale_steps",
     "denominator",
     "balance",
     "heavy_keys",

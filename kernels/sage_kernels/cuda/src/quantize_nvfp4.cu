@@ -37,8 +37,9 @@ DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
   return s.lines + (static_cast<int64>(pair) * lines + number) * CHANNELS;
 }
 
-// What channels are multiplied by and what is added then, by pair: for Q, for K, and what is added to K.
-enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, FACTORS };
+// What channels are multiplied by and what is added then, by pair: for Q, for K, what is added to K, and to what is not
+// there.
+enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
 
 // Reduce a block of K or V of a pair; or a head's sample of Q.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAMETERS) {
@@ -160,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
     factors[OF_QUERY * CHANNELS] = __fmul_rn(sign, factor);
     factors[OF_KEY * CHANNELS] = inverse;
     factors[SHIFT_OF_KEY * CHANNELS] = -__fmul_rn(mean, inverse);
+    factors[ZEROS * CHANNELS] = 0.0f;
     return;
   }
   __shared__ float extrema[3][8][CHANNELS];
@@ -202,11 +204,6 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
 
 // ---- Q and K ----
 
-DEVICE const SearchRow* search_table(const Operands& o) { return reinterpret_cast<const SearchRow*>(o.search); }
-
-// Return whether the products of further factors with this one could overflow or underflow.
-DEVICE bool is_extreme(float inverse) { return inverse > 0x1p100f || inverse < 0x1p-100f; }
-
 constexpr int WARPS = QUANTIZE_THREADS / 32;
 constexpr int TOKEN_LANES = CHANNELS / 32;  // threads of a token
 constexpr float NORM = ROTATION == 128  ? 0.08838834764831845
@@ -219,7 +216,7 @@ DEVICE int spread_out(int channel) { return channel + channel / 32 * 4; }
 
 struct SharedTokens {
   Partial<WARPS, false, false> partial;
-  alignas(16) float shifts[CHANNELS + CHANNELS / 8];
+  alignas(16) float shifts[2][CHANNELS + CHANNELS / 8];  // of tokens that are there, and zeros
   uint32 largest[WARPS];
 };
 struct SharedValue {
@@ -231,9 +228,9 @@ union Shared {
   SharedValue value;
 };
 
-// Rotate a token's channels, of which its threads have 32 each; then a thread has groups `first_group()` and
-// `second_group()` of 16.
-DEVICE void rotate(float (&x)[2][GROUP]) {
+// Rotate a token's channels, of which its threads have 32 each, but for what `norms` becomes: factors of the thread's
+// groups. These are `first_group()` and `second_group()` then.
+DEVICE void rotate(float (&x)[2][GROUP], float (&norms)[2]) {
 #pragma unroll
   for (int distance = 1; distance < GROUP; distance *= 2)
 #pragma unroll
@@ -247,8 +244,11 @@ DEVICE void rotate(float (&x)[2][GROUP]) {
   // its partner in that of distance 32 n. Where a thread has the second of two partners, it has minus their difference.
   const int t = threadIdx.x % TOKEN_LANES;
   const float sign = t & 1 ? -1.0f : 1.0f, next_sign = t & 2 ? -1.0f : 1.0f;
-  const float first_norm = TOKEN_LANES == 4 && t & 2 ? NORM * sign : NORM;
-  const float second_norm = first_norm * (TOKEN_LANES == 4 ? next_sign : sign);
+  norms[0] = norms[1] = NORM;
+  if (ROTATION == CHANNELS) {
+    if (TOKEN_LANES == 4 && t & 2) norms[0] = NORM * sign;
+    norms[1] = norms[0] * (TOKEN_LANES == 4 ? next_sign : sign);
+  }
 #pragma unroll
   for (int i = 0; i < GROUP; i++) {
     float &a = x[0][i], &b = x[1][i];
@@ -259,13 +259,10 @@ DEVICE void rotate(float (&x)[2][GROUP]) {
         kept = __fmaf_rn(next_sign, got, kept);
         got = __shfl_xor_sync(~0u, sent, 2);
       }
-      a = __fmul_rn(__fadd_rn(kept, got), first_norm);
-      b = __fmul_rn(__fsub_rn(kept, got), second_norm);
+      a = __fadd_rn(kept, got), b = __fsub_rn(kept, got);
     } else if (ROTATION == 32) {
       const float difference = __fsub_rn(a, b);
-      a = __fmul_rn(__fadd_rn(a, b), NORM), b = __fmul_rn(difference, NORM);
-    } else {
-      a = __fmul_rn(a, NORM), b = __fmul_rn(b, NORM);
+      a = __fadd_rn(a, b), b = difference;
     }
   }
 }
@@ -280,6 +277,24 @@ DEVICE float largest_finite(const float (&x)[GROUP], float largest) {
 #pragma unroll
     for (int i = 0; i < GROUP; i++) y = fmaxf(y, is_finite(x[i]) ? fabsf(x[i]) : 0.0f);
   return y;
+}
+
+// Quantise a group times `factor`: return its codes, and its scale's. largest: of the products' magnitudes, NaN where
+// one is.
+template <bool OF_KEY>
+DEVICE uint2 quantize(float (&x)[GROUP], float factor, float largest, const Operands& o, uint32& scale) {
+  if constexpr (Steps<OF_KEY>::COUNT > 0) {
+    uint32 halves[GROUP / 2];
+    pack_group(x, factor, halves);
+    const float rounded = half_of(pack_float16(largest, 0.0f));
+    return search_group<OF_KEY>(halves, rounded, reinterpret_cast<const SearchRow*>(OF_KEY ? o.key_search : o.search),
+                                scale);
+  } else {
+    if (ROTATION > 1 || TENSOR_SCALE)
+#pragma unroll
+      for (int i = 0; i < GROUP; i++) x[i] = __fmul_rn(x[i], factor);
+    return quantize_group(x, largest, scale);
+  }
 }
 
 // Quantise a block of 128 tokens of Q, or of K, of one (batch, head).
@@ -313,7 +328,8 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     if (threadIdx.x < CHANNELS) {
       const float mean = __fdiv_rn(found.sum, static_cast<float>(count));
       o.query_mean[(first_row / BLOCK) * CHANNELS + threadIdx.x] = mean;
-      shared.shifts[spread_out(threadIdx.x)] = -__fmul_rn(mean, factors[OF_QUERY * CHANNELS + threadIdx.x]);
+      shared.shifts[0][spread_out(threadIdx.x)] = -__fmul_rn(mean, factors[OF_QUERY * CHANNELS + threadIdx.x]);
+      shared.shifts[1][spread_out(threadIdx.x)] = 0.0f;
     }
     __syncthreads();
   }
@@ -326,6 +342,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     for (int distance = 1; distance < TOKEN_LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
     if (threadIdx.x % TOKEN_LANES == 0) o.mean_score[first_row + token] = score;
   }
+  const float* shifts = factors + (exists ? SHIFT_OF_KEY : ZEROS) * CHANNELS;
   float x[2][GROUP];
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
@@ -334,8 +351,8 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     const float4 factor =
         BALANCE || ROTATION > 1 ? __ldg(reinterpret_cast<const float4*>(line)) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     float4 shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (SMOOTH && IS_QUERY) shift = *reinterpret_cast<const float4*>(shared.shifts + spread_out(at));
-    if (SMOOTH && !IS_QUERY) shift = __ldg(reinterpret_cast<const float4*>(factors + SHIFT_OF_KEY * CHANNELS + at));
+    if (SMOOTH && IS_QUERY) shift = *reinterpret_cast<const float4*>(shared.shifts[!exists] + spread_out(at));
+    if (SMOOTH && !IS_QUERY) shift = __ldg(reinterpret_cast<const float4*>(shifts + at));
     // Factors are powers of two: this rounds as the difference from the mean does.
     float* y = x[i / GROUP] + i % GROUP;
     y[0] = __fmaf_rn(channel_of(words[i / 8], i % 8), factor.x, shift.x);
@@ -343,11 +360,12 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     y[2] = __fmaf_rn(channel_of(words[i / 8], i % 8 + 2), factor.z, shift.z);
     y[3] = __fmaf_rn(channel_of(words[i / 8], i % 8 + 3), factor.w, shift.w);
   }
-  if (!exists)
+  float norms[2] = {1.0f, 1.0f};
+  if (ROTATION > 1) rotate(x, norms);
+  // Rounding is monotonic: the largest of the products is the product of the largest.
+  float largest[2];
 #pragma unroll
-    for (int i = 0; i < 2 * GROUP; i++) x[i / GROUP][i % GROUP] = 0.0f;
-  if (ROTATION > 1) rotate(x);
-  float largest[2] = {largest_magnitude(x[0]), largest_magnitude(x[1])};
+  for (int i = 0; i < 2; i++) largest[i] = __fmul_rn(largest_magnitude(x[i]), fabsf(norms[i]));
   float inverse = 1.0f, scale = 1.0f;
   if (TENSOR_SCALE) {
     const float of_thread = fmaxf(largest_finite(x[0], largest[0]), largest_finite(x[1], largest[1]));
@@ -356,11 +374,6 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     __syncthreads();
     const uint32 of_block = __reduce_max_sync(~0u, shared.largest[threadIdx.x % WARPS]);
     scale = least_power_of_two(__uint_as_float(of_block), inverse);
-    if (is_extreme(inverse)) {
-#pragma unroll
-      for (int i = 0; i < 2 * GROUP; i++) x[i / GROUP][i % GROUP] = __fmul_rn(x[i / GROUP][i % GROUP], inverse);
-      largest[0] = __fmul_rn(largest[0], inverse), largest[1] = __fmul_rn(largest[1], inverse), inverse = 1.0f;
-    }
   }
   if (threadIdx.x == 0) (IS_QUERY ? o.query_tensor_scale : o.key_tensor_scale)[first_row / BLOCK] = scale;
   const int place = IS_QUERY ? token : token / 32 * 32 + token % 8 / 2 * 8 + token % 32 / 8 * 2 + token % 2;
@@ -370,8 +383,9 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int number = i == 0 ? first_group() : second_group();
+    const float factor = __fmul_rn(norms[i], inverse);
     uint32 code;
-    codes[number] = quantize_group(x[i], largest[i], inverse, search_table(o), code);
+    codes[number] = quantize<!IS_QUERY>(x[i], factor, __fmul_rn(largest[i], inverse), o, code);
     scales[number] = code;
   }
 }
@@ -392,25 +406,30 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
   if (TENSOR_SCALE) least_power_of_two(s.value_tensor_amax[pair], inverse);
+  const float shifts[2] = {__fmaf_rn(-mean.x, inverse, 0.0f), __fmaf_rn(-mean.y, inverse, 0.0f)};  // not -0
   float x[2][GROUP];
 #pragma unroll
   for (int i = 0; i < GROUP; i++) {
-    x[0][i] = __fsub_rn(first_of(words[i]), mean.x);
-    x[1][i] = __fsub_rn(second_of(words[i]), mean.y);
+    // The factor is a power of two: this rounds as the difference from the mean does.
+    x[0][i] = __fmaf_rn(first_of(words[i]), inverse, shifts[0]);
+    x[1][i] = __fmaf_rn(second_of(words[i]), inverse, shifts[1]);
   }
-  if (left < GROUP)
+  if ((block + 1) * BLOCK > s.kv_len)  // the same for all threads: no selects in the other blocks
 #pragma unroll
     for (int i = 0; i < GROUP; i++)
-      if (i >= left) x[0][i] = x[1][i] = 0.0f;
-  if (is_extreme(inverse)) {
-#pragma unroll
-    for (int i = 0; i < 2 * GROUP; i++) x[i / GROUP][i % GROUP] = __fmul_rn(x[i / GROUP][i % GROUP], inverse);
-    inverse = 1.0f;
-  }
+      if (first + i >= s.kv_len) x[0][i] = x[1][i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     uint32 code;
-    shared.codes[channel + i][part] = quantize_group(x[i], largest_magnitude(x[i]), inverse, search_table(o), code);
+    if constexpr (SEARCHED > 0) {
+      uint32 halves[GROUP / 2];
+#pragma unroll
+      for (int n = 0; n < GROUP / 2; n++) halves[n] = pack_float16(x[i][n / 2 * 4 + n % 2], x[i][n / 2 * 4 + n % 2 + 2]);
+      shared.codes[channel + i][part] =
+          search_group<false>(halves, largest_half(halves), reinterpret_cast<const SearchRow*>(o.search), code);
+    } else {
+      shared.codes[channel + i][part] = quantize_group(x[i], largest_magnitude(x[i]), code);
+    }
     shared.scales[channel + i][part] = code;
   }
   __syncthreads();
