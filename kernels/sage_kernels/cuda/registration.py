@@ -70,7 +70,9 @@ class NVFP4Quantizer:
         formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, int8_forward.HEAVY_KEYS)
         transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
         searched = len(recipe.scale_steps) <= quantize_nvfp4.MAX_STEPS
-        return formats and searched and recipe.is_plain_but_for(*transforms, "scale_steps", "heavy_keys")
+        return (
+            formats and searched and recipe.is_plain_but_for(*transforms, "scale_steps", "heavy_keys", "heavy_choice")
+        )
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -152,7 +154,7 @@ def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
     transforms = ("smooth_k", "smooth_v", "rotate", "balance")
-    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "backward")
+    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
 
 
 def _unsupported(request: Request) -> str:

@@ -394,9 +394,7 @@ def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torc
     return values.flatten(-3, -2)[..., :tokens, :], x.new_ones(*x.shape[:-1], 1)
 
 
-def _quantize_value(
-    value: torch.Tensor, heavy: torch.Tensor, recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_value(value: torch.Tensor, heavy: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the element values of V and the scale of each channel, the factor of the output.
 
     Args:

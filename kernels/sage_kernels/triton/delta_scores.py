@@ -14,9 +14,10 @@ import triton.language as tl
 from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.sequences import operand_row, sequence_range
-from ..language.tokens import load_tokens
+from ..language.tokens import load_tokens, tail_source
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
+from .quantize.heavy import heavy_count
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -60,6 +61,7 @@ def delta_scores(
         key_mean=key_mean,
         key_tensor_scale=operands.key_tensor_scale,
         delta=delta,
+        chosen=operands.statistics.chosen,
         valid=valid,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
@@ -81,6 +83,7 @@ def delta_scores(
         BLOCK_M=means,
         BLOCK_N=keys,
         SPLIT=split,
+        HEAVY=heavy_count(operands.statistics),
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
@@ -97,6 +100,7 @@ def delta_scores_of_means(
     key_mean,
     key_tensor_scale,
     delta,
+    chosen,
     valid,
     q_ranges,
     kv_ranges,
@@ -121,6 +125,7 @@ def delta_scores_of_means(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -144,9 +149,13 @@ def delta_scores_of_means(
         if HAS_VALID:
             valid += batch * valid_stride
         key += batch * stride_batch + kv_head * stride_head
+        source = token
+        if HEAVY > 0:
+            source = tail_source(token, chosen + (batch * kv_heads + kv_head) * HEAVY, HEAVY)
         k, counts = load_tokens(
-            key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
-        )
+            key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID,
+            source=source,
+        )  # fmt: skip
         k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
         k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
         if SPLIT:
