@@ -14,10 +14,18 @@ from ..operands import HeavyKeys, NVFP4Operands
 from ..operands import Statistics as FoundStatistics
 from ..recipe import Recipe, get_recipe
 from ..registry import Request
-from ..transforms import BALANCE_QUERIES, MAX_BALANCE, MIN_MEAN, MIN_VARIANCE, rotation_block
+from ..transforms import (
+    BALANCE_QUERIES,
+    HEAVY_MARGIN,
+    HEAVY_QUERIES,
+    MAX_BALANCE,
+    MIN_MEAN,
+    MIN_VARIANCE,
+    rotation_block,
+)
 from . import tokens
 from .launch import Kernel, Source, architecture, launch
-from .parameters import Bytes, ConstInts, Floats, HalfWords, Int, UInt32
+from .parameters import Bytes, ConstInts, Float, Floats, HalfWords, Int, Ints, UInt32
 from .quantize import signs
 from .tokens import Tokens
 
@@ -32,13 +40,19 @@ class Statistics:
     """Buffers that `reduce` and `means` write, and sizes. K and V have pairs of (batch, kv head).
 
     Attributes:
-        lines: (batch, kv_heads, 6 · blocks + 2 · q_heads / kv_heads, CHANNELS).
+        lines: (batch, kv_heads, 6 · sums + 2 · q_heads / kv_heads, CHANNELS).
         factors: (batch, kv_heads, 3, CHANNELS): what Q and K are multiplied by, and what is added to K then.
         key_mean, balance, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
+        scores: (batch, kv_heads, sums · BLOCK), products of K with a mean query; None where heavy keys are the first.
+        chosen: as in `operands.Statistics`, or None.
         pairs: batch · kv_heads.
-        blocks: of BLOCK tokens of K and V.
+        blocks: of BLOCK tokens of K and V, those in the places of heavy keys left out.
+        sums: of BLOCK tokens of all of K and V.
+        kv_len: keys, those in the places of heavy ones left out.
+        keys: all.
         samples: rows of a head of Q that decide the balance, `sample_distance` apart, from the first one on.
+        softmax_scale: factor of the scores, by which heavy keys are chosen.
     """
 
     lines: Floats
@@ -49,16 +63,21 @@ class Statistics:
     value_amax: Floats
     value_tensor_amax: Floats
     value_tensor_scale: Floats
+    scores: Floats
+    chosen: Ints
     pairs: UInt32
     q_heads: UInt32
     kv_heads: UInt32
     blocks: UInt32
+    sums: UInt32
     head_dim: Int
     v_head_dim: Int
     q_len: Int
     kv_len: Int
+    keys: Int
     samples: Int
     sample_distance: Int
+    softmax_scale: Float
 
 
 @dataclass(slots=True)
@@ -116,7 +135,7 @@ class QuantizeParameters:
 
 @cache
 def kernels(
-    channels: int, rotation: int, dtype: torch.dtype, recipe: Recipe, heavy_keys: int, return_lse: bool
+    channels: int, rotation: int, dtype: torch.dtype, recipe: Recipe, heavy_keys: int, choice: bool, return_lse: bool
 ) -> tuple[Kernel, Kernel, Kernel]:
     """Return `reduce`, `means` and `quantize`.
 
@@ -126,6 +145,7 @@ def kernels(
         dtype: of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: of the call.
+        choice: they are not just the first ones (`Call.chooses_heavy_keys`).
         return_lse: whether Q's products with K's mean are written.
     """
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
@@ -139,6 +159,9 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
+        "CHOICE": choice,
+        "HEAVY_QUERIES": HEAVY_QUERIES,
+        "HEAVY_MARGIN": HEAVY_MARGIN,
         "MEAN_SCORE": return_lse,
         "SMOOTH_Q": recipe.smooth_q,
         "SMOOTH_K": recipe.smooth_k,
@@ -170,7 +193,8 @@ def unavailable(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
     rotation = _rotation(recipe, request.head_dim)
-    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, request.return_lse)
+    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not request.is_causal
+    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, choice, request.return_lse)
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))
 
@@ -190,7 +214,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = tail.value.shape
     channels, pairs, device = power_of_two(head_dim), batch * kv_heads, query.device
-    q_blocks, blocks = ceil_div(q_len, BLOCK), ceil_div(kv_len, BLOCK)
+    q_blocks, blocks, sums = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -208,6 +232,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
         new(batch, kv_heads, channels),
         new(batch, kv_heads),
         new(batch, kv_heads, channels) if recipe.balance else None,
+        new(batch, kv_heads, call.heavy_keys, dtype=torch.int32) if call.chooses_heavy_keys else None,
     )
     q_rows, rows = q_blocks * BLOCK, blocks * BLOCK
     operands = NVFP4Operands(
@@ -229,7 +254,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
     sample_distance = ceil_div(q_len, BALANCE_QUERIES)
     samples = ceil_div(q_len, sample_distance) if recipe.balance else 0
     statistics = Statistics(
-        lines=new(pairs, (KEY_LINES + VALUE_LINES) * blocks + KEY_LINES * (q_heads // kv_heads), channels),
+        lines=new(pairs, (KEY_LINES + VALUE_LINES) * sums + KEY_LINES * (q_heads // kv_heads), channels),
         factors=new(pairs, 3, channels),
         key_mean=found.key_mean,
         balance=found.balance,
@@ -237,16 +262,21 @@ def quantize_operands(call: Call) -> NVFP4Operands:
         value_amax=found.value_amax,
         value_tensor_amax=found.value_tensor_amax,
         value_tensor_scale=operands.value_tensor_scale,
+        scores=new(pairs, sums * BLOCK) if found.chosen is not None else None,
+        chosen=found.chosen,
         pairs=pairs,
         q_heads=q_heads,
         kv_heads=kv_heads,
         blocks=blocks,
+        sums=sums,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         q_len=q_len,
         kv_len=kv_len,
+        keys=call.kv_len,
         samples=samples,
         sample_distance=sample_distance,
+        softmax_scale=call.scale,
     )
     written = Operands(
         query=operands.query,
@@ -265,11 +295,18 @@ def quantize_operands(call: Call) -> NVFP4Operands:
         q_blocks=q_blocks,
     )
     reduce, means, quantize = kernels(
-        channels, _rotation(recipe, head_dim), query.dtype, recipe, call.heavy_keys, call.return_lse
+        channels,
+        _rotation(recipe, head_dim),
+        query.dtype,
+        recipe,
+        call.heavy_keys,
+        call.chooses_heavy_keys,
+        call.return_lse,
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.balance else 0
-    launch(reduce, 2 * pairs * blocks + sampled, ReduceParameters(query=q, key=k, value=v, s=statistics), device)
+    everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
+    launch(reduce, 2 * pairs * sums + sampled, everything, device)
     launch(means, 2 * pairs, MeansParameters(s=statistics), device)
     quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
     launch(quantize, quantized, QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written), device)
