@@ -22,7 +22,9 @@ compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not(
 
 
 def compiled(channels, rotation, dtype, recipe, capability, return_lse=False):
-    kernels = quantize_nvfp4.kernels(channels, rotation, dtype, recipe, recipe.heavy_keys, return_lse)
+    kernels = quantize_nvfp4.kernels(
+        channels, rotation, dtype, recipe, recipe.heavy_keys, recipe.heavy_choice == "heaviest", return_lse
+    )
     return kernels[0].source.compile(architecture(capability))
 
 
