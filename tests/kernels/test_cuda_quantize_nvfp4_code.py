@@ -21,8 +21,10 @@ WARP_ELEMENTS = 32  # of a thread, in the one tile that it quantises
 compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 
 
-def compiled(channels, rotation, dtype, recipe, capability, return_lse=False):
-    kernels = quantize_nvfp4.kernels(channels, rotation, dtype, recipe, recipe.heavy_keys, return_lse)
+def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False):
+    kernels = quantize_nvfp4.kernels(
+        channels, rotation, dtype, recipe, recipe.heavy_keys, recipe.heavy_choice == "heaviest", padded, return_lse
+    )
     return kernels[0].source.compile(architecture(capability))
 
 
@@ -113,7 +115,9 @@ def can_compile(monkeypatch):
         ({"v_head_dim": 100}, "16 bytes"),
         ({"dtype": torch.float32}, "dtype"),
         ({"packed": True}, "packed"),
-        ({"mask": "keys"}, "no masks"),
+        ({"mask": "keys"}, ""),
+        ({"mask": "additive"}, ""),
+        ({"mask": "blocks"}, "no block lists"),
     ],
     ids=str,
 )

@@ -73,7 +73,7 @@ class NVFP4Quantizer:
         steps = (recipe.scale_steps, recipe.key_scale_steps)
         searched = all(len(one) <= MAX_STEPS and set(one) <= set(range(-4, 12)) for one in steps)
         return formats and searched and recipe.is_plain_but_for(
-            *transforms, "scale_steps", "key_scale_steps", "heavy_keys"
+            *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice"
         )
 
     def unsupported(self, request: Request) -> str:
@@ -85,8 +85,8 @@ class NVFP4Quantizer:
             return f"compute capability is none of {known}"
         if reason := _unsupported_tensors(request):
             return reason
-        if request.mask != "none":
-            return "no masks"
+        if request.mask == "blocks":
+            return "no block lists"
         if not request.aligned or request.v_head_dim % 8:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize_nvfp4.unavailable(request)
@@ -95,11 +95,11 @@ class NVFP4Quantizer:
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
     ) -> NVFP4Operands:
         """Quantise; see `quantize_nvfp4.quantize_operands`."""
-        return quantize_nvfp4.quantize_operands(call)
+        return quantize_nvfp4.quantize_operands(call, None if valid is None else valid.int())
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Refuse: a request with a mask is not served."""
-        raise ValueError(f"{self.name} reads no masks")
+        """Refuse: NVFP4's forward kernels read masks by tiles, which say which keys count."""
+        raise ValueError(f"{self.name} finds no spans of keys")
 
 
 class HopperForward:
@@ -156,7 +156,7 @@ def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
     transforms = ("smooth_k", "smooth_v", "rotate", "balance")
-    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "backward")
+    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
 
 
 def _unsupported(request: Request) -> str:

@@ -21,6 +21,7 @@ _SERVED_BY_FORWARD = (
     "denominator",
     "balance",
     "heavy_keys",
+    "heavy_choice",
 )
 
 

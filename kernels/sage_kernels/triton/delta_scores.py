@@ -14,9 +14,10 @@ import triton.language as tl
 from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.sequences import operand_row, sequence_range
-from ..language.tokens import load_tokens
+from ..language.tokens import load_tokens, tail_source
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
+from .quantize.heavy import heavy_count
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -61,6 +62,7 @@ def delta_scores(
         key_mean=key_mean,
         key_tensor_scale=operands.key_tensor_scale,
         delta=delta,
+        chosen=operands.statistics.chosen,
         valid=valid,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
@@ -83,6 +85,7 @@ def delta_scores(
         BLOCK_N=keys,
         TILES=tiles,
         SPLIT=split,
+        HEAVY=heavy_count(operands.statistics),
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
@@ -99,6 +102,7 @@ def delta_scores_of_means(
     key_mean,
     key_tensor_scale,
     delta,
+    chosen,
     valid,
     q_ranges,
     kv_ranges,
@@ -124,6 +128,7 @@ def delta_scores_of_means(
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
     SPLIT: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -159,20 +164,17 @@ def delta_scores_of_means(
     position = tl.arange(0, BLOCK_N)
     token = position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
     delta += (pair.to(tl.int64) * blocks + block)[:, None] * columns + position[None, :]
+    if HEAVY > 0:
+        chosen += (batch * kv_heads + kv_head) * HEAVY
     for tile in tl.range(0, tiles):
         column = first_column + tile * BLOCK_N
+        source = column + token
+        if HEAVY > 0:
+            source = tail_source(column + token, chosen, HEAVY)
         k, counts = load_tokens(
-            key,
-            valid,
-            k_start,
-            column + token,
-            kv_len,
-            channel,
-            channels,
-            stride_token,
-            stride_channel,
-            HAS_VALID,
-        )
+            key, valid, k_start, column + token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID,
+            source=source,
+        )  # fmt: skip
         if SPLIT:
             keys = tl.trans(k.to(key.dtype.element_ty))
             scores = tl.dot(low, keys, acc=tl.dot(high, keys))

@@ -35,6 +35,7 @@ ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
 ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(BALANCE, "Q and K are balanced before they are rotated, or not");
+ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 static_assert(ROTATE || !BALANCE, "BALANCE needs ROTATE: factors are applied by the rotation");
 static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 15, "MAX_BALANCE must be 1 to 14: factors are normal in float16");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
@@ -46,6 +47,9 @@ ASSERT_SIGNS(SIGNS_2);
 ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
               "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
+static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(HEAVY_QUERIES == 16,
+              "HEAVY_QUERIES must be 16 rows of Q: two for each of those that a block loads at once");
 
 constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
 constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
@@ -58,12 +62,13 @@ enum Line {
   FACTORS = ROTATED_MEAN + ROTATE,           // in 16 bits, with the rotation's signs: see `factor_number`
   SQUARES = FACTORS + ROTATE,                // of K and then of the sample of Q, by sharer: sums
   COUNTS = SQUARES + 2 * SHARERS * BALANCE,  // of tokens that exist, by sharer: of K, then of V
-  SUMS = COUNTS + PADDED                     // of K's blocks of 128 tokens, then of V's
+  HEAVIEST = COUNTS + PADDED,                // of the keys of each sharer: see `Candidates`
+  SUMS = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS  // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
-  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.blocks) + number) * CHANNELS;
+  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sums) + number) * CHANNELS;
 }
 
 // Return which keys of a batch element exist, from its first one on, be it heavy or not.
@@ -71,13 +76,14 @@ DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
   return s.valid + batch * static_cast<int64>(s.valid_stride);
 }
 
-// Reads keys, or values, of which some may not exist.
+// Reads keys, or values, of which some may not exist: those behind the places of heavy ones, or all with `before` 0.
 struct KeyReader : Reader {
   const uint8* valid;
 
-  DEVICE KeyReader(const Tokens& x, const Statistics& s, uint32 pair, int token, int tokens, int channel, int channels)
+  DEVICE KeyReader(const Tokens& x, const Statistics& s, uint32 pair, int token, int tokens, int channel, int channels,
+                   int before = HEAVY_KEYS)
       : Reader(x, pair / s.kv_heads, pair % s.kv_heads, token, tokens, channel, channels),
-        valid(PADDED ? all_valid(s, pair / s.kv_heads) + HEAVY_KEYS + token : nullptr) {}
+        valid(PADDED ? all_valid(s, pair / s.kv_heads) + before + token : nullptr) {}
 
   DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number]); }
 
@@ -219,14 +225,40 @@ DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][
   }
 }
 
+// Scores of a thread's tokens, of the 128 that a block reduces.
+constexpr int SCORES = 16 / LANES;
+DEVICE int scored_token(int i) {
+  return (threadIdx.x % LANES * SCORES + i) * 8 + threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
+}
+
+// Add the scores of 16 tokens over the LANES that hold them: each lane gets those of SCORES.
+DEVICE void share_scores(const float (&of_lane)[16], float (&scores)[SCORES]) {
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) x[i] = of_lane[i];
+#pragma unroll
+  for (int distance = LANES / 2, left = 8; distance > 0; distance /= 2, left /= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < left; i++) {
+      const float kept = upper ? x[i + left] : x[i], given = upper ? x[i] : x[i + left];
+      x[i] = __fadd_rn(kept, __shfl_xor_sync(~0u, given, distance));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) scores[i] = x[i];
+}
+
 // Reduce 128 tokens of K, or of V. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
+// With CHOICE, find K's products with a mean query.
 template <bool OF_VALUE, bool CAREFUL>
-DEVICE void reduce_tokens(const KeyReader& reader, Partial& partial) {
-  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL;
+DEVICE void reduce_tokens(const KeyReader& reader, const float* mean_query, Partial& partial, float (&scores)[SCORES]) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL, SCORED = CHOICE && !OF_VALUE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
   for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
+  float products[16] = {};
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     uint32 largest, smallest, rejected = 0;
@@ -252,6 +284,7 @@ DEVICE void reduce_tokens(const KeyReader& reader, Partial& partial) {
       for (int i = 0; i < 16; i++) {
         y[i] = half ? second_of(x[i][w]) : first_of(x[i][w]);
         if (SQUARES) squares[half] = __fmaf_rn(y[i], y[i], squares[half]);
+        if (SCORED) products[i] = __fmaf_rn(y[i], mean_query[lane % LANES * 8 + w * 2 + half], products[i]);
       }
       sum[half] = sum_of_warp(tree_sum(y));
       if (SQUARES) squares[half] = sum_of_warp(squares[half]);
@@ -272,6 +305,7 @@ DEVICE void reduce_tokens(const KeyReader& reader, Partial& partial) {
       partial.rejected[warp][at] = rejected;
     }
   }
+  if (SCORED) share_scores(products, scores);
 }
 
 // Sum channel `threadIdx.x` of the tokens or sums that the block reduced.
@@ -283,6 +317,63 @@ DEVICE float total_of_warps(const float (&sum)[N][CHANNELS]) {
   return tree_sum(x);
 }
 
+// The keys that a block finds to be the heaviest, in a pair's lines: those with the largest score among tokens whose
+// numbers are the same modulo BLOCK. Of two keys the first is preferred.
+struct Candidates {
+  float scores[BLOCK];
+  int keys[BLOCK];
+};
+static_assert(sizeof(Candidates) == 2 * BLOCK * 4, "Candidates must fill their lines");
+constexpr int NO_KEY = 0x7FFFFFFF;
+
+DEVICE Candidates& candidates(const Statistics& s, uint32 pair, uint32 sharer) {
+  return *reinterpret_cast<Candidates*>(line(s, pair, HEAVIEST + sharer * (2 * BLOCK / CHANNELS)));
+}
+
+DEVICE bool is_heavier(float score, int key, float than, int other) {
+  return score > than || score == than && key < other;
+}
+
+// Find the mean query by which heavy keys are chosen, times the scores' factor, as `transforms.heavy_places` says.
+DEVICE void find_mean_query(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, float* mean,
+                            Partial& partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
+  const uint32 rows = group * b.q_len, distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES;
+  uint32 x[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / b.q_len;
+    const Reader reader(query, batch, first_head + head, row % b.q_len, b.q_len, lane % LANES * 8, s.head_dim);
+    reader.load<false>(0, row < rows && reader.left > 0, x[i]);
+  }
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    const float y = channel_of(x[0], c), z = channel_of(x[1], c);
+    const float sum = sum_of_warp(__fadd_rn(is_finite(y) ? y : 0.0f, is_finite(z) ? z : 0.0f));
+    if (lane < LANES) partial.sum[warp][lane * 8 + c] = sum;
+  }
+  __syncthreads();
+  const float count = (rows + distance - 1) / distance;
+  mean[threadIdx.x] = __fmul_rn(__fdiv_rn(total_of_warps(partial.sum), count), b.softmax_scale);
+  __syncthreads();
+}
+
+// Choose a pair's heavy keys from the candidates of all sharers; a block's first threads call, one for each place.
+DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
+  float largest = -INFINITE;
+  int chosen = NO_KEY;
+#pragma unroll
+  for (int i = 0; i < SHARERS * (BLOCK / HEAVY_KEYS); i++) {
+    const Candidates& some = candidates(s, pair, i % SHARERS);
+    const int at = place + i / SHARERS * HEAVY_KEYS;
+    const float score = some.scores[at];
+    const int key = some.keys[at];
+    if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
+  }
+  s.chosen[pair * HEAVY_KEYS + place] = chosen;
+}
+
 struct Found {
   float largest, smallest;
   bool finite;  // all are
@@ -291,37 +382,52 @@ struct Found {
 };
 
 // Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
-// `threadIdx.x`, and the sum of K's squares.
+// `threadIdx.x`, and the sum of K's squares; with CHOICE write K's candidates for heavy keys.
 template <bool OF_VALUE>
-DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, const uint8* valid, float* sums, Partial& partial) {
-  constexpr bool SQUARES = BALANCE && !OF_VALUE;
-  const int channel = threadIdx.x;
+DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, uint32 pair, const uint8* valid, float* sums,
+                           const float* mean_query, Partial& partial) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE, SCORED = CHOICE && !OF_VALUE;
+  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
   bool finite = true;
-  int count = 0;
+  int count = 0, heaviest[SCORES];
+  float heaviest_score[SCORES];
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
 #pragma unroll 1
-  for (int block = blockIdx.x % SHARERS; block < s.blocks; block += SHARERS) {
-    bool careful = block == s.blocks - 1;
+  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
+    bool careful = (block + 1) * BLOCK > tokens;
+    float scores[SCORES];
     if (PADDED) {
       int exist = 0;
       for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
-        exist += __syncthreads_count(token < s.kv_len && valid[token]);
+        exist += __syncthreads_count(token < tokens && valid[token]);
       careful |= exist < BLOCK;
       count += exist;
     }
     if (!careful) {
-      reduce_tokens<OF_VALUE, false>(reader, partial);
+      reduce_tokens<OF_VALUE, false>(reader, mean_query, partial, scores);
       __syncthreads();
       bool exceeds = !is_finite(total_of_warps(partial.sum));
       if (SQUARES) exceeds |= !is_finite(total_of_warps(partial.squares));
       careful = __syncthreads_or(exceeds);
     }
     if (careful) {
-      reduce_tokens<OF_VALUE, true>(reader, partial);
+      reduce_tokens<OF_VALUE, true>(reader, mean_query, partial, scores);
       if (SQUARES)  // read again: a thread lacks registers for this beside the other
         sum_squares(
             16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
+    }
+#pragma unroll
+    for (int i = 0; SCORED && i < SCORES; i++) {
+      const int token = block * BLOCK + scored_token(i);
+      const bool exists = !careful || token < tokens && (!PADDED || valid[token]);
+      const bool scored = exists && is_finite(scores[i]);
+      float score = scored ? scores[i] : -INFINITE;
+      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
+      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
+      if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
     }
     __syncthreads();
     *sum = total_of_warps(partial.sum);
@@ -336,6 +442,11 @@ DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, const uint8* v
       finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
     }
     __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; SCORED && i < SCORES; i++) {
+    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
+    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
   }
   return {largest, smallest, finite, squares, count};
 }
@@ -473,29 +584,32 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   let_next_kernel_start();
   const uint32 sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
   const bool of_value = blockIdx.x / SHARERS % 2;
-  float* sums = line(s, pair, SUMS + of_value * s.blocks);
-  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
-  const KeyReader reader(of_value ? value : key, s, pair, sharer * BLOCK + row, s.kv_len, threadIdx.x % LANES * 8,
-                         of_value ? s.v_head_dim : s.head_dim);
-  const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) + HEAVY_KEYS : nullptr;
+  float* sums = line(s, pair, SUMS + of_value * s.sums);
+  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS, all = s.kv_len + HEAVY_KEYS;
+  const KeyReader reader(of_value ? value : key, s, pair, sharer * BLOCK + row, all, threadIdx.x % LANES * 8,
+                         of_value ? s.v_head_dim : s.head_dim, 0);
+  const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
   Found found;
   __shared__ Partial partial;
+  __shared__ float mean_query[CHOICE ? CHANNELS : 1];
   if (of_value) {
-    found = reduce_blocks<true>(reader, s, valid, sums, partial);
+    found = reduce_blocks<true>(reader, s, pair, valid, sums, mean_query, partial);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   } else {
     if (BALANCE)
       line(s, pair, SQUARES + SHARERS + sharer)[threadIdx.x] = squares_of_sample(query, s, balance, pair, partial);
-    found = reduce_blocks<false>(reader, s, valid, sums, partial);
+    if (CHOICE) find_mean_query(query, s, balance, pair, mean_query, partial);
+    found = reduce_blocks<false>(reader, s, pair, valid, sums, mean_query, partial);
     if (BALANCE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
   }
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
   if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
   sync_cluster();
-  const float tokens = PADDED ? total_count(counts) : s.kv_len;
+  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < HEAVY_KEYS) choose_heavy_key(s, pair, threadIdx.x);
+  const float tokens = PADDED ? total_count(counts) : all;
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
-  float mean = mean_of_blocks(sums + sharer * LANES, s.blocks, tokens);
+  float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens);
   if (ROTATE && !of_value) {
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
     prepare_rotation(s, balance, pair, channel, mean, tokens);
@@ -535,6 +649,25 @@ constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
 
 // Blocks of a multiprocessor: a thread keeps 4 · SECTIONS registers of a tile before the rotation, 16 · SECTIONS after.
 constexpr int RESIDENT = !ROTATE ? 8 : CHANNELS == 128 ? 5 : 7;
+
+// Return whether a key, counted from the first behind the places of heavy ones, is heavy and has left its place.
+DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
+  return s.chosen[pair * HEAVY_KEYS + token % HEAVY_KEYS] == token + HEAVY_KEYS;
+}
+
+// Load what is in the places of heavy keys among the thread's tokens, `number(i)` behind the `first`: the keys, or
+// values, whose places these took.
+template <int N, typename Number>
+DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 pair, int first, Number number,
+                           uint32 (&x)[N][4]) {
+  bool chosen[N], some = false;
+#pragma unroll
+  for (int i = 0; i < N; i++) some |= chosen[i] = is_chosen(s, pair, first + number(i));
+  if (!some) return;
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if (chosen[i]) reader.load<true>((first + number(i)) % HEAVY_KEYS - HEAVY_KEYS - first, reader.left > 0, x[i]);
+}
 
 // The functions that follow are WHOLE if all tokens and channels that they write exist.
 
@@ -589,6 +722,7 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
 #pragma unroll
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * APART, has(i * APART), x[i]);
   wait_for_previous_kernel();
+  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, [](int i) { return i * APART; }, x);
   float mean[8];
   load_floats(line(s, pair, KEY_MEAN) + channel, mean);
   // Rounding is monotonic: the extrema of K - mean are those of K, minus the mean.
@@ -681,6 +815,15 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
   wait_for_previous_kernel();
+#pragma unroll
+  for (int i = 0; CHOICE && i < TILE_ROWS; i++) {
+    const int token = first + i * APART;
+    if (!is_chosen(s, pair, token)) continue;
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++)
+      reader.load<true>(token % HEAVY_KEYS - HEAVY_KEYS - first, section * SECTION + channel < s.head_dim,
+                        x[i][section], section * SECTION);
+  }
   TileFloats y;
   const float* means = line(s, pair, ROTATED_MEAN) + channel;
   const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
@@ -731,6 +874,7 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
 #pragma unroll
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, WHOLE || reader.has(i * ROWS), x[i]);
   wait_for_previous_kernel();
+  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, [](int i) { return i * ROWS; }, x);
   const float* amax = line(s, pair, VALUE_INVERSE);
   uint32 largest = 0;
 #pragma unroll
@@ -751,17 +895,20 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   }
 }
 
-// Write the heavy keys of one pair, without the mean of the others, within the range of their 16 bits unless they are
-// infinite; or their V as it is. They lie before the tokens that `tokens` describes.
+// Write the heavy keys of one pair, without the mean, within the range of their 16 bits unless they are infinite; or
+// their V as it is. If they are the first ones, they lie before the tokens that `tokens` describes.
 template <bool OF_VALUE>
 DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
   const KeyReader reader(tokens, s, pair, first - HEAVY_KEYS, 0, channel, OF_VALUE ? s.v_head_dim : s.head_dim);
   uint32 x[LOADS][4];
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
+  for (int i = 0; !CHOICE && i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
+  if (CHOICE || !OF_VALUE) wait_for_previous_kernel();
+#pragma unroll
+  for (int i = 0; CHOICE && i < LOADS; i++)
+    reader.load<true>(s.chosen[pair * HEAVY_KEYS + first + i * ROWS] - first, reader.has(i * ROWS), x[i]);
   if (!OF_VALUE) {
-    wait_for_previous_kernel();
     float mean[8];
     load_floats(line(s, pair, KEY_MEAN) + channel, mean);
 #pragma unroll
@@ -810,6 +957,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 #pragma unroll
   for (int i = 0; i < 8; i++) reader.load<true>(number(i), has(number(i)), x[i]);
   wait_for_previous_kernel();
+  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, number, x);
 
   const float* means = s.value_mean + pair * CHANNELS + channel;
   const float* inverses = line(s, pair, VALUE_INVERSE) + channel;

@@ -26,6 +26,10 @@ ASSERT_FLAG(SMOOTH_V, "V's mean is subtracted where it is large");
 ASSERT_FLAG(BALANCE, "Q and K are balanced");
 ASSERT_FLAG(TENSOR_SCALE, "blocks of Q and K, and heads of V, have a power of two as their scale");
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
+ASSERT_FLAG(PADDED, "keys may be left out");
+ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
+static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a block loads at once");
 
 // ---- Statistics ----
 
@@ -33,13 +37,127 @@ constexpr int KEY_LINES = 2, VALUE_LINES = 4;  // of a block: sums and sums of s
 
 // Of a pair of (batch, kv head): the lines of K's blocks, of V's, and those of each of its heads of Q, of K's kind.
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
-  const uint32 lines = (KEY_LINES + VALUE_LINES) * s.blocks + KEY_LINES * (s.q_heads / s.kv_heads);
+  const uint32 lines = (KEY_LINES + VALUE_LINES) * s.sums + KEY_LINES * (s.q_heads / s.kv_heads);
   return s.lines + (static_cast<int64>(pair) * lines + number) * CHANNELS;
+}
+
+// Return whether a key counts; they are numbered from the first of all on.
+DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
+  return !PADDED || s.valid[batch * s.valid_stride + key] != 0;
+}
+
+// Reads rows of which PADDED leaves those out that do not count, as keys or, where Q is as long as K, as queries. Of
+// the keys' flags it skips as many as of their rows.
+struct PaddedReader : Reader {
+  const int* valid;
+  int distance;
+
+  DEVICE PaddedReader(const Reader& rows, const Statistics& s, uint32 batch, int row, int distance)
+      : Reader(rows), valid(PADDED ? s.valid + batch * s.valid_stride + row : nullptr), distance(distance) {}
+
+  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number * distance] != 0); }
+};
+
+// Return the number of keys that count, at least 1; all threads of a block of MEANS_THREADS call.
+DEVICE int number_of_keys(const Statistics& s, uint32 batch) {
+  if (!PADDED) return s.keys;
+  int count = 0;
+  for (int first = 0; first < s.keys; first += MEANS_THREADS) {
+    const int key = first + threadIdx.x;
+    count += __syncthreads_count(key < s.keys && counts(s, batch, key));
+  }
+  return max(count, 1);
+}
+
+// Return likewise the number of rows of Q that decide the balance.
+DEVICE bool are_queries_padded(const Statistics& s) { return PADDED && s.q_len == s.keys; }
+DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
+  if (!are_queries_padded(s)) return max(s.samples, 1);
+  const int sample = threadIdx.x;
+  return max(__syncthreads_count(sample < s.samples && counts(s, batch, sample * s.sample_distance)), 1);
 }
 
 // What channels are multiplied by and what is added then, by pair: for Q, for K, what is added to K, and to what is not
 // there.
 enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
+
+// ---- Heavy keys ----
+
+// Write K's products with the mean query by which heavy keys are chosen (`transforms.heavy_places`), of 128 keys.
+// `reader` is at the thread's first; its others follow ROWS_AT_ONCE apart.
+DEVICE void write_scores(const Tokens& query, const PaddedReader& reader, const Statistics& s, uint32 pair, uint32 block) {
+  using Shape = Partial<REDUCE_THREADS / 32, true, false>;
+  __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
+  __shared__ alignas(16) float mean[CHANNELS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % LANES * 8;
+  const uint32 group = s.q_heads / s.kv_heads, rows = group * s.q_len;
+  const uint32 distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES, number = Shape::first_token();
+  const uint32 row = number * distance, head = pair % s.kv_heads * group + row / s.q_len;
+  uint32 x[4];
+  Reader(query, pair / s.kv_heads, head, row % s.q_len, s.q_len, eight, s.head_dim)
+      .load<false>(0, number < HEAVY_QUERIES && row < rows && eight < s.head_dim, x);
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    const float y = channel_of(x, c), sum = sum_of_warp_tokens(is_finite(y) ? y : 0.0f);
+    if (lane < LANES) sums[warp][eight + c] = sum;
+  }
+  __syncthreads();
+  const float factor = __fdiv_rn(s.softmax_scale, static_cast<float>((rows + distance - 1) / distance));
+  if (threadIdx.x < CHANNELS) mean[threadIdx.x] = __fmul_rn(sum_of_warps(sums), factor);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Shape::LOADS; i++) {
+    const int token = number + i * Shape::ROWS_AT_ONCE;
+    reader.load<false>(i * Shape::ROWS_AT_ONCE, reader.has(i * Shape::ROWS_AT_ONCE), x);
+    float score = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      x[w] &= ~not_finite(x[w]);
+      const float2 q = *reinterpret_cast<const float2*>(mean + eight + 2 * w);
+      score = __fmaf_rn(second_of(x[w]), q.y, __fmaf_rn(first_of(x[w]), q.x, score));
+    }
+#pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
+    const int key = block * BLOCK + token;
+    const bool exists = key < s.keys && counts(s, pair / s.kv_heads, key) && is_finite(score);
+    if (lane % LANES == 0)
+      s.scores[(static_cast<int64>(pair) * s.sums + block) * BLOCK + token] = exists ? score : -INFINITE;
+  }
+}
+
+constexpr int PLACES = HEAVY_KEYS > 0 ? HEAVY_KEYS : 1;  // of heavy keys; something where there are none
+
+// Choose a pair's heavy keys by their scores, as `transforms.heavy_places` says.
+DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
+  constexpr int PARTS = MEANS_THREADS / PLACES;  // of the keys that may take a place
+  __shared__ float largest[PARTS][PLACES];
+  __shared__ int numbers[PARTS][PLACES];
+  const int place = threadIdx.x % PLACES, part = threadIdx.x / PLACES;
+  const float* scores = s.scores + static_cast<int64>(pair) * s.sums * BLOCK;
+  float most = -INFINITE;
+  int chosen = place;
+  for (int key = place + part * PLACES; key < s.keys; key += MEANS_THREADS) {
+    float score = scores[key];
+    if (key == place) score = score == -INFINITE ? INFINITE : __fadd_rn(score, HEAVY_MARGIN);
+    if (score > most) most = score, chosen = key;
+  }
+  largest[part][place] = most, numbers[part][place] = chosen;
+  __syncthreads();
+  if (part != 0) return;
+#pragma unroll
+  for (int i = 1; i < PARTS; i++) {
+    const bool heavier = largest[i][place] > most || largest[i][place] == most && numbers[i][place] < chosen;
+    if (heavier) most = largest[i][place], chosen = numbers[i][place];
+  }
+  s.chosen[pair * PLACES + place] = chosen;
+}
+
+// Return whether a key, counted from the first behind the places of heavy ones, is heavy and has left its place; and
+// which one has that instead, counted likewise.
+DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
+  return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
+}
+DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
 
 // Reduce a block of K or V of a pair; or a head's sample of Q.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAMETERS) {
@@ -50,31 +168,42 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAM
   } partial;
   const int channel = threadIdx.x, eight = channel % 32 % LANES * 8;
   const int first = Partial<WARPS, true, false>::first_token();
-  const uint32 of_pair = 2 * s.blocks, group = s.q_heads / s.kv_heads;
+  const uint32 of_pair = 2 * s.sums, group = s.q_heads / s.kv_heads;
   if (blockIdx.x >= s.pairs * of_pair) {
     const uint32 number = blockIdx.x - s.pairs * of_pair, pair = number / group;
     Reader reader(query, number / s.q_heads, number % s.q_heads, first * s.sample_distance, s.q_len, eight, s.head_dim);
     reader.stride *= s.sample_distance;
     reader.left = eight < s.head_dim ? s.samples - first : 0;
-    const Reduced found = reduce_block(reader, true, partial.with_squares);
+    const uint32 batch = number / s.q_heads;
+    auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.with_squares); };
+    const Reduced found =
+        are_queries_padded(s)
+            ? reduce_rows(PaddedReader(reader, s, batch, first * s.sample_distance, s.sample_distance))
+            : reduce_rows(reader);
     if (channel >= CHANNELS) return;
-    float* into = line(s, pair, (KEY_LINES + VALUE_LINES) * s.blocks + KEY_LINES * (number % group)) + channel;
+    float* into = line(s, pair, (KEY_LINES + VALUE_LINES) * s.sums + KEY_LINES * (number % group)) + channel;
     into[0] = found.sum, into[CHANNELS] = found.squares;
     return;
   }
   const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair;
-  const bool of_value = number >= s.blocks;
-  const uint32 block = of_value ? number - s.blocks : number;
-  const Reader reader(of_value ? value : key, pair / s.kv_heads, pair % s.kv_heads, block * BLOCK + first, s.kv_len,
-                      eight, of_value ? s.v_head_dim : s.head_dim);
-  const bool careful = (block + 1) * BLOCK > s.kv_len;
+  const bool of_value = number >= s.sums;
+  const uint32 block = of_value ? number - s.sums : number;
+  const uint32 batch = pair / s.kv_heads;
+  const Reader rows(of_value ? value : key, batch, pair % s.kv_heads, block * BLOCK + first, s.keys, eight,
+                    of_value ? s.v_head_dim : s.head_dim);
+  const PaddedReader reader(rows, s, batch, block * BLOCK + first, 1);
+  bool careful = (block + 1) * BLOCK > s.keys;
+  if (PADDED && !careful) careful = !__syncthreads_and(counts(s, batch, block * BLOCK + threadIdx.x % BLOCK));
   if (of_value) {
     const Reduced found = reduce_block(reader, careful, partial.with_extrema);
     if (channel >= CHANNELS) return;
-    float* into = line(s, pair, KEY_LINES * s.blocks + VALUE_LINES * block) + channel;
+    float* into = line(s, pair, KEY_LINES * s.sums + VALUE_LINES * block) + channel;
     into[0] = found.sum, into[CHANNELS] = found.largest, into[2 * CHANNELS] = found.smallest;
     into[3 * CHANNELS] = found.finite;
-  } else if (SMOOTH_K || BALANCE) {
+    return;
+  }
+  if (CHOICE) write_scores(query, reader, s, pair, block);
+  if (SMOOTH_K || BALANCE) {
     const Reduced found = reduce_block(reader, careful, partial.with_squares);
     if (channel >= CHANNELS) return;
     float* into = line(s, pair, KEY_LINES * block) + channel;
@@ -123,12 +252,12 @@ DEVICE float variance_of(float mean_square, float mean) {
 }
 
 // Return a channel's factor in the balance (`transforms.balance`), given K's mean and mean square.
-DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float mean, float mean_square) {
+DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float mean, float mean_square,
+                        float samples) {
   const uint32 group = s.q_heads / s.kv_heads;
-  const float samples = static_cast<float>(max(s.samples, 1));
   float of_query = 0.0f;
   for (uint32 member = 0; member < group; member++) {
-    const float* from = line(s, pair, (KEY_LINES + VALUE_LINES) * s.blocks + KEY_LINES * member) + channel;
+    const float* from = line(s, pair, (KEY_LINES + VALUE_LINES) * s.sums + KEY_LINES * member) + channel;
     const float square = __fdiv_rn(from[CHANNELS], samples);
     of_query = __fadd_rn(of_query, SMOOTH_Q ? variance_of(square, __fdiv_rn(from[0], samples)) : square);
   }
@@ -144,13 +273,15 @@ DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float 
 extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETERS) {
   const uint32 pair = blockIdx.x / 2, channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
   const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
+  const int keys = number_of_keys(s, pair / s.kv_heads);
   if (blockIdx.x % 2 == 0) {
     constexpr int APART = KEY_LINES * CHANNELS;
+    if constexpr (CHOICE) choose_heavy_keys(s, pair);
     float mean = 0.0f, factor = 1.0f;
-    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), APART, s.blocks, s.kv_len);
+    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), APART, s.sums, keys);
     if (BALANCE) {
-      const float square = mean_of_blocks(line(s, pair, 1), APART, s.blocks, s.kv_len);
-      factor = balance_of(s, pair, channel, mean, square);
+      const float square = mean_of_blocks(line(s, pair, 1), APART, s.sums, keys);
+      factor = balance_of(s, pair, channel, mean, square, number_of_samples(s, pair / s.kv_heads));
     }
     if (row != 0) return;
     if (!SMOOTH_K) mean = 0.0f;
@@ -166,9 +297,9 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   }
   __shared__ float extrema[3][8][CHANNELS];
   __shared__ uint32 most;
-  const float* lines = line(s, pair, KEY_LINES * s.blocks);
+  const float* lines = line(s, pair, KEY_LINES * s.sums);
   float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
-  for (uint32 block = row; block < s.blocks; block += 8) {
+  for (uint32 block = row; block < s.sums; block += 8) {
     const float* from = lines + (static_cast<int64>(block) * VALUE_LINES + 1) * CHANNELS + channel;
     largest = fmaxf(largest, from[0]);
     smallest = fminf(smallest, from[CHANNELS]);
@@ -177,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   extrema[0][row][channel] = largest, extrema[1][row][channel] = smallest, extrema[2][row][channel] = finite;
   if (threadIdx.x == 0) most = 0;
   float mean = 0.0f;
-  if (SMOOTH_V) mean = mean_of_blocks(lines, VALUE_LINES * CHANNELS, s.blocks, s.kv_len);
+  if (SMOOTH_V) mean = mean_of_blocks(lines, VALUE_LINES * CHANNELS, s.sums, keys);
   __syncthreads();
   if (row == 0) {
 #pragma unroll
@@ -306,17 +437,25 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   const int length = IS_QUERY ? s.q_len : s.kv_len;
   const int token = threadIdx.x / TOKEN_LANES, channel = threadIdx.x % TOKEN_LANES * 32;
   const int64 first_row = (static_cast<int64>(pair) * (IS_QUERY ? o.q_blocks : s.blocks) + block) * BLOCK;
-  const bool exists = block * BLOCK + token < length;
+  const int number = block * BLOCK + token;
+  const bool moved = CHOICE && !IS_QUERY && is_chosen(s, pair, number);
+  bool exists = number < length;
+  if (PADDED && !IS_QUERY)
+    exists = exists && counts(s, batch, (moved ? exchanged(number) : number) + HEAVY_KEYS);
   uint32 words[4][4];
   {
-    const Reader reader(tokens, batch, head, block * BLOCK + token, length, channel, s.head_dim);
+    auto load = [&](int from) {
+      const Reader reader(tokens, batch, head, from, length, channel, s.head_dim);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint16* from = reader.from + i * 8;
-      const bool has = exists && channel + i * 8 < s.head_dim;
-      const uint4 y = has ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
-      words[i][0] = y.x, words[i][1] = y.y, words[i][2] = y.z, words[i][3] = y.w;
-    }
+      for (int i = 0; i < 4; i++) {
+        const bool has = exists && channel + i * 8 < s.head_dim;
+        const uint4 y = has ? __ldg(reinterpret_cast<const uint4*>(reader.from + i * 8)) : make_uint4(0, 0, 0, 0);
+        words[i][0] = y.x, words[i][1] = y.y, words[i][2] = y.z, words[i][3] = y.w;
+      }
+    };
+    load(number);
+    if constexpr (CHOICE && !IS_QUERY)
+      if (moved) load(exchanged(number));
   }
   const float* factors = s.factors + static_cast<int64>(pair_of_key) * FACTORS * CHANNELS;
   constexpr bool SMOOTH = IS_QUERY ? SMOOTH_Q : SMOOTH_K;
@@ -396,13 +535,31 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
 DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
                            SharedValue& shared) {
   const int channel = threadIdx.x % (CHANNELS / 2) * 2, part = threadIdx.x / (CHANNELS / 2);
-  const int first = block * BLOCK + part * GROUP, left = channel < s.v_head_dim ? s.kv_len - first : 0;
+  const int first = block * BLOCK + part * GROUP, left = s.kv_len - first;
   const uint16* from = tokens.first + pair / s.kv_heads * tokens.batch_stride + pair % s.kv_heads * tokens.head_stride +
                        first * tokens.token_stride + channel;
+  // A warp has one part: each lane looks after one of its tokens.
+  uint32 moved = 0, present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;
+  if constexpr (CHOICE || PADDED) {
+    const int token = first + threadIdx.x % GROUP;
+    const bool leaves = CHOICE && is_chosen(s, pair, token);
+    if (CHOICE) moved = __ballot_sync(~0u, leaves) & present;
+    if (PADDED)
+      present &= __ballot_sync(~0u, token < s.kv_len && counts(s, pair / s.kv_heads,
+                                                               (leaves ? exchanged(token) : token) + HEAVY_KEYS));
+  }
+  auto load = [](const uint16* at) { return __ldcs(reinterpret_cast<const uint32*>(at)); };
   uint32 words[GROUP];
+  if (present == 0xFFFF && moved == 0 && channel < s.v_head_dim) {
 #pragma unroll
-  for (int i = 0; i < GROUP; i++, from += tokens.token_stride)
-    words[i] = i < left ? __ldcs(reinterpret_cast<const uint32*>(from)) : 0;
+    for (int i = 0; i < GROUP; i++, from += tokens.token_stride) words[i] = load(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+      const int number = CHOICE && moved >> i & 1 ? exchanged(first + i) - first : i;
+      words[i] = present >> i & 1 && channel < s.v_head_dim ? load(from + number * tokens.token_stride) : 0;
+    }
+  }
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
   if (TENSOR_SCALE) least_power_of_two(s.value_tensor_amax[pair], inverse);
@@ -414,10 +571,10 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
     x[0][i] = __fmaf_rn(first_of(words[i]), inverse, shifts[0]);
     x[1][i] = __fmaf_rn(second_of(words[i]), inverse, shifts[1]);
   }
-  if ((block + 1) * BLOCK > s.kv_len)  // the same for all threads: no selects in the other blocks
+  if (present != 0xFFFF)
 #pragma unroll
     for (int i = 0; i < GROUP; i++)
-      if (first + i >= s.kv_len) x[0][i] = x[1][i] = 0.0f;
+      if (!(present >> i & 1)) x[0][i] = x[1][i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     uint32 code;
@@ -453,20 +610,24 @@ DEVICE uint32 pack_halves(float a, float b) {
   return y;
 }
 
-// Write the heavy keys of one pair without the mean of the others, and their V as it is. They lie before the tokens
-// that `Tokens` describes.
+// Write the heavy keys of one pair without the mean, and their V as it is. If they are the first ones, they lie before
+// the tokens that `Tokens` describes.
 DEVICE void copy_heavy(const Tokens& key, const Tokens& value, const Statistics& s, const Operands& o, uint32 pair) {
   for (int number = threadIdx.x; number < HEAVY_KEYS * LANES; number += QUANTIZE_THREADS) {
     const int token = number / LANES, channel = number % LANES * 8;
     const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + token;
+    const int source = CHOICE ? s.chosen[row] : token;
+    const bool exists = counts(s, pair / s.kv_heads, source);
     auto load = [&](const Tokens& tokens, int channels, uint32(&x)[4]) {
-      Reader(tokens, pair / s.kv_heads, pair % s.kv_heads, token - HEAVY_KEYS, 0, channel, channels)
-          .load<true>(0, channel < channels, x);
+      Reader(tokens, pair / s.kv_heads, pair % s.kv_heads, source - HEAVY_KEYS, 0, channel, channels)
+          .load<true>(0, exists && channel < channels, x);
     };
     uint32 k[4], v[4];
     load(key, s.head_dim, k);
     load(value, s.v_head_dim, v);
-    const float* mean = s.key_mean + static_cast<int64>(pair) * CHANNELS + channel;
+    float mean[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) mean[c] = exists ? s.key_mean[static_cast<int64>(pair) * CHANNELS + channel + c] : 0.0f;
     // In the order of `layout.heavy_order`.
     uint32* into = reinterpret_cast<uint32*>(o.heavy_key) + row * (CHANNELS / 2) + channel / 32 * 16 + channel / 8 % 4;
 #pragma unroll

@@ -13,12 +13,12 @@ from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encod
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.rotation import channel_factor, rotate, sign_bits
 from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens
+from ...language.tokens import load_tokens, tail_source
 from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...operands import NVFP4Operands, Statistics
 from ...recipe import Recipe
 from ...transforms import rotation_block
-from .heavy import heavy_keys
+from .heavy import heavy_count, heavy_keys
 from .statistics import is_finite, reduce_block, token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -43,7 +43,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     recipe, batch, tail = call.recipe, call.batch, call.tail
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail, counts, valid if call.q_len == call.kv_len else None)
+    statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
     )
@@ -108,6 +108,7 @@ def _quantize_tokens(
         key_mean=statistics.key_mean,
         balance=statistics.balance,
         mean_score=score,
+        chosen=None if is_query else statistics.chosen,
         search=nvfp4.search_table(steps, x.device),
         valid=valid,
         ranges=sequences.ranges,
@@ -127,6 +128,7 @@ def _quantize_tokens(
         MEAN_SCORE=mean_score,
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(steps),
+        HEAVY=0 if is_query else heavy_count(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -160,6 +162,7 @@ def _quantize_value(
         tensor_scale=tensor_scale,
         value_mean=statistics.value_mean,
         value_tensor_amax=statistics.value_tensor_amax,
+        chosen=statistics.chosen,
         search=nvfp4.search_table(recipe.scale_steps, value.device),
         valid=valid,
         ranges=sequences.ranges,
@@ -174,6 +177,7 @@ def _quantize_value(
         SMOOTH=recipe.smooth_v,
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(recipe.scale_steps),
+        HEAVY=heavy_count(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -332,6 +336,7 @@ def quantize_tokens_nvfp4(
     key_mean,
     balance,
     mean_score,
+    chosen,
     search,
     valid,
     ranges,
@@ -354,6 +359,7 @@ def quantize_tokens_nvfp4(
     MEAN_SCORE: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -369,9 +375,14 @@ def quantize_tokens_nvfp4(
     x += batch * stride_batch + head * stride_head
     if HAS_VALID:
         valid += batch * valid_stride
+    token_of_sequence = block * BLOCK_ROWS + token
+    source = token_of_sequence
+    if HEAVY > 0:
+        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
     tile, counts = load_tokens(
-        x, valid, start, block * BLOCK_ROWS + token, length, channel, channels, stride_token, stride_channel, HAS_VALID
-    )
+        x, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
+        source=source,
+    )  # fmt: skip
     kv_pair = batch * (heads // group) + head // group
     key_mean += kv_pair * key_mean_channels + channel
     if MEAN_SCORE:
@@ -425,6 +436,7 @@ def quantize_value_nvfp4(
     tensor_scale,
     value_mean,
     value_tensor_amax,
+    chosen,
     search,
     valid,
     ranges,
@@ -442,6 +454,7 @@ def quantize_value_nvfp4(
     SMOOTH: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -456,18 +469,14 @@ def quantize_value_nvfp4(
     value += batch * stride_batch + head * stride_head
     if HAS_VALID:
         valid += batch * valid_stride
+    token_of_sequence = block * BLOCK_ROWS + token
+    source = token_of_sequence
+    if HEAVY > 0:
+        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
     tile, counts = load_tokens(
-        value,
-        valid,
-        start,
-        block * BLOCK_ROWS + token,
-        length,
-        channel,
-        channels,
-        stride_token,
-        stride_channel,
-        HAS_VALID,
-    )
+        value, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
+        source=source,
+    )  # fmt: skip
     head_index = batch * kv_heads + head
     if SMOOTH:
         shift = tl.load(value_mean + head_index * mean_channels + channel, mask=channel < mean_channels, other=0.0)
