@@ -30,6 +30,7 @@ from .quantize import signs
 from .tokens import Tokens
 
 REDUCE_THREADS = 256
+EARLY_CAPABILITY = (9, 0)  # from which on a kernel may start before the one that it waits for has ended
 RESIDENT_THREADS = 1024  # of a multiprocessor, at least, that run `quantize`
 THREAD_ELEMENTS = 32  # of Q, K or V, that a thread of `quantize` has
 KEY_LINES, VALUE_LINES = 2, 4  # of statistics of a block of K or of a head's sample of Q, and of a block of V
@@ -332,7 +333,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     sampled = batch * q_heads if recipe.balance else 0
     everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
     launch(reduce, 2 * pairs * sums + sampled, everything, device)
-    launch(means, 2 * pairs, MeansParameters(s=statistics), device)
+    early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
+    launch(means, 2 * pairs, MeansParameters(s=statistics), device, dependent=early)
     quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
-    launch(quantize, quantized, QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written), device)
+    launch(quantize, quantized, QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written), device, dependent=early)
     return operands

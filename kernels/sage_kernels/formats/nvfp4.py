@@ -170,7 +170,7 @@ def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
     s, c = _decode(codes), _decode(candidates.clamp(LEAST_NORMAL_E4M3_CODE, LARGEST_E4M3_CODE))
     amax = (leading + 1 << BIN_SHIFT).int().view(torch.float32) * E2M1_MAX
     allowed = (candidates >= LEAST_NORMAL_E4M3_CODE) & (candidates <= LARGEST_E4M3_CODE)
-    allowed &= (leading >= (127 - 6) << 4) & ((steps >= 0) | (amax <= (E2M1_MAX + 1) * c))
+    allowed &= (leading >= (127 - 6) << 4) & ((steps >= 0) | (amax < (E2M1_MAX + 1) * c))
     ratios = torch.stack((s / c * 2.0**-11, c / s * 2.0**11), -1).half()
     return torch.where(allowed[..., None], ratios, torch.nan)
 

@@ -1,8 +1,8 @@
 // Quantise groups of 16 numbers to NVFP4 with the bits of `formats/nvfp4.py`: the search for a scale, codes and scales.
 //
-// The host gives MAX_STEPS; FIRST_BIN, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q and V, the number of
-// steps (KEY_SEARCHED, SEARCHED), these with commas between (KEY_STEPS, STEPS; 0 where there are none) and the table of
-// `nvfp4.search_table`.
+// The host gives MAX_STEPS; FIRST_BIN, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q and V, the
+// number of steps (KEY_SEARCHED, SEARCHED), these with commas between (KEY_STEPS, STEPS; 0 where there are none) and
+// the table of `nvfp4.search_table`.
 #pragma once
 #include "numbers.cuh"
 
@@ -166,7 +166,8 @@ DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const Sear
   using S = Steps<OF_KEY>;
   const bool finite = largest < static_cast<float>(SEARCH_LIMIT);
   const float sixth = __fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f);
-  const uint4* row = reinterpret_cast<const uint4*>(table + max(__float_as_int(sixth) >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN);
+  const uint4* row =
+      reinterpret_cast<const uint4*>(table + max(__float_as_int(sixth) >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN);
   const uint4 low = __ldg(row), high = __ldg(row + 1);
   const uint32 ratios[MAX_STEPS + 1] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll

@@ -4,6 +4,7 @@
 //
 // The host, `quantize_nvfp4.py`, gives the kernels' parameters, with their structs, and all compile-time constants that
 // are not defined here.
+#include "barrier.cuh"
 #include "nvfp4.cuh"
 #include "parameters.cuh"
 #include "token_statistics.cuh"
@@ -85,7 +86,8 @@ enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
 
 // Write K's products with the mean query by which heavy keys are chosen (`transforms.heavy_places`), of 128 keys.
 // `reader` is at the thread's first; its others follow ROWS_AT_ONCE apart.
-DEVICE void write_scores(const Tokens& query, const PaddedReader& reader, const Statistics& s, uint32 pair, uint32 block) {
+DEVICE void write_scores(const Tokens& query, const PaddedReader& reader, const Statistics& s, uint32 pair,
+                         uint32 block) {
   using Shape = Partial<REDUCE_THREADS / 32, true, false>;
   __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
   __shared__ alignas(16) float mean[CHANNELS];
@@ -161,6 +163,7 @@ DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
 
 // Reduce a block of K or V of a pair; or a head's sample of Q.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAMETERS) {
+  let_next_kernel_start();
   constexpr int WARPS = REDUCE_THREADS / 32;
   __shared__ union {
     Partial<WARPS, true, false> with_squares;
@@ -273,6 +276,8 @@ DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float 
 extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETERS) {
   const uint32 pair = blockIdx.x / 2, channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
   const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int keys = number_of_keys(s, pair / s.kv_heads);
   if (blockIdx.x % 2 == 0) {
     constexpr int APART = KEY_LINES * CHANNELS;
@@ -440,8 +445,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   const int number = block * BLOCK + token;
   const bool moved = CHOICE && !IS_QUERY && is_chosen(s, pair, number);
   bool exists = number < length;
-  if (PADDED && !IS_QUERY)
-    exists = exists && counts(s, batch, (moved ? exchanged(number) : number) + HEAVY_KEYS);
+  if (PADDED && !IS_QUERY) exists = exists && counts(s, batch, (moved ? exchanged(number) : number) + HEAVY_KEYS);
   uint32 words[4][4];
   {
     auto load = [&](int from) {
@@ -538,27 +542,31 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
   const int first = block * BLOCK + part * GROUP, left = s.kv_len - first;
   const uint16* from = tokens.first + pair / s.kv_heads * tokens.batch_stride + pair % s.kv_heads * tokens.head_stride +
                        first * tokens.token_stride + channel;
-  // A warp has one part: each lane looks after one of its tokens.
-  uint32 moved = 0, present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;
-  if constexpr (CHOICE || PADDED) {
-    const int token = first + threadIdx.x % GROUP;
-    const bool leaves = CHOICE && is_chosen(s, pair, token);
-    if (CHOICE) moved = __ballot_sync(~0u, leaves) & present;
-    if (PADDED)
-      present &= __ballot_sync(~0u, token < s.kv_len && counts(s, pair / s.kv_heads,
-                                                               (leaves ? exchanged(token) : token) + HEAVY_KEYS));
-  }
   auto load = [](const uint16* at) { return __ldcs(reinterpret_cast<const uint32*>(at)); };
   uint32 words[GROUP];
-  if (present == 0xFFFF && moved == 0 && channel < s.v_head_dim) {
+  if (left >= GROUP && channel < s.v_head_dim) {
+    const uint16* at = from;
 #pragma unroll
-    for (int i = 0; i < GROUP; i++, from += tokens.token_stride) words[i] = load(from);
+    for (int i = 0; i < GROUP; i++, at += tokens.token_stride) words[i] = load(at);
   } else {
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-      const int number = CHOICE && moved >> i & 1 ? exchanged(first + i) - first : i;
-      words[i] = present >> i & 1 && channel < s.v_head_dim ? load(from + number * tokens.token_stride) : 0;
-    }
+    for (int i = 0; i < GROUP; i++)
+      words[i] = i < left && channel < s.v_head_dim ? load(from + i * tokens.token_stride) : 0;
+  }
+  uint32 present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;  // tokens that are there, and count
+  if constexpr (CHOICE || PADDED) {
+    // A warp has the same tokens: each lane looks after one.
+    const int token = first + threadIdx.x % GROUP;
+    const bool leaves = CHOICE && is_chosen(s, pair, token);
+    const uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
+    if (PADDED)
+      present &= __ballot_sync(
+          ~0u, token < s.kv_len && counts(s, pair / s.kv_heads, (leaves ? exchanged(token) : token) + HEAVY_KEYS));
+    if (moved != 0)
+#pragma unroll
+      for (int i = 0; i < GROUP; i++)
+        if (moved >> i & 1 && channel < s.v_head_dim)
+          words[i] = load(from + (exchanged(first + i) - first) * tokens.token_stride);
   }
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
@@ -581,7 +589,8 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
     if constexpr (SEARCHED > 0) {
       uint32 halves[GROUP / 2];
 #pragma unroll
-      for (int n = 0; n < GROUP / 2; n++) halves[n] = pack_float16(x[i][n / 2 * 4 + n % 2], x[i][n / 2 * 4 + n % 2 + 2]);
+      for (int n = 0; n < GROUP / 2; n++)
+        halves[n] = pack_float16(x[i][n / 2 * 4 + n % 2], x[i][n / 2 * 4 + n % 2 + 2]);
       shared.codes[channel + i][part] =
           search_group<false>(halves, largest_half(halves), reinterpret_cast<const SearchRow*>(o.search), code);
     } else {
@@ -641,6 +650,7 @@ DEVICE void copy_heavy(const Tokens& key, const Tokens& value, const Statistics&
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT_THREADS / QUANTIZE_THREADS)
     quantize(QUANTIZE_PARAMETERS) {
   __shared__ Shared shared;
+  wait_for_previous_kernel();
   const uint32 of_pair = 2 * s.blocks + (HEAVY_KEYS > 0);
   if (blockIdx.x >= s.pairs * of_pair) {
     const uint32 number = blockIdx.x - s.pairs * of_pair;
