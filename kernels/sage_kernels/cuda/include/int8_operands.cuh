@@ -60,7 +60,7 @@ constexpr int RESIDENT = !ROTATE ? 8 : CHANNELS == 128 ? 5 : 7;
 
 // Return whether a key, counted from the first behind the places of heavy ones, is heavy and has left its place.
 DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
-  return s.chosen[pair * HEAVY_KEYS + token % HEAVY_KEYS] == token + HEAVY_KEYS;
+  return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
 }
 
 // Load what is in the places of heavy keys among the thread's tokens, `number(i)` behind the `first`: the keys, or
@@ -74,7 +74,7 @@ DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 
   if (!some) return;
 #pragma unroll
   for (int i = 0; i < N; i++)
-    if (chosen[i]) reader.load<true>((first + number(i)) % HEAVY_KEYS - HEAVY_KEYS - first, reader.left > 0, x[i]);
+    if (chosen[i]) reader.load<true>((first + number(i)) % PLACES - PLACES - first, reader.left > 0, x[i]);
 }
 
 // The functions that follow are WHOLE if all tokens and channels that they write exist.
@@ -229,8 +229,8 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
     if (!is_chosen(s, pair, token)) continue;
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++)
-      reader.load<true>(token % HEAVY_KEYS - HEAVY_KEYS - first, section * SECTION + channel < s.head_dim,
-                        x[i][section], section * SECTION);
+      reader.load<true>(token % PLACES - PLACES - first, section * SECTION + channel < s.head_dim, x[i][section],
+                        section * SECTION);
   }
   TileFloats y;
   const float* means = line(s, pair, ROTATED_MEAN) + channel;

@@ -199,14 +199,14 @@ DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
   float largest = -INFINITE;
   int chosen = NO_KEY;
 #pragma unroll
-  for (int i = 0; i < SHARERS * (BLOCK / HEAVY_KEYS); i++) {
+  for (int i = 0; i < SHARERS * (BLOCK / PLACES); i++) {
     const Candidates& some = candidates(s, pair, i % SHARERS);
-    const int at = place + i / SHARERS * HEAVY_KEYS;
+    const int at = place + i / SHARERS * PLACES;
     const float score = some.scores[at];
     const int key = some.keys[at];
     if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
   }
-  s.chosen[pair * HEAVY_KEYS + place] = chosen;
+  s.chosen[pair * PLACES + place] = chosen;
 }
 
 struct Found {

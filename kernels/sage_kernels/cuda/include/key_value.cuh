@@ -3,6 +3,7 @@
 #include "tokens.cuh"
 
 constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
+constexpr int PLACES = HALF_BLOCK;                // of heavy keys, if there are any
 constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
 
 enum Line {

@@ -43,7 +43,9 @@ DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
 // What channels are multiplied by and what is added then, by pair: for Q, for K, and what is added to K.
 enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, FACTORS };
 
-// ---- Heavy keys ----
+// ---- Choice of heavy keys ----
+
+constexpr int PLACES = 64;  // of heavy keys, if there are any
 
 // Write K's products with the mean query by which heavy keys are chosen (`transforms.heavy_places`), of 128 keys.
 // `reader` is at the thread's first; its others follow ROWS_AT_ONCE apart.
@@ -88,14 +90,14 @@ DEVICE void write_scores(const Tokens& query, const Reader& reader, const Statis
 
 // Choose a pair's heavy keys by their scores, as `transforms.heavy_places` says.
 DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
-  constexpr int PARTS = MEANS_THREADS / HEAVY_KEYS;  // of the keys that may take a place
-  __shared__ float largest[PARTS][HEAVY_KEYS];
-  __shared__ int numbers[PARTS][HEAVY_KEYS];
-  const int place = threadIdx.x % HEAVY_KEYS, part = threadIdx.x / HEAVY_KEYS;
+  constexpr int PARTS = MEANS_THREADS / PLACES;  // of the keys that may take a place
+  __shared__ float largest[PARTS][PLACES];
+  __shared__ int numbers[PARTS][PLACES];
+  const int place = threadIdx.x % PLACES, part = threadIdx.x / PLACES;
   const float* scores = s.scores + static_cast<int64>(pair) * s.sums * BLOCK;
   float most = -INFINITE;
   int chosen = place;
-  for (int key = place + part * HEAVY_KEYS; key < s.keys; key += MEANS_THREADS) {
+  for (int key = place + part * PLACES; key < s.keys; key += MEANS_THREADS) {
     float score = scores[key];
     if (key == place) score = score == -INFINITE ? INFINITE : __fadd_rn(score, HEAVY_MARGIN);
     if (score > most) most = score, chosen = key;
@@ -108,15 +110,15 @@ DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
     const bool heavier = largest[i][place] > most || largest[i][place] == most && numbers[i][place] < chosen;
     if (heavier) most = largest[i][place], chosen = numbers[i][place];
   }
-  s.chosen[pair * HEAVY_KEYS + place] = chosen;
+  s.chosen[pair * PLACES + place] = chosen;
 }
 
 // Return whether a key, counted from the first behind the places of heavy ones, is heavy and has left its place; and
 // which one has that instead, counted likewise.
 DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
-  return s.chosen[pair * HEAVY_KEYS + token % HEAVY_KEYS] == token + HEAVY_KEYS;
+  return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
 }
-DEVICE int exchanged(int token) { return token % HEAVY_KEYS - HEAVY_KEYS; }
+DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
 
 // Reduce a block of K or V of a pair; or a head's sample of Q.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAMETERS) {
