@@ -47,6 +47,7 @@ ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
               "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16,
               "HEAVY_QUERIES must be 16 rows of Q: two for each of those that a block loads at once");
 

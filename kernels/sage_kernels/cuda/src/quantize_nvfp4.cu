@@ -28,6 +28,7 @@ ASSERT_FLAG(TENSOR_SCALE, "blocks of Q and K, and heads of V, have a power of tw
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a block loads at once");
 
 // ---- Statistics ----
