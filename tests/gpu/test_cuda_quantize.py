@@ -164,7 +164,7 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
     inputs[1][0, 0, 5, 3], inputs[1][0, 0, 6, 3], inputs[2][0, 0, 7, 3] = torch.nan, torch.inf, -torch.inf
     inputs[1][:, :, 8, 4] = torch.finfo(dtype).max
     inputs[1][:, :, 64:, 4] -= 100
-    query, key, value = inputs = [lay_out(x, layout) for x in inputs]
+    _, key, value = inputs = [lay_out(x, layout) for x in inputs]
     recipe = replace(plain(pv), heavy_keys=64, heavy_choice="first")
     for return_lse in (False, True):
         call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
