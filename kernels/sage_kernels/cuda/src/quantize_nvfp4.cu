@@ -379,19 +379,16 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   const bool exists = block * BLOCK + token < length;
   uint32 words[4][4];
   {
-    const int number = block * BLOCK + token;
-    auto load = [&](int from) {
-      const Reader reader(tokens, batch, head, from, length, channel, s.head_dim);
+    int source = block * BLOCK + token;
+    if constexpr (CHOICE && !IS_QUERY) source = is_chosen(s, pair, source) ? exchanged(source) : source;
+    const Reader reader(tokens, batch, head, source, length, channel, s.head_dim);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const bool has = exists && channel + i * 8 < s.head_dim;
-        const uint4 y = has ? __ldg(reinterpret_cast<const uint4*>(reader.from + i * 8)) : make_uint4(0, 0, 0, 0);
-        words[i][0] = y.x, words[i][1] = y.y, words[i][2] = y.z, words[i][3] = y.w;
-      }
-    };
-    load(number);
-    if constexpr (CHOICE && !IS_QUERY)
-      if (is_chosen(s, pair, number)) load(exchanged(number));
+    for (int i = 0; i < 4; i++) {
+      const uint16* from = reader.from + i * 8;
+      const bool has = exists && channel + i * 8 < s.head_dim;
+      const uint4 y = has ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+      words[i][0] = y.x, words[i][1] = y.y, words[i][2] = y.z, words[i][3] = y.w;
+    }
   }
   const float* factors = s.factors + static_cast<int64>(pair_of_key) * FACTORS * CHANNELS;
   constexpr bool SMOOTH = IS_QUERY ? SMOOTH_Q : SMOOTH_K;
@@ -480,13 +477,19 @@ DEVICE void quantize_value(const Tokens& tokens, const Statistics& s, const Oper
 #pragma unroll
   for (int i = 0; i < GROUP; i++) words[i] = i < left ? load(i) : 0;
   if constexpr (CHOICE) {
-    bool chosen[GROUP], some = false;
+    const int4* of_places = reinterpret_cast<const int4*>(s.chosen + pair * PLACES + first % PLACES);
+    uint32 chosen = 0;  // ones for tokens that are heavy and have left their places
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) some |= chosen[i] = i < left && is_chosen(s, pair, first + i);
-    if (some)
+    for (int i = 0; i < GROUP / 4; i++) {
+      const int4 four = of_places[i];
+      const int at = first + PLACES + 4 * i;
+      chosen |= ((four.x == at) + (four.y == at + 1) * 2 + (four.z == at + 2) * 4 + (four.w == at + 3) * 8) << 4 * i;
+    }
+    if (chosen && left > 0) {
 #pragma unroll
       for (int i = 0; i < GROUP; i++)
-        if (chosen[i]) words[i] = load(exchanged(first + i) - first);
+        if (chosen >> i & 1) words[i] = load(exchanged(first + i) - first);
+    }
   }
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
