@@ -69,12 +69,13 @@ def instructions_of_a_tile(image, folder):
 @pytest.mark.audit
 @compiles
 @pytest.mark.parametrize("channels", [64, 128])
-@pytest.mark.parametrize(("capability", "budgets"), [((12, 0), (40, 48, 66)), ((9, 0), (48, 58, 75))], ids=str)
+@pytest.mark.parametrize(("capability", "budgets"), [((12, 0), (49, 51, 66)), ((9, 0), (58, 62, 75))], ids=str)
 def test_an_element_takes_few_instructions(tmp_path, monkeypatch, channels, capability, budgets):
-    """For V, K and Q, with eight scales; measured 38.4, 46.9 and 63.8 on sm_120, 46.5, 55.9 and 72.6 on sm_90.
+    """For V, K and Q, with eight scales; measured 47.3, 49.8 and 63.8 on sm_120, 56.3, 60.1 and 72.6 on sm_90.
 
-    Without what seldom runs they are 35.8, 45.2 and 54.6, and 43.8, 53.4 and 63.3. To measure again: print what
-    `instructions_of_a_tile` returns.
+    With the first keys for heavy ones they are 38.4 and 46.9, and 46.5 and 55.9, for V and K, of which on sm_120 all
+    but 35.8 and 45.2 seldom run; among what choosing adds, the loads of what is in the places of heavy keys seldom do.
+    To measure again: print what `instructions_of_a_tile` returns.
     """
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     cubin = compiled(channels, channels, torch.bfloat16, SAGE3, capability)

@@ -324,6 +324,14 @@ def test_heavy_keys_are_64_or_none_and_have_no_gradients(name):
         assert not kernel.serves(replace(recipe, heavy_keys=32))
 
 
+@pytest.mark.parametrize("name", [name for name in KERNELS if "backward" not in name])
+def test_heavy_keys_are_the_heaviest_or_the_first(name):
+    """Every quantiser chooses them; to forward kernels, which get them as operands, it is all one."""
+    for recipe in RECIPES.values():
+        if KERNELS[name].serves(recipe) and recipe.heavy_keys:
+            assert all(KERNELS[name].serves(replace(recipe, heavy_choice=choice)) for choice in ("first", "heaviest"))
+
+
 def test_hoppers_quantiser_serves_the_means_that_it_takes():
     kernel = KERNELS["int8_quantize_hopper"]
     for name in ("sage1", "sage2", "sage_bwd"):

@@ -239,7 +239,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     q_blocks, blocks, sums = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return query.new_empty(shape, dtype=dtype)
 
     def codes(*shape: int) -> torch.Tensor:
         return new(*shape, dtype=torch.uint8)

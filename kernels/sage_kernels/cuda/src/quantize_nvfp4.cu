@@ -30,6 +30,7 @@ ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
 ASSERT_FLAG(PADDED, "keys may be left out");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a block loads at once");
 
 // ---- Statistics ----
@@ -82,7 +83,9 @@ DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
 // there.
 enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
 
-// ---- Heavy keys ----
+// ---- Choice of heavy keys ----
+
+constexpr int PLACES = 64;  // of heavy keys, if there are any
 
 // Write K's products with the mean query by which heavy keys are chosen (`transforms.heavy_places`), of 128 keys.
 // `reader` is at the thread's first; its others follow ROWS_AT_ONCE apart.
@@ -126,8 +129,6 @@ DEVICE void write_scores(const Tokens& query, const PaddedReader& reader, const 
       s.scores[(static_cast<int64>(pair) * s.sums + block) * BLOCK + token] = exists ? score : -INFINITE;
   }
 }
-
-constexpr int PLACES = HEAVY_KEYS > 0 ? HEAVY_KEYS : 1;  // of heavy keys; something where there are none
 
 // Choose a pair's heavy keys by their scores, as `transforms.heavy_places` says.
 DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {

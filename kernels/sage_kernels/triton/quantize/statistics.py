@@ -437,10 +437,10 @@ def key_statistics(
         largest, number = own + HEAVY_MARGIN, place
         for first in range(HEAVY, blocks * BLOCK_ROWS, 16 * HEAVY):
             token = first + row[:, None] * HEAVY + place[None, :]
-            some = tl.load(scores + token, mask=token < blocks * BLOCK_ROWS, other=float("-inf"))
-            of_some, at = tl.max(some, 0, return_indices=True, return_indices_tie_break_left=True)
-            number = tl.where(of_some > largest, first + at * HEAVY + place, number)
-            largest = tl.maximum(largest, of_some)
+            others = tl.load(scores + token, mask=token < blocks * BLOCK_ROWS, other=float("-inf"))
+            heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
+            number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
+            largest = tl.maximum(largest, heaviest)
         tl.store(chosen + pair * HEAVY + place, tl.where(own == float("-inf"), place, number))
 
 
