@@ -130,7 +130,9 @@ def test_zeros_stay_zeros():
     check([torch.zeros_like(x) for x in (query, key, value)])
 
 
-@pytest.mark.parametrize("sizes", [(2, 4, 2, 500, 500, 128, 128), (2, 2, 2, 130, 520, 64, 64), (1, 2, 1, 70, 300, 80, 96)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 2, 500, 500, 128, 128), (2, 2, 2, 130, 520, 64, 64), (1, 2, 1, 70, 300, 80, 96)], ids=str
+)
 @pytest.mark.parametrize("kind", ["left", "right", "anywhere", "none", "shared"])
 def test_keys_that_do_not_count_decide_nothing(sizes, kind):
     query, key, value = draw(*sizes)

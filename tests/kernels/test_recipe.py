@@ -34,7 +34,13 @@ def test_the_recipes_are_those_of_the_table():
             denominator="quantized_p",
         ),
         "sage3_paper": Recipe(
-            "sage3_paper", **nvfp4_both, smooth_v=False, rotate=False, tensor_scale=False, scale_steps=(), key_scale_steps=()
+            "sage3_paper",
+            **nvfp4_both,
+            smooth_v=False,
+            rotate=False,
+            tensor_scale=False,
+            scale_steps=(),
+            key_scale_steps=(),
         ),
         "sage2": Recipe(
             "sage2",

@@ -336,5 +336,11 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
     launch(means, 2 * pairs, MeansParameters(s=statistics), device, dependent=early)
     quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
-    launch(quantize, quantized, QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written), device, dependent=early)
+    launch(
+        quantize,
+        quantized,
+        QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written),
+        device,
+        dependent=early,
+    )
     return operands

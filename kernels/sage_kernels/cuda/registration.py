@@ -72,8 +72,10 @@ class NVFP4Quantizer:
         transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
         steps = (recipe.scale_steps, recipe.key_scale_steps)
         searched = all(len(one) <= MAX_STEPS and set(one) <= set(range(-4, 12)) for one in steps)
-        return formats and searched and recipe.is_plain_but_for(
-            *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice"
+        return (
+            formats
+            and searched
+            and recipe.is_plain_but_for(*transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice")
         )
 
     def unsupported(self, request: Request) -> str:

@@ -256,9 +256,8 @@ def quantize(
     elements, scale = round_groups(x / tensor_scale, scale_steps)
     elements = elements.flatten(-2).contiguous()
     magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
-    codes = (
-        torch.bucketize(elements.abs().nan_to_num(), magnitudes).to(torch.uint8) | elements.signbit().to(torch.uint8) << 3
-    )
+    numbers = elements.nan_to_num()
+    codes = torch.bucketize(numbers.abs(), magnitudes).to(torch.uint8) | numbers.signbit().to(torch.uint8) << 3
     pairs = codes.unflatten(-1, (-1, 2))
     return NVFP4Tensor(pairs[..., 0] | pairs[..., 1] << 4, scale.squeeze(-1).to(torch.float8_e4m3fn), tensor_scale)
 

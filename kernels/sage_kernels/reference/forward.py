@@ -386,9 +386,7 @@ def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _quantize_nvfp4(
-    x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the dequantised values of Q or K in NVFP4, and 1 as the scale of each token."""
     tokens = x.shape[-2]
     blocks = F.pad(x, (0, 0, 0, -tokens % BLOCK_M)).unflatten(-2, (-1, BLOCK_M))

@@ -241,13 +241,11 @@ def squared_error(y, up, down):
     """Return the errors of `nvfp4.search_groups`: y, sixteen float16 (rows, groups), and the ratios likewise."""
     sums = ()
     for half in tl.static_range(2):
+        error = tl.zeros_like(y[0])
         for i in tl.static_range(8):
             x = y[i // 2 * 4 + i % 2 + 2 * half]
             d = tl.fma(round_magnitude(x * up).to(tl.float16, bitcast=True), down, -x)
-            if i == 0:
-                error = d * d
-            else:
-                error = tl.fma(d, d, error)
+            error = tl.fma(d, d, error)
         sums += (error,)
     return sums[0] + sums[1]
 
