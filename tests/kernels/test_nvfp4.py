@@ -119,7 +119,7 @@ def test_scale_search_keeps_the_best_of_the_scales_within_float16():
     for step in (0, *SAGE3_STEPS):
         scale = (nearest.view(torch.uint8) + step).view(torch.float8_e4m3fn).double()
         candidate = nvfp4.round_to_e2m1((groups / scale).float()) * scale
-        fits = (torch.tensor(step) >= 0) | (rounded_up * 6 <= 7 * scale.squeeze(-1))
+        fits = (torch.tensor(step) >= 0) | (rounded_up * 6 < 7 * scale.squeeze(-1))
         errors.append(torch.where(fits, (candidate - groups).square().sum(-1), torch.inf))
     least = torch.stack(errors).amin(0).sqrt()
     found = nvfp4.quantize_dequantize(x, SAGE3_STEPS, torch.ones(1, 1)).view(2000, 16)
@@ -130,7 +130,7 @@ def test_scale_search_keeps_the_best_of_the_scales_within_float16():
     absolute, relative = 8 * 4 * (2.0**-10 + 2.0**-15), 9 * 2.0**-12
     bound = least * (1 + 2 * relative) + 2 * absolute * nearest.double().squeeze(-1)
     assert (found <= bound).all()
-    assert (found == least).double().mean() > 0.9
+    assert (found == least).double().mean() > 0.95
 
 
 def test_scale_search_tries_no_scale_that_is_subnormal_infinite_or_too_small():
