@@ -25,9 +25,12 @@ import triton
 from record import git_commit
 
 from sage_kernels.call import Call
+from sage_kernels.cuda import compiler
+from sage_kernels.cuda import nvfp4_forward as cuda_forward
+from sage_kernels.cuda.launch import architecture
 from sage_kernels.language.launch import recording
 from sage_kernels.recipe import get_recipe
-from sage_kernels.testing.aot import MachineCode, compile_launch, machine_code
+from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.registration import NVFP4Quantizer, nvfp4_unsupported
 
@@ -38,6 +41,10 @@ SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction a clo
 BYTES = 0.5 + 1 / 16  # of an element in NVFP4 with its share of a scale
 SHAPES = tuple(product((4096, 16384), (64, 128), (False, True)))  # tokens, head_dim, causal
 TOKENS_AND_HEADS = 2**19  # tokens · heads of each shape: 32 heads, and 4 batch elements at 4,096 tokens
+
+
+CUDA = "CUDA C++"
+"""Name of the kernel that waits for someone to try it."""
 
 
 @dataclass(frozen=True)
@@ -165,21 +172,40 @@ def compiled(head_dim: int, capability: tuple[int, int]) -> MachineCode:
     return machine_code(compile_launch(launches[-1], capability).asm["cubin"])
 
 
-def loop_of(code: MachineCode) -> Loop:
-    """Return the main loop of the compiled kernel."""
-    loop = code.main_loop
+def compiled_by_nvrtc(head_dim: int, capability: tuple[int, int]) -> MachineCode:
+    """Compile the kernel in CUDA C++ likewise."""
+    config = cuda_forward.Config(
+        channels=head_dim,
+        is_causal=False,
+        padded=False,
+        return_lse=False,
+        smooth_q=True,
+        quantized_denominator=True,
+        heavy=True,
+        native=True,
+    )
+    kernel = cuda_forward.kernel(config, torch.bfloat16)
+    return machine_code(kernel.source.compile(architecture(capability)).image)
+
+
+def loop_of(loop: Instructions) -> Loop:
+    """Return what the model needs of a loop."""
     return Loop(loop.least, loop.skippable, loop.counts["MUFU"])
 
 
 def estimates(
     gpus: Sequence[Gpu], loops: dict[tuple[str, int], Loop], measured: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Return rows of estimates; `loops` has those of each (GPU's name, head_dim) that was compiled."""
+    """Return rows of estimates; `loops` has those of each (GPU's name, head_dim) that was compiled.
+
+    Names of the kernel in CUDA C++ end with ", " and CUDA.
+    """
     share, rows = fitted_share(), []
     for gpu, (tokens, head_dim, causal) in product(gpus, SHAPES):
         for provider, loop in (
             ("published", PUBLISHED[head_dim] if gpu.capability[0] == 12 else None),
             ("sage_hf:sage3", loops.get((gpu.name, head_dim))),
+            (f"sage_hf:sage3, {CUDA}", loops.get((f"{gpu.name}, {CUDA}", head_dim))),
         ):
             if loop is None:
                 continue
@@ -215,7 +241,7 @@ def assumptions(loops: dict[tuple[str, int], Loop], measured: dict[str, Any] | N
     ]
     lines += [
         f"{name}, head_dim {head_dim}: {loop.least} instructions a tile and warp, {loop.rescaling} more where a "
-        f"maximum grew, {loop.special} special functions (machine code of this build, Triton {triton.__version__})."
+        f"maximum grew, {loop.special} special functions (machine code of this build; Triton {triton.__version__})."
         for (name, head_dim), loop in loops.items()
     ]
     grown = [
@@ -264,7 +290,13 @@ def main() -> None:
         if reason := nvfp4_unsupported(gpu.capability, version):
             print(f"{gpu.name} is left out: {reason}")
         else:
-            loops[gpu.name, head_dim] = loop_of(compiled(head_dim, gpu.capability))
+            loops[gpu.name, head_dim] = loop_of(compiled(head_dim, gpu.capability).main_loop)
+    if reason := compiler.why_not(arch=architecture(RTX_5090.capability)):
+        print(f"{RTX_5090.name}, {CUDA} is left out: {reason}")
+    else:
+        for head_dim in (64, 128):
+            code = compiled_by_nvrtc(head_dim, RTX_5090.capability)
+            loops[f"{RTX_5090.name}, {CUDA}", head_dim] = loop_of(code.lean_loop)
     measured = json.loads(PREPARATION.read_text(encoding="utf-8")) if PREPARATION.exists() else None
     lines, rows = assumptions(loops, measured), estimates(GPUS, loops, measured)
     print("\n".join(lines), table(rows), lines[0], sep="\n\n")

@@ -2,8 +2,9 @@
 
 python benchmarks/routing.py --output benchmarks/results --table kernels/sage_kernels/cost_tables/9.0.json
 
-It writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are those that the table was
-fitted to and those drawn, and prints how many of the choices take longer than the fastest runner.
+It writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are the inference calls that
+the table was fitted to and those drawn, and prints how many of the choices take longer than the fastest runner. What
+was chosen is the recipe or the exact kernel.
 """
 
 from __future__ import annotations
@@ -54,22 +55,28 @@ def rows_of(name: str, measured: Iterable[Measured], table: Table) -> list[dict[
     """Return one row for each call, with what the table chooses for it."""
     calls: dict[tuple[Sizes, str, bool], dict[str, float]] = {}
     for one in measured:
+        if one.runner.endswith(costs.TRAINING):
+            continue
         calls.setdefault((one.sizes, one.mask, one.causal), {})[one.runner] = round(one.us, 1)
     rows = []
     for (sizes, mask, causal), us in calls.items():
         runner = next((runner for runner in us if runner.startswith(f"{RECIPE} ")), "")
-        low_bit, exact = table.curve(runner, mask, causal, sizes.head_dim), table.exact(mask, causal, sizes.head_dim)
-        chosen = RECIPE if low_bit and exact and costs.is_faster(low_bit, exact, sizes) else "exact"
+        low_bit = table.curve(runner, mask, causal, sizes.head_dim)
+        exact = table.exact(mask, causal, sizes.head_dim, [name for name in us if " by " not in name])
+        chosen = min(exact, key=lambda curve: curve.us(sizes)).runner if exact else "exact"
+        if costs.SHARING in us:
+            chosen = costs.SHARING
+        elif low_bit and exact and costs.is_faster(low_bit, exact, sizes):
+            chosen = RECIPE
         rows.append({"set": name, **asdict(sizes), "mask": mask, "causal": causal, "us": us, "chosen": chosen})
     return rows
 
 
 def speed(row: dict[str, Any], choice: str) -> float:
     """Return the time of the fastest runner ÷ that of a choice; below the host's time for a call, the GPU's is that."""
-    us = {runner: max(time, costs.EXACT_HOST_US) for runner, time in row["us"].items()}
-    exact = min(time for runner, time in us.items() if runner in costs.BACKENDS)
-    low_bit = min((time for runner, time in us.items() if runner.startswith(f"{RECIPE} ")), default=exact)
-    return min(exact, low_bit) / (low_bit if choice == RECIPE else exact)
+    rivals = {name: time for name, time in row["us"].items() if " by " not in name or name.startswith(f"{RECIPE} ")}
+    us = {name.split()[0]: max(time, costs.EXACT_HOST_US) for name, time in rivals.items()}
+    return min(us.values()) / us.get(choice, min(us.values()))
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

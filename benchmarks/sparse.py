@@ -1,10 +1,11 @@
-"""Measure attention over block lists on this GPU: our INT8 kernel beside PyTorch's compiled flex_attention.
+"""Measure attention over block lists on this GPU: our INT8 kernels beside PyTorch's compiled flex_attention.
 
 python benchmarks/sparse.py --output benchmarks/results
 
 Lists are drawn at random, with the same number of tiles for each block of rows. A row's speed counts the operations of
-kept tiles alone, quantising and sorting of lists included in its time. "routing" has the times of what comes before:
-choosing tiles, and putting tokens into 4×4×4 order and back.
+kept tiles alone, quantising and sorting of lists included in its time. "training" has such rows of forward and backward
+pass together, whose operations are 3.5 times those of the forward. "routing" has the times of what comes before:
+choosing tiles, and putting tokens into 4×4×4 order and back, each beside the dense `sage2` call of as many tokens.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from sage_hf.bench import tables
 from sage_hf.bench.measure import facts, first_calls, median_ms, reason, require_finite
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_hf.sparse.layer import order_beside_text, permute_tokens
-from sage_kernels import exact, ops
+from sage_kernels import exact, ops, training
 from sage_kernels.blocks import BlockList
 
 NAME = "sparse"
 ERROR_ROWS = 128
 SKIPPED = (0.75, 0.9)
-GRIDS = ((8, 64, 64), (21, 45, 80))
-"""Grids of tokens: 32,768, and the 75,600 of Wan 2.1 at 720p."""
-DENSE = "sage_hf:sage2 dense"
-"""Name of the provider that attends to all tiles by the same door, so by the kernel that is best for that."""
+GRIDS = ((4, 64, 64), (8, 64, 64), (21, 45, 80))
+"""Grids of tokens: 16,384, 32,768, and the 75,600 of Wan 2.1 at 720p."""
+DENSE, DENSE_TRAINING = "sage_hf:sage2 dense", "sage_hf:sage_bwd dense"
+"""Names of the providers that attend to all tiles by the same doors, so by the kernels that are best for that."""
+BACKWARD = 3.5
+"""Operations of forward and backward pass together, in those of the forward."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ CASES = [
 ]
 
 
+TRAINING_CASES = [
+    Case(24, 32768, head_dim, skipped, size, size)
+    for head_dim, size in ((128, 128), (128, 64), (64, 128))
+    for skipped in SKIPPED
+]
+
+
 def draw(case: Case, device: torch.device) -> tuple[list[torch.Tensor], BlockList]:
     """Return query, key and value, standard normal bfloat16, and a list with `case.places` tiles per block of rows."""
     generator = torch.Generator(device).manual_seed(0)
@@ -110,7 +120,7 @@ def error(output: torch.Tensor, inputs: list[torch.Tensor], blocks: BlockList) -
 
 
 def new_row(case: Case, provider: str) -> dict[str, Any]:
-    """Return a row with shape and provider, without measurements; DENSE attends to all tiles."""
+    """Return a row with shape and provider, without measurements; the dense ones attend to all tiles."""
     return {
         "batch": 1,
         "q_heads": case.heads,
@@ -120,7 +130,7 @@ def new_row(case: Case, provider: str) -> dict[str, Any]:
         "head_dim": case.head_dim,
         "block_m": case.block_m,
         "block_n": case.block_n,
-        "skipped": 0.0 if provider == DENSE else case.skipped,
+        "skipped": 0.0 if provider in (DENSE, DENSE_TRAINING) else case.skipped,
         "provider": provider,
         "scope": "end_to_end",
     }
@@ -156,8 +166,73 @@ def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def exact_gradients(
+    inputs: list[torch.Tensor], gradient: torch.Tensor, blocks: BlockList, head: int
+) -> list[torch.Tensor]:
+    """Return dQ, dK and dV of one head of batch element 0 in float32, some rows at a time."""
+    query, key, value, gradient = (x[0, head].float() for x in (*inputs, gradient))
+    tokens, head_dim = query.shape
+    kept = blocks.kept(tokens)[0, head]
+    found = [torch.zeros_like(x) for x in (query, key, value)]
+    for start in range(0, tokens, 4096):
+        rows = slice(start, start + 4096)
+        allowed = kept[rows.start // blocks.block_m : rows.stop // blocks.block_m]
+        allowed = allowed.repeat_interleave(blocks.block_m, 0).repeat_interleave(blocks.block_n, 1)
+        scores = (query[rows] @ key.T * head_dim**-0.5).masked_fill(~allowed, -torch.inf)
+        p = scores.softmax(-1)
+        dp = gradient[rows] @ value.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * head_dim**-0.5
+        found[0][rows] = ds @ key
+        found[1] += ds.T @ query[rows]
+        found[2] += p.T @ gradient[rows]
+    return found
+
+
+def measure_training(case: Case, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row of forward and backward pass for each provider; one that fails has a row that says how."""
+    inputs, blocks = draw(case, device)
+    inputs = [x.requires_grad_() for x in inputs]
+    gradient = torch.randn(inputs[0].shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    gradient = gradient.to(inputs[0].dtype)
+    attend: dict[str, Callable[[], torch.Tensor]] = {
+        "sage_hf:sage_bwd": lambda: training.attention(*inputs, blocks=blocks)[0]
+    }
+    if case.measures_dense:
+        attend[DENSE_TRAINING] = lambda: training.attention(*inputs)[0]
+    if case.block_m == case.block_n == 128:
+        lists, flex = flex_mask(blocks, case.tokens), torch.compile(flex_attention, dynamic=False)
+        attend["flex_attention"] = lambda: flex(*inputs, block_mask=lists)
+    rows = {name: new_row(case, name) | {"direction": "forward_backward"} for name in attend}
+    calls = {}
+    for name, forward in attend.items():
+
+        def call(forward: Callable[[], torch.Tensor] = forward) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(forward(), inputs, gradient)
+
+        try:
+            with torch.enable_grad():
+                _, peak, count = first_calls(call)
+                found = call()
+            rows[name] |= {"peak_extra_bytes": peak}
+            if name != DENSE_TRAINING:
+                truths = exact_gradients(inputs, gradient, blocks, 0)
+                names = ("rel_l1_dq", "rel_l1_dk", "rel_l1_dv")
+                for error_name, x, truth in zip(names, found, truths, strict=True):
+                    rows[name][error_name] = float((x[0, 0] - truth).abs().sum() / truth.abs().sum())
+            calls[name] = (torch.enable_grad()(call), count)
+        except Exception as failure:  # A provider may fail in any way: its row says how.
+            rows[name] |= {"unavailable": reason(failure)}
+    for name, ms in median_ms(calls).items():
+        operations = BACKWARD * (case.dense_operations if name == DENSE_TRAINING else case.operations)
+        rows[name] |= {"ms": ms, "kept_tflops": operations / ms * 1e-9}
+    return list(rows.values())
+
+
 def measure_routing(device: torch.device) -> list[dict[str, Any]]:
-    """Return the time of each router, keeping a quarter of the tiles, and of reordering Q, K, V and the output."""
+    """Return the time of each router, keeping a quarter of the tiles, and of reordering Q, K, V and the output.
+
+    Beside them stands that of the dense `sage2` call, and their share of it.
+    """
     rows = []
     for grid in GRIDS:
         tokens = math.prod(grid)
@@ -174,9 +249,12 @@ def measure_routing(device: torch.device) -> list[dict[str, Any]]:
             "share": lambda: ShareRouter(0.9).route(query, key),  # noqa: B023
             "reorder": lambda: [permute_tokens(x, order.tokens) for x in (query, key, value, value)],  # noqa: B023
         }
+        calls["dense"] = lambda: ops.attention(query, key, value, recipe="sage2")  # noqa: B023
         counted = {name: (call, first_calls(call)[2]) for name, call in calls.items()}
-        for name, ms in median_ms(counted).items():
-            rows.append({"q_heads": 24, "q_len": tokens, "head_dim": 128, "part": name, "ms": ms})
+        times = median_ms(counted)
+        for name, ms in times.items():
+            row = {"q_heads": 24, "q_len": tokens, "head_dim": 128, "part": name, "ms": ms}
+            rows.append(row | {"share_of_dense": ms / times["dense"]})
     return rows
 
 
@@ -185,7 +263,8 @@ def describe(row: dict[str, Any]) -> str:
     sizes = f"{row['head_dim']} {row['block_m']}x{row['block_n']} {row['skipped']:.2f} {row['provider']}"
     if "unavailable" in row:
         return f"{sizes}: {row['unavailable']}"
-    return f"{sizes}: {row['ms']:.3f} ms, {row['kept_tflops']:.0f} TFLOP/s, error {row.get('rel_l1', 0.0):.4f}"
+    errors = " ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
+    return f"{sizes}: {row['ms']:.3f} ms, {row['kept_tflops']:.0f} TFLOP/s, errors {errors or '–'}"
 
 
 def is_measured(case: Case, rows: list[dict[str, Any]]) -> bool:
@@ -209,12 +288,15 @@ def main() -> None:
     with torch.no_grad():
         routing = before["routing"] if same else measure_routing(device)
         print(*routing, sep="\n", flush=True)
-        rows = before["rows"] if same else []
-        for case in CASES:
-            if not is_measured(case, rows):
-                rows += (found := measure(case, device))
-                print(*map(describe, found), sep="\n", flush=True)
-                path.write_text(tables.to_json({**result, "routing": routing, "rows": rows}), encoding="utf-8")
+        kinds = (("rows", CASES, measure), ("training", TRAINING_CASES, measure_training))
+        found = {kind: before.get(kind, []) if same else [] for kind, _, _ in kinds}
+        for kind, cases, measure_case in kinds:
+            for case in cases:
+                if not is_measured(case, found[kind]):
+                    rows = measure_case(case, device)
+                    found[kind] += rows
+                    print(*map(describe, rows), sep="\n", flush=True)
+                    path.write_text(tables.to_json({**result, "routing": routing, **found}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ MODELS = "nvidia-h200-models"
 """Name of the result with the times of whole models' steps."""
 SPARSE = "nvidia-h200-sparse"
 """Name of the result with the speed over block lists."""
+SPARSE_QUALITY = "nvidia-h200-sparse_quality"
+"""Name of the result with the quality of sparse attention in a trained model."""
 GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
@@ -46,6 +48,7 @@ import gradient_table  # noqa: E402
 import peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import peaked_table  # noqa: E402
+import sparse_quality_table  # noqa: E402
 import training_summary  # noqa: E402
 
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -125,6 +128,15 @@ def attention_gain() -> str:
 def speed() -> str:
     """Return a table of every provider's forward speed at every shape."""
     return tables.markdown(read_result("nvidia-h200-forward"))
+
+
+def sparse_quality() -> str:
+    """Return the tables and the picture of the trained proof of sparse attention, if it is measured."""
+    if not has_result(SPARSE_QUALITY):
+        return "The quality of a trained model with sparse attention is not in a results file yet."
+    message = "The middle frame of eight held-out prompts, a line for each way to run the models of the first seed"
+    table = sparse_quality_table.markdown(read_result(SPARSE_QUALITY))
+    return "\n\n".join((table, picture(SPARSE_QUALITY, message), sources(SPARSE_QUALITY)))
 
 
 def sparse_speed() -> str:
@@ -248,6 +260,7 @@ python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/sparse_quality.py --minutes 6.5 --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -302,6 +315,7 @@ def _about(path: Path) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "gain": gain,
     "sparse-speed": sparse_speed,
+    "sparse-quality": sparse_quality,
     "model-gain": model_gain,
     "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(

@@ -32,6 +32,7 @@ __all__ = [
     "SageConfig",
     "Sparse",
     "apply",
+    "enable_vsa",
     "explain",
     "record_layer_errors",
     "sage_attention",
@@ -44,7 +45,7 @@ register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PROCESSORS:
+    if name in _PROCESSORS or name == "enable_vsa":
         return getattr(import_module("sage_hf.diffusers"), name)
     if name == "record_layer_errors":
         return import_module("sage_hf.app.layer_errors").record_layer_errors

@@ -17,6 +17,7 @@ from sage_hf.config import SageConfig
 from sage_hf.names import name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
+from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import get_recipe
 
@@ -132,7 +133,14 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
 
 def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
     """Return the change of a diffusers model: a processor for each layer, and a hook that follows denoising steps."""
-    from sage_hf.diffusers import UnsupportedAttentionError, bind, check_parallelism, check_whole, exchange_processor
+    from sage_hf.diffusers import (
+        UnsupportedAttentionError,
+        VSALayer,
+        bind,
+        check_parallelism,
+        check_whole,
+        exchange_processor,
+    )
 
     processors = {}
     for name, layer in target.layers.items():
@@ -145,12 +153,15 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
                 raise
     schedule = sparse = None
     denoiser = getattr(target.model, "_orig_mod", target.model)
-    if config.sparse is not None:
+    settings = settings_for(config.sparse, denoiser, target.layers)
+    if settings is not None:
         check_whole(denoiser)
-        sparse = SparseModel(config.sparse, denoiser)
+        sparse = SparseModel(settings, denoiser)
         for name, processor in processors.items():
-            processor.sparse = SparseLayer(sparse, config.sparse.is_dense(name))
-    if config.steps or (config.sparse is not None and config.sparse.dense_steps):
+            if isinstance(processor._layer_in(target.layers[name]), VSALayer):
+                raise ValueError(f"sparse: {name} has VSA, which chooses its tiles itself: apply a recipe alone")
+            processor.sparse = SparseLayer(sparse, settings.is_dense(name))
+    if config.steps or (settings is not None and settings.dense_steps):
         timestep_argument(denoiser)
         follow = {name: processor for name, processor in processors.items() if config.layer_rule(name) is None}
         schedule = StepSchedule(config, follow, pipe, None if sparse is None else sparse.set_step)

@@ -126,7 +126,7 @@ def sage_attention(
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
         blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
-            attn_mask may only say which keys exist. The first keys are then in few bits too, and gradients are exact.
+            attn_mask may only say which keys exist. The first keys are then in few bits too.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
@@ -275,8 +275,17 @@ def _attend(
     else:  # nothing watches operators
         call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
         plan = dispatch.plan_of(call, checked_fallback)
-        output, lse = dispatch.run(call, plan)
-        slot.prepare(partial(prepared.prepare, call, plan, mask))
+        prepare_call = partial(prepared.prepare, call, plan, mask)
+        at_once = slot.calls == 0 and prepared.is_step(plan)
+        if at_once:
+            slot.prepare(prepare_call, at_once=True)
+        if slot.prepared is not None:
+            slot.announce(plan)
+            output, lse = slot.prepared(query, key, value, attn_mask)
+        else:
+            output, lse = dispatch.run(call, plan)
+            if not at_once:
+                slot.prepare(prepare_call)
     if not torch.compiler.is_compiling():
         record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output, lse
@@ -349,6 +358,7 @@ def _why_exact(
     is_causal: bool,
     recipe: str,
     fallback: Fallback,
+    blocks: BlockList | None = None,
 ) -> str:
     """Return why this call falls back to exact gradients; "" if the recipe computes its own."""
     if recipe == "exact":
@@ -363,7 +373,8 @@ def _why_exact(
         return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
     if fallback == "error":
         return ""  # `training.attention` raises, and says why
-    return training.why_exact(query, key, value, valid=valid, is_causal=is_causal, recipe=recipe, fallback=fallback)
+    options: dict[str, Any] = {"valid": valid, "blocks": blocks, "is_causal": is_causal}
+    return training.why_exact(query, key, value, **options, recipe=recipe, fallback=fallback)
 
 
 def _validate(
@@ -437,16 +448,17 @@ def _attend_to_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `sage_attention` over a block list; return (output, lse), the lse empty if it is not wanted."""
     checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
-    backward = get_recipe(recipe).backward
+    get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
-    kind, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]).kind, bool(is_causal), ""
-    if recipe != "exact" and _wants_gradient(query, key, value):
-        forward_only = f"{recipe} is forward only and gradients are wanted"
-        reason = forward_only if backward is None else "gradients over a block list are exact"
-        if checked_fallback == "error":
+    keys, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]), bool(is_causal), ""
+    wants_gradient = recipe != "exact" and _wants_gradient(query, key, value)
+    if wants_gradient:
+        facts = (query, key, value, mask, keys.valid, is_causal, recipe, checked_fallback, blocks)
+        reason = _why_exact(*facts)
+        if reason and checked_fallback == "error":
             raise KernelUnavailableError(f"{reason}: run under torch.no_grad() if no gradient is needed")
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
     if recipe == "exact" or reason:
@@ -454,13 +466,18 @@ def _attend_to_blocks(
         request = None
         if not torch.compiler.is_compiling():
             request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
-            request = replace(request, mask=kind)
+            request = replace(request, mask=keys.kind)
         if reason:
             record.report_exact(request, reason, recipe)
         elif request is not None:
             record.file_plan(exact_plan(request))
         output, found = exact_attention(query, key, value, blocks, **options)
         lse = query.new_empty(0, dtype=torch.float32) if found is None else found
+    elif wants_gradient:
+        del options["mask"]
+        output, lse = training.attention(
+            query, key, value, valid=keys.valid, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
+        )
     else:
         output, lse = ops.attention(
             query, key, value, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sage_hf.sparse.config import Sparse
 from sage_kernels.recipe import RECIPES, get_recipe
@@ -73,7 +73,8 @@ class SageConfig:
         steps: exceptions by denoising step; the first match wins.
         training: name of the recipe of layers in training mode; None: the same as in evaluation mode.
         note: comment for human readers; it has no effect.
-        sparse: which tiles self-attention of a diffusers model computes; None: all.
+        sparse: which tiles self-attention of a diffusers model computes; "model": those that follow from the
+            `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
 
     Raises:
         ValueError: a recipe or fallback is unknown, or a pattern or a range of steps is empty.
@@ -85,7 +86,7 @@ class SageConfig:
     steps: tuple[StepRule, ...] = ()
     note: str = ""
     training: str | None = None
-    sparse: Sparse | None = None
+    sparse: Sparse | Literal["model"] | None = None
 
     def __post_init__(self) -> None:
         _check_recipe(self.recipe, "recipe")
@@ -95,8 +96,8 @@ class SageConfig:
             raise ValueError(f"fallback: {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
         if not isinstance(self.note, str):
             raise ValueError(f"note: expected a string, got {self.note!r}")
-        if self.sparse is not None and not isinstance(self.sparse, Sparse):
-            raise ValueError(f"sparse: expected a Sparse, got {self.sparse!r}")
+        if self.sparse not in (None, "model") and not isinstance(self.sparse, Sparse):
+            raise ValueError(f'sparse: expected a Sparse or "model", got {self.sparse!r}')
         for i, rule in enumerate(self.layers):
             if not isinstance(rule.pattern, str) or not rule.pattern:
                 raise ValueError(f"layers[{i}].pattern: expected a layer name or pattern, got {rule.pattern!r}")
@@ -131,7 +132,7 @@ class SageConfig:
     def unmatched_patterns(self, layers: Iterable[str]) -> list[str]:
         """Return the patterns of the layer rules, and of dense layers, that match none of `layers`."""
         layers = list(layers)
-        dense = () if self.sparse is None else self.sparse.dense_layers
+        dense = self.sparse.dense_layers if isinstance(self.sparse, Sparse) else ()
         patterns = [*(rule.pattern for rule in self.layers), *dense]
         return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in layers)]
 
@@ -140,7 +141,7 @@ class SageConfig:
         data: dict[str, Any] = {"recipe": self.recipe, "training": self.training, "fallback": self.fallback}
         data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
         data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
-        data["sparse"] = None if self.sparse is None else self.sparse.to_dict()
+        data["sparse"] = self.sparse.to_dict() if isinstance(self.sparse, Sparse) else self.sparse
         data["note"] = self.note
         return {key: value for key, value in data.items() if value not in (None, [], "")}
 
@@ -163,7 +164,9 @@ class SageConfig:
                 raise ValueError(f"steps[{i}]: give start, stop or both (a Python slice of the denoising steps)")
             steps.append(StepRule(rule.get("start"), rule.get("stop"), rule["recipe"]))
         rules = tuple(layers), tuple(steps)
-        sparse = None if data.get("sparse") is None else Sparse.from_dict(data["sparse"])
+        sparse = data.get("sparse")
+        if sparse not in (None, "model"):
+            sparse = Sparse.from_dict(sparse)
         return cls(data["recipe"], data.get("fallback"), *rules, data.get("note", ""), data.get("training"), sparse)
 
     def to_json(self) -> str:

@@ -1,10 +1,12 @@
 """Fixtures of all tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from sage_kernels import registry
+from tests.helpers.forks import Forks
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +21,21 @@ def unrouted() -> Iterator[None]:
 def routed(unrouted: None) -> None:
     """Calls take exact attention where low bits would be slower, as for users."""
     registry.set_routing(True)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Fresh processes for what depends on which modules are imported, and when: `forks.run(code)`."""
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_is_no_garbage() -> None:
+    """Exempt all that is in use by now from garbage collection: of so many modules, a full one takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that what ends with the process is freed

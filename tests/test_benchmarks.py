@@ -122,7 +122,7 @@ def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
     monkeypatch.setattr(measure, "_first_calls", first_calls)
     monkeypatch.setattr(measure, "median_ms", lambda calls: dict.fromkeys(calls, 1e-3))
     providers = [Provider("absent", "Absent", "kernel", absent), Provider("half", "Half", "kernel", half)]
-    missing, row = measure._measure_shape(SMALL, providers, CPU)
+    missing, row = measure.measure_shape(SMALL, providers, CPU)
     assert missing["unavailable"] == "ModuleNotFoundError: No module named 'absent'" and "ms" not in missing
     assert row["provider"] == "half" and row["kernel"] == "half"
     assert math.isclose(row["tflops"], SMALL.operations / 1e-6 * 1e-12)
@@ -137,7 +137,7 @@ def test_a_provider_whose_result_is_not_finite_has_no_speed(monkeypatch):
 
     monkeypatch.setattr(measure, "_first_calls", lambda *call: 5)
     monkeypatch.setattr(measure, "median_ms", lambda calls: dict.fromkeys(calls, 1e-3))
-    (row,) = measure._measure_shape(SMALL, [Provider("broken", "Broken", "kernel", broken)], CPU)
+    (row,) = measure.measure_shape(SMALL, [Provider("broken", "Broken", "kernel", broken)], CPU)
     assert row["unavailable"] == "ArithmeticError: the result holds NaN or infinity" and "ms" not in row
     gradients = [torch.ones(1, 2, 3, 4) for _ in range(4)]
     gradients[2][0, 0, 0, 0] = torch.inf

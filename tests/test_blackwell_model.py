@@ -62,5 +62,5 @@ def test_exponentials_bound_a_kernel_of_few_instructions():
 def test_instructions_are_those_of_this_build():
     if reason := model.nvfp4_unsupported((12, 0), tuple(map(int, model.triton.__version__.split(".")[:2]))):
         pytest.skip(reason)
-    loop = model.loop_of(model.compiled(64, (12, 0)))
+    loop = model.loop_of(model.compiled(64, (12, 0)).main_loop)
     assert 400 < loop.least < 700 and loop.rescaling >= 32 and loop.special == 82

@@ -19,18 +19,12 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def run(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def without_triton():
     return BLOCKED.format(names=["triton", "cuda"])
 
 
-def test_attention_runs_without_triton(without_triton):
+def test_attention_runs_without_triton(without_triton, forks):
     code = """
 import sage_hf, torch
 query = torch.randn(1, 2, 80, 64)
@@ -40,15 +34,15 @@ query.requires_grad_()
 sage_hf.sage_attention(query, query, query, recipe="sage_bwd").sum().backward()
 assert query.grad.isfinite().all()
 """
-    run(without_triton + code)
+    forks.run(without_triton + code)
 
 
-def test_env_says_what_the_lack_of_triton_costs(without_triton):
-    output = run(without_triton + "from sage_hf.app.cli import main\nassert main(['env']) == 0")
+def test_env_says_what_the_lack_of_triton_costs(without_triton, forks):
+    output = forks.run(without_triton + "from sage_hf.app.cli import main\nassert main(['env']) == 0")
     assert "Triton is not installed" in output
 
 
-def test_a_gpu_without_triton_keeps_what_needs_none():
+def test_a_gpu_without_triton_keeps_what_needs_none(forks):
     pytest.importorskip("cuda.bindings.nvrtc")
     code = """
 import torch
@@ -58,7 +52,7 @@ sizes = (torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64)
 hopper = Request("sage2", "cuda", (9, 0), *sizes, "none", False, False, aligned=True)
 print(select(hopper, "error").kernel, select(Request("sage2", "cuda", (8, 9), *sizes, "none", False, False)).reason)
 """
-    output = run(BLOCKED.format(names=["triton"]) + code)
+    output = forks.run(BLOCKED.format(names=["triton"]) + code)
     assert output.startswith("int8_forward_hopper ")
     assert "Triton is not installed" in output
 
@@ -74,4 +68,6 @@ assert "torch._dynamo" not in sys.modules
 assert not {"diffusers", "transformers", "triton"} & set(sys.modules)
 print((time.process_time() - start) / torch_seconds)
 """
-    assert min(float(run(code)) for _ in range(3)) <= 1.3
+    command = [sys.executable, "-c", code]
+    ratios = (float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3))
+    assert any(ratio <= 1.3 for ratio in ratios)

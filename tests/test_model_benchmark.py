@@ -16,6 +16,7 @@ from sage_hf.bench import command, measure_models, model_peers, models, plots, t
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
+from sage_hf.sparse import Sparse
 
 CPU = torch.device("cpu")
 NAMED = {model.name: model for model in MODELS}
@@ -165,6 +166,24 @@ def test_a_cpu_measures_every_kind_of_step(monkeypatch):
     assert "not installed" in rows["cogvideox-2b", "sageattention2"]["unavailable"]
     assert json.loads(tables.to_json(result)) == result
     assert "Not measured:\n" in tables.model_text(result) and "| `sage_bwd` |" in tables.model_gain(result)
+
+
+def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
+    """It computes something else, and only where the grid of tokens is known and calls are long enough."""
+    monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
+    (ours,) = (one for one in MODEL_PROVIDERS if one.name == "sage_hf:sage2 keep .25")
+    eager = replace(ours, use=model_peers._ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
+    providers = [one for one in MODEL_PROVIDERS if one.name in ("default", "sage_hf:sage2")]
+    video, text = tiny("cogvideox-2b"), tiny("llama-3-prefill-1k")
+    (short,) = measure_models.run(CPU, [video], [ours], progress=lambda line: None)["rows"]
+    assert "none of this model's attention calls is sparse" in short["unavailable"]
+    monkeypatch.setattr(measure_models, "MODEL_PROVIDERS", [*providers, eager])
+    result = measure_models.run(CPU, [video, text], [*providers, eager], progress=lambda line: None)
+    rows = {row["name"]: row for row in result["rows"] if row["provider"] == ours.name}
+    assert rows["cogvideox-2b"]["ms"] > 0 and sum(rows["cogvideox-2b"]["kernels"].values()) == 2
+    assert "no grid of video tokens" in rows["llama-3-prefill-1k"]["unavailable"]
+    assert "| sage2 keep .25 |" in tables.model_speed(result)
+    assert {recipe for _, _, recipe in tables.model_gains(result).values()} == {"sage2"}
 
 
 def test_a_failure_is_a_row_and_a_line_and_the_rest_is_measured(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sage_hf
+from tests.helpers.forks import Forks
 
 ROOT = Path(__file__).parents[1]
 USE = """
@@ -121,20 +122,14 @@ def test_an_editable_install_imports_from_the_source(source: Path, environment: 
     assert imports_from(environment, tmp_path) == str(source / "sage_hf/__init__.py")
 
 
-def test_importing_sage_hf_imports_no_diffusers_and_does_not_initialise_cuda() -> None:
-    run(
-        sys.executable,
-        "-c",
-        "import sys, torch, sage_hf; assert 'diffusers' not in sys.modules; assert not torch.cuda.is_initialized()",
+def test_importing_sage_hf_imports_no_diffusers_and_does_not_initialise_cuda(forks: Forks) -> None:
+    forks.run(
+        "import sys, torch, sage_hf; assert 'diffusers' not in sys.modules; assert not torch.cuda.is_initialized()"
     )
 
 
-def test_the_kernel_backend_imports_none_of_the_libraries_above_it() -> None:
-    run(
-        sys.executable,
-        "-c",
-        "import sys, sage_kernels.ops; assert not {'diffusers', 'transformers', 'sage_hf'} & set(sys.modules)",
-    )
+def test_the_kernel_backend_imports_none_of_the_libraries_above_it(forks: Forks) -> None:
+    forks.run("import sys, sage_kernels.ops; assert not {'diffusers', 'transformers', 'sage_hf'} & set(sys.modules)")
 
 
 def test_the_lower_bounds_are_the_versions_the_oldest_suite_runs_on() -> None:

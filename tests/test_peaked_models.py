@@ -67,7 +67,7 @@ def test_training_lowers_the_loss_and_writes_what_the_benchmark_reads(monkeypatc
     first, last = report["curve"]
     assert last["step"] == 12 and last["held_out_loss"] < first["held_out_loss"] < math.log(256) + 0.2
     assert len(last["bos_mass"]) == 6 and report["settings"]["seq_len"] == 31
-    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert model.dtype == torch.bfloat16 and model.config.max_position_embeddings == 32
 
 

@@ -7,7 +7,7 @@ import pytest
 import sparse
 import torch
 
-from sage_kernels import ops
+from sage_kernels import exact, ops
 
 RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*-sparse.json"))
 
@@ -43,7 +43,9 @@ def test_a_result_of_the_same_commit_is_continued(tmp_path, monkeypatch):
         measured.append(case)
         return [sparse.new_row(case, "sage_hf:sage2") | {"ms": 1.0, "kept_tflops": 1.0}]
 
+    cases = sparse.CASES + sparse.TRAINING_CASES
     monkeypatch.setattr(sparse, "measure", measure)
+    monkeypatch.setattr(sparse, "measure_training", measure)
     monkeypatch.setattr(sparse, "measure_routing", lambda device: [{"part": "mean", "ms": 1.0}])
     monkeypatch.setattr(sparse, "facts", lambda device, commit: {"gpu": "A GPU", "commit": commit})
 
@@ -53,13 +55,39 @@ def test_a_result_of_the_same_commit_is_continued(tmp_path, monkeypatch):
         return json.loads((tmp_path / "a-gpu-sparse.json").read_text())
 
     whole = run("one")
-    assert measured == sparse.CASES
-    (tmp_path / "a-gpu-sparse.json").write_text(json.dumps(whole | {"rows": whole["rows"][:3]}))
+    assert measured == cases
+    parts = {"rows": whole["rows"][:3], "training": whole["training"][:1]}
+    (tmp_path / "a-gpu-sparse.json").write_text(json.dumps(whole | parts))
     assert run("one") == whole
-    assert measured[len(sparse.CASES) :] == sparse.CASES[3:]
+    assert measured[len(cases) :] == sparse.CASES[3:] + sparse.TRAINING_CASES[1:]
     measured.clear()
     run("two")
-    assert measured == sparse.CASES
+    assert measured == cases
+
+
+def test_the_gradients_error_is_that_against_exact_attention_over_the_list():
+    case = sparse.Case(2, 512, 64, 0.5)
+    inputs, blocks = sparse.draw(case, torch.device("cpu"))
+    gradient = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    leaves = [x.double().requires_grad_() for x in inputs]
+    output, _ = exact.attention(*leaves, mask=blocks.mask(512, 0, 512))
+    truths = torch.autograd.grad(output, leaves, gradient.double())
+    for found, truth in zip(sparse.exact_gradients(inputs, gradient, blocks, 1), truths, strict=True):
+        assert (found - truth[0, 1]).norm() <= 1e-5 * truth[0, 1].norm()
+
+
+def test_training_is_measured_by_both_passes_of_each_provider(monkeypatch):
+    monkeypatch.setattr(sparse, "first_calls", lambda call: (call(), 0, 1))
+    monkeypatch.setattr(sparse, "median_ms", lambda calls: {name: call() and 2.0 for name, (call, _) in calls.items()})
+    monkeypatch.setattr(sparse, "flex_attention", None)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = sparse.Case(2, 512, 64, sparse.SKIPPED[0])
+    with torch.no_grad():
+        ours, dense, flex = sparse.measure_training(case, torch.device("cpu"))
+    assert ours["kept_tflops"] == 3.5 * case.operations / 2.0 * 1e-9
+    assert max(ours[f"rel_l1_{name}"] for name in ("dq", "dk", "dv")) < 0.03
+    assert (dense["skipped"], dense["kept_tflops"]) == (0.0, 3.5 * case.dense_operations / 2.0 * 1e-9)
+    assert "unavailable" in flex
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

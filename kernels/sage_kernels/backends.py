@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cuda.registration import register_kernels as register_cuda
+from .flash3 import register_kernels as register_flash3
 from .gluon.registration import register_kernels as register_gluon
 from .reference.registration import register_kernels as register_reference
 from .triton.registration import register_kernels as register_triton
@@ -11,3 +12,4 @@ register_cuda()
 register_gluon()
 register_triton()
 register_reference()
+register_flash3()

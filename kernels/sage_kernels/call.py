@@ -110,7 +110,9 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind != "none":
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
+            raise ValueError(
+                "packed sequences say by their lengths which keys exist: give no mask or block list beside them"
+            )
 
     @property
     def batch(self) -> int:
@@ -230,12 +232,24 @@ class BackwardCall:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind != "none":
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
+            raise ValueError(
+                "packed sequences say by their lengths which keys exist: give no mask or block list beside them"
+            )
 
     @property
     def batch(self) -> int:
         """Return the number of sequences."""
         return self.output.shape[0] if self.lengths is None else self.lengths.sequences
+
+    @property
+    def q_len(self) -> int:
+        """Return the number of queries of the longest sequence."""
+        return self.token_axes[0].tokens
+
+    @property
+    def kv_len(self) -> int:
+        """Return the number of keys of the longest sequence."""
+        return self.token_axes[1].tokens
 
     @property
     def channels(self) -> int:
@@ -261,8 +275,7 @@ class BackwardCall:
     @property
     def kernel_offset(self) -> int:
         """Return an equivalent causal offset that fits a kernel's integers."""
-        queries, keys = self.token_axes
-        return clamped_offset(self.causal_offset, queries.tokens, keys.tokens)
+        return clamped_offset(self.causal_offset, self.q_len, self.kv_len)
 
     def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Allocate dQ, dK and dV in value's dtype, each laid out as (batch, tokens, heads, channels).

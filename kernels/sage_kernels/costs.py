@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,11 +29,22 @@ SHIPPED = Path(__file__).parent / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them."""
 
+SHARING = "split_forward"
+"""Exact kernel for few queries, which reads K and V at the speed of memory: none is faster where it serves a call."""
+TRAINING = ", forward and backward"
+"""End of the name of a runner whose calls compute gradients."""
+
 # What the host needs for a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
+OWN_HOST_US = {"fa3": 25.0, "exact_forward": 15.0}
+LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
+EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
+
+OWN_MARGINS = {"none": 0.95, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
+"""Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
 
 KEYS = 64
 """Keys of a tile, in which `Curve` counts."""
@@ -160,9 +171,9 @@ class Table:
         curves = self._by_kind.get((runner, mask, causal), ())
         return next((curve for curve in curves if head_dim <= curve.head_dim), None)
 
-    def exact(self, mask: str, causal: bool, head_dim: int) -> list[Curve]:
-        """Return the curves of those exact backends that were measured for such calls."""
-        found = (self.curve(backend, mask, causal, head_dim) for backend in BACKENDS)
+    def exact(self, mask: str, causal: bool, head_dim: int, runners: Sequence[str] = BACKENDS) -> list[Curve]:
+        """Return the curves of those exact runners that were measured for such calls."""
+        found = (self.curve(runner, mask, causal, head_dim) for runner in runners)
         return [curve for curve in found if curve is not None]
 
     def write(self, path: Path) -> None:
@@ -248,25 +259,51 @@ def sizes_of(request: Request) -> Sizes:
     )
 
 
-def why_slower(request: Request, runner: str) -> str:
+def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """Return why low bits by `runner` would not be faster than exact attention; "" if they are.
+
+    Args:
+        request: the facts of the call.
+        runner: the low-bit runner, see `low_bit_runner`.
+        own: the names of the kernels of exact attention beside PyTorch's that serve it.
 
     They always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which it
     computes apart.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
+    if SHARING in own:
+        return "few queries: exact attention whose programs share the keys is faster"
     table = table_of(request.capability)
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
     low_bit = table and table.curve(runner, *kind, sizes.head_dim)
-    rivals = table.exact(*kind, sizes.head_dim) if table else []
-    if request.lower_right:  # which no other backend serves without a mask as large as the scores
-        rivals = [curve for curve in rivals if curve.runner == "flash"]
+    chosen = fastest_exact(request, own)
+    rivals = _exact_curves(request, [chosen]) if chosen in own else _pytorch_curves(request)
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):
         return ""
     return _limit(low_bit, tuple(rivals))
+
+
+def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> str:
+    """Return the runner's name of the forward and the backward pass of a recipe by these kernels."""
+    return f"{low_bit_runner(recipe, kernel, quantizer)}, {backward}{TRAINING}"
+
+
+def why_slower_training(request: Request, recipe: str, kernel: str, quantizer: str, backward: str) -> str:
+    """Return why exact attention trains faster than these kernels; "" if it does not, or was not measured."""
+    table, sizes = table_of(request.capability), sizes_of(request)
+    if table is None or request.packed or request.return_lse or request.dtype not in _EXACT_DTYPES:
+        return ""
+    kind = request.mask, request.is_causal, sizes.head_dim
+    low_bit = table.curve(training_runner(recipe, kernel, quantizer, backward), *kind)
+    rivals = table.exact(*kind, [backend + TRAINING for backend in BACKENDS])
+    if low_bit is None or not rivals:
+        return ""
+    low_bit_us = max(low_bit.us(sizes), LOW_BIT_TRAINING_HOST_US)
+    exact_us = max(min(curve.us(sizes) for curve in rivals), EXACT_TRAINING_HOST_US)
+    return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
 def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Sizes) -> bool:
@@ -304,6 +341,40 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
             f"{advice}"
         )
     return ""
+
+
+def _pytorch_curves(request: Request) -> list[Curve]:
+    """Return the curves of PyTorch's backends for a call."""
+    curves = _exact_curves(request, BACKENDS)
+    if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
+        return [curve for curve in curves if curve.runner == "flash"]
+    return curves
+
+
+def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
+    table, head_dim = table_of(request.capability), max(request.head_dim, request.v_head_dim)
+    return table.exact(request.mask, request.is_causal, head_dim, runners) if table else []
+
+
+def fastest_exact(request: Request, own: Sequence[str]) -> str:
+    """Return the name of the kernel by which a call is exact in the least time, as `registry.Plan` has it.
+
+    Args:
+        request: the facts of the call.
+        own: the names of the kernels beside PyTorch's that serve it.
+    """
+    if SHARING in own:
+        return SHARING
+    sizes = sizes_of(request)
+    fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
+    pytorch = _pytorch_curves(request)
+    if fastest is not None and pytorch:
+        own_us, pytorch_us = fastest.us(sizes), min(curve.us(sizes) for curve in pytorch)
+        # Beside a mask PyTorch's own calls need more of the host than other kernels.
+        host_us = OWN_HOST_US.get(fastest.runner, 0.0) if request.mask == "none" else 0.0
+        if own_us < OWN_MARGINS[request.mask] * pytorch_us and host_us < max(own_us, pytorch_us, EXACT_HOST_US):
+            return fastest.runner
+    return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
 
 
 def is_slower_by_cudnn(request: Request) -> bool:

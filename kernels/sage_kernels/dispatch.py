@@ -20,6 +20,7 @@ from .registry import (
     Request,
     TrainingForward,
     get_backward,
+    get_exact,
     get_forward,
     get_quantizer,
     select,
@@ -35,7 +36,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
     """Gather those facts of a call that decide which kernels are chosen."""
     query, key, value = call.query, call.key, call.value
     request = Request.of(query, key, value, None, call.is_causal, call.recipe.name, call.return_lse, grad)
-    on_gpu = query.device.type == "cuda"
+    on_gpu, lower_right = query.device.type == "cuda", call.kv_len - call.q_len
     return replace(
         request,
         mask=call.mask.kind,
@@ -44,7 +45,8 @@ def request_of(call: Call, grad: bool = False) -> Request:
         kv_len=call.kv_len,
         packed=call.lengths is not None,
         aligned=on_gpu and is_aligned(query) and is_aligned(key) and is_aligned(value),
-        lower_right=call.is_causal and call.causal_offset != 0,
+        lower_right=call.is_causal and call.causal_offset == lower_right != 0,
+        shifted=call.is_causal and call.causal_offset not in (0, lower_right),
     )
 
 
@@ -72,6 +74,8 @@ def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
         if call.is_empty:
             return call.new_outputs()
         if plan.numerics == "exact":
+            if (own := get_exact(plan.kernel)) is not None:
+                return own.attend(call), None
             attend_exactly = _attend_exactly if plan.kernel == "sdpa" else _attend_without_cudnn
             return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)

@@ -86,6 +86,7 @@ def _primary_context(index: int) -> int:
     return context.value or 0
 
 
+@cache
 def parameter_sizes(function: int) -> list[int]:
     """Return the bytes of each parameter of a loaded kernel, by its handle."""
     sizes: list[int] = []

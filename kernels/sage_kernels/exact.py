@@ -230,8 +230,9 @@ def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
 def attended_rows(mask: torch.Tensor) -> torch.Tensor:
     """Return which rows may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
     mask = unexpanded(mask)
-    allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
-    return allowed.any(-1, keepdim=True)
+    if mask.dtype == torch.bool or mask.shape[-1] == 0:
+        return mask.bool().any(-1, keepdim=True)
+    return mask.detach().amax(-1, keepdim=True) != -torch.inf  # reads the mask once, and writes nothing of its size
 
 
 def sdpa(

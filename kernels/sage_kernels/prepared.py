@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from . import dispatch, exact, registry
+from . import costs, dispatch, exact, registry
 from .call import Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
@@ -67,11 +67,14 @@ class Slot:
     announce: Callable[[Plan], None] = dispatch.announce
 
     def prepare(
-        self, make: Callable[[], Prepared | None], announce: Callable[[Plan], None] = dispatch.announce
+        self,
+        make: Callable[[], Prepared | None],
+        announce: Callable[[Plan], None] = dispatch.announce,
+        at_once: bool = False,
     ) -> None:
-        """Count a call that was not prepared; after the second one, ask `make` once for the prepared one."""
+        """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
-        if self.calls == 2:
+        if self.calls == 2 or at_once:
             self.prepared, self.announce = make(), announce
 
 
@@ -199,8 +202,33 @@ class ExactCall:
 
 
 @dataclass(slots=True, eq=False)
-class LowBitCall:
-    """Call of low-bit attention without gradients.
+class KernelCall:
+    """Call of exact attention by a kernel that cannot be rehearsed.
+
+    Attributes:
+        plan: as in `Prepared`.
+        attend: the kernel's function.
+        recipe, is_causal, causal_offset, scale: as in `Call`.
+    """
+
+    plan: Plan
+    attend: Callable[[Call], torch.Tensor]
+    recipe: Recipe
+    is_causal: bool
+    causal_offset: int
+    scale: float
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Attend."""
+        options = self.is_causal, self.causal_offset, self.scale
+        return self.attend(Call(query, key, value, self.recipe, Mask.of(mask, key.shape[2]), *options)), None
+
+
+@dataclass(slots=True, eq=False)
+class TapedCall:
+    """Call without gradients by kernels whose launches were rehearsed.
 
     Attributes:
         plan: as in `Prepared`.
@@ -219,6 +247,12 @@ class LowBitCall:
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
         output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
         return output, others[0] if self.return_lse else None
+
+
+def is_step(plan: Plan) -> bool:
+    """Return whether a plan is that of a step of decoding, whose length recurs in each layer: to prepare at once."""
+    own = registry.get_exact(plan.kernel)
+    return own is not None and own.repeats and plan.request.q_len < costs.DECODED_QUERIES
 
 
 def prepare_exact(
@@ -263,8 +297,12 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     """
     if call.is_empty or call.lengths is not None or call.mask.tensor is not mask:
         return None
-    if plan.numerics != "exact":
-        return _prepare_low_bit(call, plan) if call.query.is_cuda else None
+    own = registry.get_exact(plan.kernel)
+    if plan.numerics != "exact" or (own is not None and own.repeats):
+        return _prepare_launches(call, plan) if call.query.is_cuda else None
+    if own is not None:
+        options = call.is_causal, call.causal_offset, call.scale
+        return KernelCall(plan, own.attend, get_recipe(plan.recipe), *options)
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
     return prepare_exact(
@@ -275,18 +313,21 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     )
 
 
-def _prepare_low_bit(call: Call, plan: Plan) -> LowBitCall | None:
-    kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
+def _prepare_launches(call: Call, plan: Plan) -> TapedCall | None:
+    own = registry.get_exact(plan.kernel)
 
-    def rehearse(rehearsal: Rehearsal) -> LowBitCall:
+    def rehearse(rehearsal: Rehearsal) -> TapedCall:
         inputs, stand_in = stand_in_of(rehearsal, call, get_recipe(plan.recipe))
-        output, lse = kernel.attend(stand_in, quantizer)
+        if own is not None:
+            output, lse = own.attend(stand_in), None
+        else:
+            output, lse = get_forward(plan.kernel).attend(stand_in, get_quantizer(plan.quantizer))
         outputs = [output.transpose(1, 2).contiguous().transpose(1, 2)]
         if call.return_lse:
             assert lse is not None
             outputs.append(lse)
         tape = Tape(rehearsal, inputs, outputs, call.query.device)
-        return LowBitCall(plan, tape, call.return_lse)
+        return TapedCall(plan, tape, call.return_lse)
 
     return attempt(rehearse, call.query.device)
 

@@ -61,9 +61,9 @@ class TrainingCall:
             tape = self.backwards.get(layout)
             if tape is not None:
                 return tuple(tape.run(*[x.data_ptr() for x in given]))
-        call, packing = self.call, (None, None, 0, 0, None)
+        call, blocks, packing = self.call, (None, None, 0, 0), (None, None, 0, 0, None)
         return torch.ops.sage_kernels.training_attention_backward(
-            *(*tensors, valid, *packing, call.query.shape[3], self.plan.backward, call.is_causal),
+            *(*tensors, valid, *blocks, *packing, call.query.shape[3], self.plan.backward, call.is_causal),
             *(call.causal_offset, self.scale, call.recipe.name, self.fallback),
         )
 

@@ -54,7 +54,8 @@ class Request:
         packed: whether sequences are packed one after another; then batch is their number, and q_len and kv_len are
             the largest lengths.
         aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
-        lower_right: whether causality has an offset, as for queries behind a cache.
+        lower_right: whether causality is aligned lower right, as for queries behind a cache, and not upper left too.
+        shifted: whether causality is aligned neither way.
     """
 
     recipe: str
@@ -75,6 +76,7 @@ class Request:
     packed: bool = False
     aligned: bool = False
     lower_right: bool = False
+    shifted: bool = False
 
     @classmethod
     def of(
@@ -188,6 +190,24 @@ class Backward(Kernel, Protocol):
         """
 
 
+class Exact(Protocol):
+    """Kernel of exact attention beside PyTorch's own."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that `explain` and tables of costs show."""
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether its host code only allocates, takes views and launches, so that calls can be rehearsed."""
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it cannot serve a request; "" if it can."""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Return the output as documented for `ops.attention`; no LSE is wanted."""
+
+
 class Outcome(NamedTuple):
     """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
@@ -206,8 +226,8 @@ class Plan:
 
     Attributes:
         request: the request that the plan serves.
-        kernel: name of the forward kernel; "sdpa" is PyTorch's exact attention, and "sdpa_without_cudnn" the same but
-            for its cuDNN backend.
+        kernel: name of the forward kernel, or of an `Exact` one; "sdpa" is PyTorch's exact attention, and
+            "sdpa_without_cudnn" the same but for its cuDNN backend.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".
         passed_over: (recipe or "recipe by kernel", reason) for each that could not serve, in the order tried.
@@ -250,11 +270,12 @@ class Plan:
 _quantizers: dict[str, Quantizer] = {}
 _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
+_exacts: dict[str, Exact] = {}
 
 forgetters: list[Callable[[], None]] = []
 """Functions that `select.cache_clear` calls, because `select` may choose other kernels from then on."""
 
-AnyKernel = TypeVar("AnyKernel", bound=Kernel)
+AnyKernel = TypeVar("AnyKernel", bound=Kernel | Exact)
 
 
 def register_quantizer(kernel: Quantizer) -> None:
@@ -270,6 +291,11 @@ def register_forward(kernel: Forward) -> None:
 def register_backward(kernel: Backward) -> None:
     """Make a backward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
     _add(_backwards, kernel)
+
+
+def register_exact(kernel: Exact) -> None:
+    """Make a kernel of exact attention available. Raise ValueError if its name is taken."""
+    _add(_exacts, kernel)
 
 
 def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
@@ -292,6 +318,21 @@ def get_forward(name: str) -> Forward:
 def get_backward(name: str) -> Backward:
     """Return the backward kernel registered by that name; raise KeyError if there is none."""
     return _backwards[name]
+
+
+def get_exact(name: str) -> Exact | None:
+    """Return the kernel of exact attention registered by that name; None for PyTorch's."""
+    return _exacts.get(name)
+
+
+def registered_exact() -> list[str]:
+    """Return the names of the registered kernels of exact attention."""
+    return list(_exacts)
+
+
+def exact_kernels(request: Request) -> list[str]:
+    """Return the names of the registered kernels of exact attention that serve a request."""
+    return [name for name, kernel in _exacts.items() if not kernel.unsupported(request)]
 
 
 def exact_plan(request: Request, *passed_over: tuple[str, str], kernel: str = "sdpa") -> Plan:
@@ -333,14 +374,15 @@ def _why_slower(plan: Plan) -> str:
     """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
     if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
         return ""
-    return costs.why_slower(plan.request, costs.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer))
+    runner = costs.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer)
+    return costs.why_slower(plan.request, runner, exact_kernels(plan.request))
 
 
 def _exact_kernel(request: Request) -> str:
     """Return the name of the exact kernel for a call that falls back to it."""
     if not _routing or request.grad or request.device_type != "cuda":
         return "sdpa"
-    return "sdpa_without_cudnn" if costs.is_slower_by_cudnn(request) else "sdpa"
+    return costs.fastest_exact(request, exact_kernels(request))
 
 
 @lru_cache(maxsize=4096)

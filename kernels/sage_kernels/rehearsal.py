@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FIRST_ADDRESS = 2**56
 """Stand-ins have addresses from here on, and tensors with memory have lower ones."""
@@ -157,10 +158,24 @@ def rehearsing() -> Iterator[Rehearsal]:
     rehearsal = Rehearsal()
     token = _current.set(rehearsal)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _NoMemory():
             yield rehearsal
     finally:
         _current.reset(token)
+
+
+class _NoMemory(TorchDispatchMode):
+    """Refuse operators that allocate memory on a GPU, which all repetitions of a call would share."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not isinstance(made, StandIn) and made.device.type == "cuda":
+            storages = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+            if made.untyped_storage()._cdata not in storages:
+                raise NotRepeatableError(f"{function} allocates memory that is no stand-in's")
+        return made
 
 
 class StandIn(torch.Tensor):

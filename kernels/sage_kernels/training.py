@@ -8,24 +8,27 @@ from typing import Any
 
 import torch
 
-from . import checks, dispatch, ops, tracing, transforms
-from .call import BackwardCall, Call, Mask, softmax_scale
-from .layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
+from . import checks, dispatch, ops, tracing, training_routes, transforms
+from .blocks import BlockList, check_blocks
+from .call import BackwardCall, Call, Mask, MaskKind, softmax_scale
+from .layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
 from .operands import Saved
 from .recipe import get_recipe
 from .registry import Fallback, KernelUnavailableError, Request, select
 
 # The fields of `Lengths`; for sequences that are not packed, its tensors are None and its numbers 0.
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
+# The fields of `BlockList`; without a list, its tensors are None and its numbers 0.
+_BLOCKS = "Tensor? counts, Tensor? tiles, int block_m, int block_n"
 _OPTIONS = "bool is_causal, int causal_offset, float? scale, str recipe, str fallback"
 _SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor balance, Tensor lse"
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
 for _schema in (
-    f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? valid, {_LENGTHS}, {_OPTIONS}) "
+    f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? valid, {_BLOCKS}, {_LENGTHS}, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"training_attention_backward(Tensor output_gradient, Tensor value, Tensor output, {_SAVED}, Tensor? valid, "
-    f"{_LENGTHS}, int head_dim, str kernel, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{_BLOCKS}, {_LENGTHS}, int head_dim, str kernel, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     "training_lse(Tensor query, Tensor key, Tensor lse, Tensor? valid, float? scale, str recipe) -> Tensor",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
@@ -37,6 +40,7 @@ def attention(
     value: torch.Tensor,
     *,
     valid: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     is_causal: bool = False,
     causal_offset: int = 0,
     scale: float | None = None,
@@ -54,7 +58,8 @@ def attention(
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         valid: bool (batch or 1, kv_len), False where a key does not exist; None: all do.
-        is_causal: row i attends to those of the keys 0…i + causal_offset that exist.
+        blocks: the tiles of keys that each block of rows attends to; None: all. Gradients skip what it does not list.
+        is_causal: row i attends to those of the keys 0…i + causal_offset that exist and are listed.
         causal_offset: see `ops.attention`.
         scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: name of a recipe with gradients.
@@ -69,14 +74,16 @@ def attention(
 
     Raises:
         TypeError: see `ops.attention`.
-        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select` and
+            `blocks.check_blocks`.
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
     checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
     output, *saved = torch.ops.sage_kernels.training_attention(
-        query, key, value, valid, None, None, 0, 0, None, is_causal, causal_offset, scale, recipe, fallback
+        *(query, key, value, valid, *_fields(blocks), None, None, 0, 0, None),
+        *(is_causal, causal_offset, scale, recipe, fallback),
     )
     if not return_lse:
         return output, query.new_empty(0, dtype=torch.float32)
@@ -121,7 +128,7 @@ def packed_attention(
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     output, *_ = torch.ops.sage_kernels.training_attention(
-        query, key, value, None, *lengths, is_causal, causal_offset, scale, recipe, fallback
+        query, key, value, None, *_fields(None), *lengths, is_causal, causal_offset, scale, recipe, fallback
     )
     return output.squeeze(0).transpose(0, 1)
 
@@ -132,11 +139,14 @@ def why_exact(
     value: torch.Tensor,
     *,
     valid: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     is_causal: bool = False,
     recipe: str = "sage_bwd",
     fallback: Fallback = "native",
 ) -> str:
     """Return why `attention` cannot serve the call, so that exact gradients are needed; "" if it can.
+
+    With fallback "native" that includes calls that would train slower, see `training_routes`.
 
     Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
     dimensions. If a call's sizes exceed a kernel's limits, `attention` then raises KernelUnavailableError.
@@ -146,13 +156,16 @@ def why_exact(
             operator.index(query.shape[3]),
             operator.index(value.shape[3]),
         )  # constants, even if sizes are dynamic
-        return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), *head_dims)
-    return _reason(_request(query, key, value, valid, is_causal, recipe), fallback)
+        kind = _mask(valid, blocks).kind
+        return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), kind, *head_dims)
+    request = _request(query, key, value, valid, blocks, is_causal, recipe)
+    reason = _reason(request, fallback)
+    return reason or (training_routes.why_exact(select(request)) if fallback == "native" else "")
 
 
 @tracing.assume_constant_result
 def _why_exact_at_any_size(
-    recipe: str, fallback: Fallback, device: str, dtype: str, head_dim: int, v_head_dim: int
+    recipe: str, fallback: Fallback, device: str, dtype: str, mask: MaskKind, head_dim: int, v_head_dim: int
 ) -> str:
     """Return `why_exact` of a small call; it takes names, because the compiler's constants are plain data."""
     options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
@@ -160,7 +173,7 @@ def _why_exact_at_any_size(
     request = Request.of(query, query, value, recipe=recipe, grad=True)
     where = torch.device(device)
     capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
-    return _reason(replace(request, device_type=where.type, capability=capability), fallback)
+    return _reason(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
 
 
 def _request(
@@ -168,11 +181,13 @@ def _request(
     key: torch.Tensor,
     value: torch.Tensor,
     valid: torch.Tensor | None,
+    blocks: BlockList | None,
     is_causal: bool,
     recipe: str,
 ) -> Request:
-    mask = None if valid is None else valid[:, None, None]
-    return Request.of(query, key, value, mask, is_causal, recipe, grad=True)
+    request = Request.of(query, key, value, None, is_causal, recipe, grad=True)
+    aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
+    return replace(request, aligned=aligned, mask=_mask(valid, blocks).kind)
 
 
 def _reason(request: Request, fallback: Fallback) -> str:
@@ -180,6 +195,21 @@ def _reason(request: Request, fallback: Fallback) -> str:
         return select(request, fallback).reason
     except KernelUnavailableError as error:
         return str(error)
+
+
+def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
+    """Return the mask of existing keys and of a block list, each None where there is none."""
+    keys = Mask.of_keys(valid)
+    return keys if blocks is None else replace(keys, kind="blocks" if valid is None else "block_keys", blocks=blocks)
+
+
+def _blocks(counts: torch.Tensor | None, tiles: torch.Tensor | None, block_m: int, block_n: int) -> BlockList | None:
+    return None if counts is None or tiles is None else BlockList(counts, tiles, block_m, block_n)
+
+
+def _fields(blocks: BlockList | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    """Return a list as the operators take it."""
+    return (None, None, 0, 0) if blocks is None else (blocks.counts, blocks.tiles, blocks.block_m, blocks.block_n)
 
 
 def _lengths(
@@ -207,6 +237,10 @@ def _training_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     valid: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    block_m: int,
+    block_n: int,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -224,12 +258,15 @@ def _training_attention(
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if lengths is not None and query.shape[0] != 1:
         raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")
+    blocks = _blocks(counts, tiles, block_m, block_n)
+    if blocks is not None:
+        check_blocks(blocks, query, key)
     call = Call(
         query,
         key,
         value,
         get_recipe(recipe),
-        Mask.of_keys(valid),
+        _mask(valid, blocks),
         is_causal,
         causal_offset,
         softmax_scale(scale, query.shape[3]),
@@ -244,6 +281,10 @@ def _fake_training_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     valid: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    block_m: int,
+    block_n: int,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -286,6 +327,10 @@ def _training_attention_backward(
     balance: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    block_m: int,
+    block_n: int,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -307,7 +352,7 @@ def _training_attention_backward(
         Saved(saved_query, query_scale, saved_key, key_scale, balance, lse),
         head_dim,
         get_recipe(recipe),
-        Mask.of_keys(valid),
+        _mask(valid, _blocks(counts, tiles, block_m, block_n)),
         is_causal,
         causal_offset,
         softmax_scale(scale, head_dim),
@@ -332,6 +377,10 @@ def _fake_training_attention_backward(
     balance: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    block_m: int,
+    block_n: int,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
@@ -347,16 +396,18 @@ def _fake_training_attention_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, valid, *packing, is_causal, causal_offset, scale, recipe, fallback = inputs
+    query, key, value, valid, counts, tiles, *sizes = inputs[:8]
+    *packing, is_causal, causal_offset, scale, recipe, fallback = inputs[8:]
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = packing
-    ctx.save_for_backward(value, *output, valid, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    ctx.save_for_backward(value, *output, valid, counts, tiles, cu_seqlens_q, cu_seqlens_k, seqused_k)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     kernel = ""
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
-        call = Call(query, key, value, get_recipe(recipe), Mask.of_keys(valid), is_causal, lengths=_lengths(*packing))
+        mask = _mask(valid, _blocks(counts, tiles, *sizes))
+        call = Call(query, key, value, get_recipe(recipe), mask, is_causal, lengths=_lengths(*packing))
         kernel = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback).backward
-    ctx.longest = (max_seqlen_q, max_seqlen_k)
+    ctx.sizes, ctx.longest = sizes, (max_seqlen_q, max_seqlen_k)
     ctx.options = (query.shape[3], kernel, is_causal, causal_offset, scale, recipe, fallback)
 
 
@@ -364,10 +415,10 @@ def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> 
     rest = (None,) * (len(ctx.needs_input_grad) - 3)
     if output_gradient is None:
         return None, None, None, *rest
-    value, output, *saved, valid, cu_seqlens_q, cu_seqlens_k, seqused_k = ctx.saved_tensors
-    lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.longest, seqused_k)
+    value, output, *saved, valid, counts, tiles, cu_seqlens_q, cu_seqlens_k, seqused_k = ctx.saved_tensors
+    blocks, lengths = (counts, tiles, *ctx.sizes), (cu_seqlens_q, cu_seqlens_k, *ctx.longest, seqused_k)
     gradients = torch.ops.sage_kernels.training_attention_backward(
-        output_gradient, value, output, *saved, valid, *lengths, *ctx.options
+        output_gradient, value, output, *saved, valid, *blocks, *lengths, *ctx.options
     )
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
     return *(gradient if needed else None for gradient, needed in wanted), *rest

@@ -106,6 +106,11 @@ def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str 
     parser.set_defaults(**defaults)
 
 
+def _keep(text: str) -> float | str:
+    """Return the value of --keep: a number, or "model"."""
+    return text if text == "model" else float(text)
+
+
 def _path(text: str) -> Path:
     """Return the path, with the `~` that a shell leaves in `--output=~/folder` expanded."""
     return Path(os.path.expanduser(text))
@@ -123,7 +128,11 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
         help=f"where the recipe is not native: {', '.join(FALLBACKS)} (default: $SAGE_HF_FALLBACK, else native)",
     )
     parser.add_argument(
-        "--keep", type=float, metavar="SHARE", help="sparse self-attention: the share of tiles kept, for example .25"
+        "--keep",
+        type=_keep,
+        metavar="SHARE",
+        help='sparse self-attention: the share of tiles kept, for example .25; "model": as the model\'s '
+        "sparse_attention_config says",
     )
 
 
@@ -247,7 +256,8 @@ def _config(args: argparse.Namespace) -> SageConfig:
         raise ValueError(f"--recipe: unknown recipe {args.recipe!r}; recipes are: {', '.join(sorted(RECIPES))}")
     config = SageConfig.from_name(_name(args))
     if args.keep is not None:
-        config = replace(config, sparse=replace(config.sparse or Sparse(), keep=args.keep))
+        before = config.sparse if isinstance(config.sparse, Sparse) else Sparse()
+        config = replace(config, sparse="model" if args.keep == "model" else replace(before, keep=args.keep))
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 

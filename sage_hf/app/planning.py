@@ -18,6 +18,7 @@ from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_hf.schedule import timestep_argument
+from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError, Request, select
@@ -49,8 +50,12 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         for name, layer in target.layers.items()
         for row in _layer_rows(target.label(name), layer, config, config.layer_rule(name), device)
     ]
-    sparse = () if config.sparse is None else (("self-attention", config.sparse.describe()),)
-    return Explanation(tuple(rows), planned=True, sparse=sparse)
+    sparse = [
+        (target.label("self-attention"), settings.describe())
+        for target in find_targets(model)
+        if (settings := settings_for(config.sparse, target.model, target.layers)) is not None
+    ]
+    return Explanation(tuple(rows), planned=True, sparse=tuple(sparse))
 
 
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:

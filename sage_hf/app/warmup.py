@@ -11,24 +11,28 @@ from sage_hf.app.planning import nominal_request
 from sage_hf.bench.calls import Kind, Point, compile_kernels
 from sage_hf.config import SageConfig
 from sage_kernels.costs import Sizes
-from sage_kernels.registry import select
+from sage_kernels.registry import get_exact, registered_exact, select
 
 HEAD_DIMS = (64, 128)
 LENGTHS = (1024, 4096, 16384)
 """Lengths of which each may have a kernel of its own."""
 KINDS: tuple[Kind, ...] = ("none", "causal", "keys")
+EXACT_KINDS: tuple[Kind, ...] = ("none", "causal", "keys", "bool", "additive")
+EXACT_LENGTH = 1024
 
 
 def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] = HEAD_DIMS) -> int:
     """Compile, in several processes, the kernels of all recipes of a configuration, and keep them in the caches.
 
     Args:
-        config: the recipes; where one is not native, what stands in for it is compiled, and of exact attention nothing.
+        config: the recipes; where one is not native, what stands in for it is compiled, and of exact attention what
+            short calls, masks and decoding need.
         device: a CUDA device.
         head_dims: of the models to come.
 
     Returns:
-        The number of calls that were run for it: of each recipe, without a mask, causal and with padded keys.
+        The number of calls that were run for it: of each recipe, without a mask, causal and with padded keys; and of
+        each kernel of exact attention.
 
     Raises:
         ValueError: device is no CUDA device.
@@ -43,4 +47,9 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
         Point(Sizes(1, 2, 2, tokens, tokens, head_dim), kind)
         for kind, tokens, head_dim in itertools.product(KINDS, LENGTHS, head_dims)
     ]
-    return compile_kernels(device, itertools.product(recipes, points))
+    exactly = [name for name in registered_exact() if (kernel := get_exact(name)) and kernel.repeats]
+    short = [
+        Point(Sizes(1, 2, 2, queries, EXACT_LENGTH, head_dim), kind)
+        for queries, kind, head_dim in itertools.product((1, EXACT_LENGTH), EXACT_KINDS, head_dims)
+    ]
+    return compile_kernels(device, [*itertools.product(recipes, points), *itertools.product(exactly, short)])

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.bench.warming import call_in_processes
-from sage_kernels import costs, dispatch, ops, training
+from sage_kernels import costs, dispatch, exact, ops, training
 from sage_kernels.call import Call, Mask
 from sage_kernels.costs import Sizes
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.registry import KernelUnavailableError, get_exact
 
 Kind = Literal["none", "causal", "keys", "causal_keys", "bool", "additive"]
 BACKENDS = {
@@ -29,10 +29,16 @@ assert tuple(BACKENDS) == costs.BACKENDS
 
 @dataclass(frozen=True)
 class Point:
-    """Call to measure: bfloat16, laid out as (batch, tokens, heads, head_dim) in memory, as models make it."""
+    """Call to measure: bfloat16, laid out as (batch, tokens, heads, head_dim) in memory, as models make it.
+
+    Attributes:
+        sizes, kind: of the call.
+        grad: whether its gradients are computed too.
+    """
 
     sizes: Sizes
     kind: Kind = "none"
+    grad: bool = False
 
     @property
     def mask(self) -> str:
@@ -43,6 +49,11 @@ class Point:
     def causal(self) -> bool:
         """Return whether the call is causal."""
         return self.kind in ("causal", "causal_keys")
+
+    @property
+    def causal_offset(self) -> int:
+        """Return the offset of causality, which is aligned lower right."""
+        return self.sizes.kv_len - self.sizes.q_len if self.causal else 0
 
     @property
     def operations(self) -> float:
@@ -75,6 +86,7 @@ def prepare(device: torch.device, point: Point) -> Callable[[str], Callable[[], 
         get_recipe("exact"),
         Mask.of(mask, point.sizes.kv_len),
         is_causal=point.causal,
+        causal_offset=point.causal_offset,
         scale=point.sizes.head_dim**-0.5,
     )
 
@@ -85,9 +97,45 @@ def prepare(device: torch.device, point: Point) -> Callable[[str], Callable[[], 
     def of(name: str) -> Callable[[], object]:
         if name in BACKENDS:
             return lambda: exactly(BACKENDS[name])
-        return lambda: ops.attention(
-            query, key, value, mask=mask, is_causal=point.causal, recipe=name, fallback="error"
-        )
+        if (own := get_exact(name)) is not None:
+            if reason := own.unsupported(dispatch.request_of(call)):
+                raise ValueError(f"{name}: {reason}")
+            return lambda: own.attend(call)
+        causality: dict[str, Any] = {"is_causal": point.causal, "causal_offset": point.causal_offset}
+        return lambda: ops.attention(query, key, value, mask=mask, **causality, recipe=name, fallback="error")
+
+    return of
+
+
+def prepare_training(device: torch.device, point: Point) -> Callable[[str], Callable[[], object]]:
+    """Do as `prepare` for calls with gradients: each is a forward and a backward pass."""
+    query, key, value, mask = draw(device, point)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    gradient = torch.randn_like(query)
+
+    def both(attend: Callable[[], Tensor]) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(attend(), inputs, gradient)
+
+    def exactly(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            both(
+                lambda: exact.sdpa(
+                    query,
+                    key,
+                    value,
+                    mask=mask,
+                    is_causal=point.causal,
+                    enable_gqa=point.sizes.kv_heads != point.sizes.q_heads,
+                )
+            )
+
+    def of(name: str) -> Callable[[], object]:
+        if name in BACKENDS:
+            return lambda: exactly(BACKENDS[name])
+        valid = None if mask is None else mask[:, 0, 0]
+        options: dict[str, Any] = {"valid": valid, "is_causal": point.causal, "recipe": name, "fallback": "error"}
+        return lambda: both(lambda: training.attention(query, key, value, **options)[0])
 
     return of
 
@@ -127,10 +175,14 @@ def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]], se
 
 
 def _run_once(device: torch.device, call: tuple[str, Point]) -> bool:
-    """Run a call, (recipe, point); return whether the recipe is native for it."""
+    """Run a call, (recipe or exact kernel, point); return whether it is native for the point."""
     recipe, point = call
     query, key, value, mask = draw(device, point)
     try:
+        if get_exact(recipe) is not None:
+            prepare(device, point)(recipe)()
+            torch.cuda.synchronize()
+            return True
         if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
             with torch.no_grad():
                 ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe, fallback="error")
@@ -146,7 +198,7 @@ def _run_once(device: torch.device, call: tuple[str, Point]) -> bool:
                 fallback="error",
             )
             output.sum().backward()
-    except KernelUnavailableError:
+    except (KernelUnavailableError, ValueError):
         return False
     torch.cuda.synchronize(device)
     return True

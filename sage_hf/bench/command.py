@@ -22,6 +22,7 @@ from sage_hf.bench import (
     measure_phases,
     measure_training,
     plots,
+    report,
     tables,
 )
 from sage_hf.bench.grid import POINTS
@@ -79,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", action="store_true", help="time what small calls cost on the host, instead of the GPU"
     )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write one JSON that tells what this GPU does with our recipes (machine, kernels, errors, speeds), to be "
+        "sent to us; kernels that nobody has run on such a GPU are tried, last",
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
     parser.add_argument("--compiled", action="store_true", help="models with compiled blocks, too")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
@@ -89,7 +97,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
     With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json and a picture; with --grid
-    <gpu>-grid.json and a heat map; with --phases <gpu>-phases.json; with --host <gpu>-host.json.
+    <gpu>-grid.json and a heat map; with --phases <gpu>-phases.json; with --host <gpu>-host.json; with --report the file
+    that it names.
 
     Args:
         args: of `add_arguments`.
@@ -99,8 +108,11 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or arguments that
             exclude each other.
     """
-    if sum((args.grid, args.phases, args.host, args.model is not None)) > 1:
-        raise ValueError("--grid, --phases, --host and --model exclude each other")
+    if sum((args.grid, args.phases, args.host, args.model is not None, args.report is not None)) > 1:
+        raise ValueError("--grid, --phases, --host, --model and --report exclude each other")
+    if args.report is not None:
+        _execute_report(args, commit)
+        return
     if args.host:
         _execute_host(args, commit)
         return
@@ -244,6 +256,21 @@ def _execute_host(args: argparse.Namespace, commit: str) -> None:
     path = _path(args.output, result, "host")
     path.write_text(tables.to_json(result), encoding="utf-8")
     print(f"{measure_host.text(result)}\n\nwrote {path}")
+
+
+def _execute_report(args: argparse.Namespace, commit: str) -> None:
+    """Report on the GPU, write the file as parts of it come, and print tables."""
+    if args.training or args.compiled or any(x is not None for x in (args.shapes, args.providers, args.layers)):
+        raise ValueError("--report has its own calls and providers: it takes --device alone")
+    device = _gpu(args.device)
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(result: dict[str, Any]) -> None:
+        with replacing(args.report) as part:
+            part.write_text(tables.to_json(result), encoding="utf-8")
+
+    result = report.run(device, write, commit, _progress)
+    print(f"{report.text(result)}\n\nwrote {args.report}")
 
 
 def merged(result: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:

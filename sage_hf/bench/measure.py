@@ -71,7 +71,7 @@ def run(
         for shape in shapes:
             progress(f"{shape.name}: {shape}")
             for scope in ("end_to_end", "kernel"):
-                rows += _measure_shape(shape, [one for one in providers if one.scope == scope], device)
+                rows += measure_shape(shape, [one for one in providers if one.scope == scope], device)
         progress("quantizers")
         return {
             **machine,
@@ -172,7 +172,7 @@ class SampledErrors:
         return torch.stack([x[0, head, self._rows] for head in self._heads.tolist()])[None]
 
 
-def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
+def measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
     """Return the rows of the result for one shape; all providers have the same scope."""
     rows = {provider.name: new_row(shape, provider) for provider in providers}
     calls: dict[str, tuple[Callable[[], object], int]] = {}

@@ -21,6 +21,7 @@ from sage_hf.bench.grid import POINTS, Arguments, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, TRAINING_GRID_PROVIDERS, GridProvider, watch
 from sage_hf.bench.measure import facts, reason
 from sage_hf.bench.warming import PROCESSES, call_in_processes
+from sage_kernels import training_routes
 
 # A provider is replayed for about WINDOW_MS at a point, in turns with the others: once to warm up, then TURNS times.
 WINDOW_MS = 20.0
@@ -157,7 +158,8 @@ class Timed:
 
 
 def measure_point(point: Point, queue: Queue) -> dict[str, Any]:
-    """Return the row of a point."""
+    """Return the row of a point, which is a run of its own: what trains here is chosen at this point."""
+    training_routes.forget()
     row: dict[str, Any] = point.sizes
     failures: dict[str, str] = {}
     timed: list[Timed] = []
@@ -246,9 +248,10 @@ class Queue:
         return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
 
     def replay(self, timed: Sequence[Timed]) -> None:
-        """Replay all graphs in turns, and wait until the last has ended."""
+        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended."""
         for turn in range(TURNS + 1):
-            for one in timed:
+            first = turn % max(1, len(timed))
+            for one in (*timed[first:], *timed[:first]):
                 start = self._mark()
                 one.replay()
                 if turn:

@@ -68,7 +68,8 @@ def run(
         - "first_step_ms": time of the first step, with everything that is compiled in it;
         - "kernels": the attention kernels of a step, and how often each ran (empty if compiled);
         - "rel_l1": relative L1 distance of the step's output from that of "default", with these random weights; it
-          shows that the same function was computed, and says nothing of quality. None without a finite reference;
+          shows that the same function was computed (but not of sparse attention, which computes another one), and says
+          nothing of quality. None without a finite reference;
         or, if the model or provider cannot run, "unavailable": the reason.
     """
     result: dict[str, Any] = {**facts(device, commit), "rows": []}

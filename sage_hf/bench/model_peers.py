@@ -18,7 +18,11 @@ from sage_hf.app.planning import nominal_request
 from sage_hf.apply import apply
 from sage_hf.bench.models import Model
 from sage_hf.bench.peers import sageattention
+from sage_hf.config import SageConfig
+from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.explain import explain
+from sage_hf.sparse.config import Sparse
+from sage_hf.sparse.grids import layout_of
 from sage_kernels.registry import select
 
 Step = Callable[[], Tensor]
@@ -187,6 +191,34 @@ def _ours(recipe: str, only_native: bool = False) -> Callable[[Model, nn.Module]
     return use
 
 
+def _ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+    """Use `sage_hf.apply` with sparse self-attention, where the model's grid of tokens is known.
+
+    The weight that is kept is not measured, which would count in the time of the first steps.
+    """
+
+    @contextmanager
+    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+        if layout_of(module) is None:
+            raise RuntimeError("this model has no grid of video tokens that is known")
+        with apply(module, SageConfig(recipe, sparse=sparse)):
+            processors = [sage_of(layer) for layer in attention_layers(module).values()]
+            layers = [sage.sparse for sage in processors if sage is not None and sage.sparse is not None]
+            for layer in layers:
+                layer.model.measured_calls = 0
+
+            def observe(step: Step) -> tuple[Tensor, Kernels]:
+                before = _calls(module)
+                output = step()
+                if not any(layer.kept.calls for layer in layers):
+                    raise RuntimeError("none of this model's attention calls is sparse")
+                return output, dict(_calls(module) - before)
+
+            yield observe
+
+    return use
+
+
 def _calls(module: nn.Module) -> Counter[str]:
     calls: Counter[str] = Counter()
     for row in explain(module).rows:
@@ -209,6 +241,7 @@ MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     ModelProvider("sageattention2", "SageAttn2", _in_place_of_pytorch("sageattn", _load_sageattention2)),
     ModelProvider("sage_hf:sage2", "sage2", _ours("sage2")),
     ModelProvider("sage_hf:sage3", "sage3", _ours("sage3", only_native=True)),
+    ModelProvider("sage_hf:sage2 keep .25", "sage2 keep .25", _ours_sparse("sage2", Sparse("subblock", 0.25))),
 )
 TRAINING_MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     DEFAULT,

@@ -15,17 +15,20 @@ from datetime import date
 import torch
 
 from sage_hf.app.planning import nominal_request
-from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare
+from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_kernels import costs
 from sage_kernels.costs import Sizes, Table
-from sage_kernels.registry import select
+from sage_kernels.registry import registered_exact, select
 from sage_kernels.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
+TRAINING_RECIPE = "sage_bwd"
 LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 RAGGED = (1000, 1301, 3592, 4429)  # multiples of 8 only, or of nothing
 MASKS: tuple[Kind, ...] = ("bool", "additive")
+TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 
 MEDIUM, LONG = 2048, 8192
 """Keys from which on a kernel may be another one."""
@@ -68,7 +71,22 @@ def points() -> list[Point]:
         add("none", 2, 16, n, n, head_dim)
     for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192, *RAGGED[:2]), MASKS):
         add(kind, 2, 16, n, n, head_dim)
+    for head_dim, n in itertools.product((64, 128), (64, 128, 256, 512)):
+        add("keys", 32, 12, n, n, head_dim)
+        if n > 64:
+            for kind in MASKS:
+                add(kind, 4, 16, n, n, head_dim)
+    for head_dim, heads, group in ((128, 32, 4), (64, 16, 1)):  # behind a cache
+        for q_len, kv_len in itertools.product((128, 512, 2048), (4096, 32768)):
+            add("causal", 1, heads, q_len, kv_len, head_dim, group)
     found = list(dict.fromkeys(found))
+    for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
+        batch = max(1, 8192 // n)
+        for kind in TRAINED:
+            found.append(Point(Sizes(batch, 16, 16, n, n, head_dim), kind, grad=True))
+        found.append(Point(Sizes(max(1, batch // 2), 32, 8, n, n, head_dim), "causal", grad=True))
+    for head_dim, n in itertools.product((32, 256), (512, 1024, 2048, 4096)):
+        found += [Point(Sizes(2, 16, 16, n, n, head_dim), kind, grad=True) for kind in ("none", "causal")]
     random.Random(0).shuffle(found)
     return found
 
@@ -101,11 +119,21 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
     """Return one call for each kernel, as far as kinds of calls tell kernels apart."""
     calls: dict[tuple[str, str, int, bool, bool], tuple[str, Point]] = {}
-    for recipe, point in itertools.product(RECIPES, todo):
+    pairs = ((recipe, point) for point in todo for recipe in names_for(point) if recipe not in BACKENDS)
+    for recipe, point in pairs:
         kv_len = point.sizes.kv_len
         kind = (recipe, point.kind, point.sizes.head_dim, kv_len < MEDIUM, kv_len < LONG)
         calls.setdefault(kind, (recipe, point))
     return list(calls.values())
+
+
+def names_for(point: Point) -> list[str]:
+    """Return the recipes and exact kernels that are timed at a point."""
+    if point.grad:
+        return [TRAINING_RECIPE, *BACKENDS]
+    # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores.
+    behind = point.causal and point.sizes.q_len != point.sizes.kv_len
+    return [*RECIPES, *(["flash"] if behind else BACKENDS), *registered_exact()]
 
 
 def versions() -> dict[str, str]:
@@ -127,11 +155,11 @@ def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) 
         for point in todo:
             if time.perf_counter() > end:
                 return
-            call_of = prepare(device, point)
-            for name in (*RECIPES, *BACKENDS):
+            call_of = (prepare_training if point.grad else prepare)(device, point)
+            for name in names_for(point):
                 try:
-                    runner = name if name in BACKENDS else runner_of(device, point, name)
                     us = gpu_us(call_of(name))
+                    runner = runner_of(device, point, name)
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
@@ -150,15 +178,18 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def runner_of(device: torch.device, point: Point, recipe: str) -> str:
-    """Return the runner's name in a table of a recipe's kernels for a point.
+def runner_of(device: torch.device, point: Point, name: str) -> str:
+    """Return the runner's name in a table of a recipe's kernels for a point, or of an exact kernel.
 
     Raises:
         KernelUnavailableError: the recipe is not native here.
     """
-    facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": False}
-    plan = select(nominal_request(recipe, device, **facts), "error")
-    return costs.low_bit_runner(recipe, plan.kernel, plan.quantizer)
+    if name not in RECIPES and name != TRAINING_RECIPE:
+        return name + costs.TRAINING if point.grad else name
+    facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": point.grad}
+    plan = select(nominal_request(name, device, **facts), "error")
+    phases = plan.kernel, plan.quantizer
+    return costs.training_runner(name, *phases, plan.backward) if point.grad else costs.low_bit_runner(name, *phases)
 
 
 def gpu_us(call: Callable[[], object]) -> float:

@@ -15,10 +15,12 @@ _HOME = {
     "SageAttnProcessor": "processor",
     "SageBwdProcessor": "processor",
     "UnsupportedAttentionError": "errors",
+    "VSALayer": "layers",
     "attention_layers": "processor",
     "bind": "processor",
     "check_parallelism": "parallel",
     "check_whole": "parallel",
+    "enable_vsa": "gates",
     "exchange_processor": "processor",
 }
 

@@ -18,6 +18,7 @@ from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 from .backends import backend_member
 from .errors import UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
+from .vsa import NO_SHARDS, VSAProcessor
 
 
 class Sage(Protocol):
@@ -150,6 +151,20 @@ class DispatchLayer(Layer):
         return type(self.original).__call__(stand_in, attn, *args, **kwargs)
 
 
+class VSALayer(Layer):
+    """Layer that attends by VSA, whose fine stage runs the recipe."""
+
+    def __init__(self, original: VSAProcessor) -> None:
+        super().__init__(original, inspect.signature(original.__call__).parameters)
+
+    def check_parallel(self) -> None:
+        """Raise UnsupportedAttentionError: tiles are chosen among all tokens."""
+        raise UnsupportedAttentionError(NO_SHARDS)
+
+    def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.original.attend(attn, *args, **kwargs, recipe=sage.recipe_of(attn), fallback=sage.fallback)
+
+
 def calls_dispatch(processor: Any) -> bool:
     """Return whether a processor of diffusers attends through `dispatch_attention_fn`."""
     code = getattr(type(processor).__call__, "__code__", None)
@@ -176,6 +191,8 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
             f"{type(module).__name__} has no processor yet to take over from: construct it with its own, "
             "then set this one"
         )
+    if isinstance(original, VSAProcessor):
+        return VSALayer(original)
     if _takes_backend(original):
         return DispatchLayer(original)
     from_diffusers = type(original).__module__.startswith("diffusers.")

@@ -12,7 +12,16 @@ from sage_hf.names import NAMES
 
 from .errors import UnsupportedAttentionError
 from .parallel import check_parallelism
-from .processor import SageAttnProcessor, attention_layers, bind, exchange_processor, layer_for, put_back, sage_of
+from .processor import (
+    SageAttnProcessor,
+    attention_layers,
+    bind,
+    exchange_processor,
+    layer_for,
+    put_back,
+    replaceable,
+    sage_of,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -88,6 +97,20 @@ def _check_first(model_class: Any) -> None:
     model_class.set_attn_processor = wrapper
 
 
+def _default_in_place_of_ours(model_class: Any) -> None:
+    """Wrap the class's own `set_default_attn_processor`, if any, which refuses to replace processors unknown to it."""
+    set_default = vars(model_class).get("set_default_attn_processor")
+    if set_default is None:
+        return
+
+    @functools.wraps(set_default)
+    def wrapper(self: torch.nn.Module) -> None:
+        with replaceable(self):
+            set_default(self)
+
+    model_class.set_default_attn_processor = wrapper
+
+
 def _subclasses(model_class: type) -> set[type]:
     children: list[type] = model_class.__subclasses__()
     return {*children, *(cls for child in children for cls in _subclasses(child))}
@@ -143,10 +166,14 @@ def complete_model_class(model_class: Any) -> None:
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
         super(model_class, cls).__init_subclass__(**kwargs)
+        complete(cls)
+
+    def complete(cls: type) -> None:
         _check_first(cls)
+        _default_in_place_of_ours(cls)
 
     for cls in _subclasses(model_class):
-        _check_first(cls)
+        complete(cls)
     model_class.__init_subclass__ = classmethod(init_subclass)
     model_class.attn_processors = property(attn_processors)
     model_class.set_attn_processor = set_attn_processor

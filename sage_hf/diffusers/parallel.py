@@ -15,13 +15,13 @@ from .processor import attention_layers, layer_of, sage_of
 
 def check_parallelism(model: Any, layer: Layer) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layer` cannot."""
-    if _splits_tokens(getattr(model, "_parallel_config", None)):
+    if splits_tokens(getattr(model, "_parallel_config", None)):
         layer.check_parallel()
 
 
 def check_whole(model: Any) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism, which sparse attention cannot."""
-    if _splits_tokens(getattr(model, "_parallel_config", None)):
+    if splits_tokens(getattr(model, "_parallel_config", None)):
         raise UnsupportedAttentionError(NO_SHARDS)
 
 
@@ -33,7 +33,7 @@ def complete_parallelism(model_class: Any) -> None:
 
     @functools.wraps(enable)
     def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
-        layers = _sage_layers(self) if _splits_tokens(config) else {}
+        layers = _sage_layers(self) if splits_tokens(config) else {}
         if layers and cp_plan is None and self._cp_plan is None:
             raise UnsupportedAttentionError(
                 f"diffusers has no plan for context parallelism of {type(self).__name__}: pass cp_plan=..., or run "
@@ -51,7 +51,7 @@ def complete_parallelism(model_class: Any) -> None:
     model_class.enable_parallelism = enable_parallelism
 
 
-def _splits_tokens(config: Any) -> bool:
+def splits_tokens(config: Any) -> bool:
     """Return whether a ParallelConfig or ContextParallelConfig asks for context parallelism; False for None."""
     return hasattr(config, "ulysses_degree") or getattr(config, "context_parallel_config", None) is not None
 

@@ -255,11 +255,7 @@ def put_back(module: Any, processor: SageAttnProcessor) -> None:
 @contextmanager
 def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
     """Replace our processors in `model` by the originals while diffusers rebuilds these, and set ours again after."""
-    layers: list[Any] = list(attention_layers(model).values())
-    served = {module: sage for module in layers if (sage := sage_of(module)) is not None}
-    originals = {module: layer_of(module).original for module in served}
-    for module, original in originals.items():
-        module.set_processor(original)
+    served = _set_originals(model)
     try:
         yield
     finally:
@@ -268,6 +264,28 @@ def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
                 _set_again(module, sage)
             except UnsupportedAttentionError as error:
                 logger.warning(f"{sage} cannot serve a layer any more, which now attends as diffusers does: {error}")
+
+
+@contextmanager
+def replaceable(model: torch.nn.Module) -> Iterator[None]:
+    """Replace our processors in `model` by the originals while diffusers replaces these; set ours again if it fails."""
+    served = _set_originals(model)
+    try:
+        yield
+    except Exception:
+        for module, sage in served.items():
+            _set_again(module, sage)
+        raise
+
+
+def _set_originals(model: torch.nn.Module) -> dict[Any, SageAttnProcessor]:
+    """Set the originals in place of our processors, and return ours by module."""
+    layers: list[Any] = list(attention_layers(model).values())
+    served = {module: sage for module in layers if (sage := sage_of(module)) is not None}
+    originals = {module: layer_of(module).original for module in served}
+    for module, original in originals.items():
+        module.set_processor(original)
+    return served
 
 
 def _set_again(module: Any, sage: SageAttnProcessor) -> None:

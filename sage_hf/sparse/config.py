@@ -25,6 +25,8 @@ class Sparse:
         dense_steps: number of first denoising steps that attend densely.
         dense_layers: patterns of names of layers that attend densely (shell style, as in `LayerRule`).
         from_tokens: calls with fewer tokens attend densely.
+        per_head: for "mean" and "subblock": give each head of a layer a share of its own, whose mean is `keep`, so that
+            all keep about as much of their attention weight. It is measured in the layer's first sparse call.
 
     Raises:
         ValueError: a value is not supported.
@@ -35,6 +37,7 @@ class Sparse:
     dense_steps: int = 0
     dense_layers: tuple[str, ...] = ()
     from_tokens: int = 4096
+    per_head: bool = False
 
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
@@ -45,6 +48,8 @@ class Sparse:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"sparse.{name}: expected an integer that is not negative, got {value!r}")
+        if not isinstance(self.per_head, bool) or (self.per_head and self.router == "share"):
+            raise ValueError(f'sparse.per_head: expected a bool, and False for "share"; got {self.per_head!r}')
         layers = self.dense_layers
         if not isinstance(layers, tuple) or any(not isinstance(one, str) or not one for one in layers):
             raise ValueError(f"sparse.dense_layers: expected patterns of layer names, got {layers!r}")
@@ -59,15 +64,16 @@ class Sparse:
             what = f"the tiles with {self.keep:.0%} of the weight of means"
         else:
             what = f"the {self.keep:.0%} of tiles with the best scores by {self.router}"
+        what += ", shared out among heads by their weight" if self.per_head else ""
         steps = f", after {self.dense_steps} dense steps" if self.dense_steps else ""
         return f"{what}, in calls of {self.from_tokens} tokens and more{steps}"
 
-    def make_router(self) -> Router:
-        """Return the router."""
+    def make_router(self, shares: tuple[float, ...] | None = None) -> Router:
+        """Return the router; `shares` of heads replace `keep`."""
         if self.router == "share":
             return ShareRouter(self.keep, block_m=BLOCK, block_n=BLOCK)
         kind = MeanRouter if self.router == "mean" else SubBlockRouter
-        return kind(self.keep, BLOCK, BLOCK)
+        return kind(self.keep if shares is None else shares, BLOCK, BLOCK)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data that `from_dict` reads back."""

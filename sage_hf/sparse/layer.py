@@ -19,13 +19,15 @@ from sage_hf.attention import check_fallback, default_fallback, sage_attention
 from sage_kernels import exact, tracing
 from sage_kernels.registry import KernelUnavailableError, Request, select
 
-from .config import Sparse
+from .config import BLOCK, Sparse
 from .grids import Grid, Layout, arguments_of, layout_of
 from .order import TileOrder
-from .routers import kept_mass
+from .routers import Router, even_budgets, kept_mass, tile_mass
 
 MEASURED_CALLS = 8
-"""Number of a layer's first sparse calls in which the attention weight that was kept is measured."""
+"""Default of `SparseModel.measured_calls`."""
+SAMPLED_ROWS = 64
+"""Number of rows of a head by whose attention weight tiles are shared out among heads."""
 
 logger = logging.get_logger(__name__)
 
@@ -37,6 +39,7 @@ class SparseModel:
         settings: the configuration.
         grid: (frames, height, width) of the present call in tokens; None: unknown.
         dense_step: whether the present step attends densely.
+        measured_calls: number of each layer's first sparse calls in which the attention weight kept is measured.
     """
 
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
@@ -45,6 +48,7 @@ class SparseModel:
         self.grid: Grid | None = None
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
+        self.measured_calls = MEASURED_CALLS
 
     def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
         """Follow the denoiser's calls until `remove()` of the returned handle."""
@@ -129,12 +133,14 @@ class SparseLayer:
         model: what it shares with the denoiser's other layers.
         always_dense: whether the configuration keeps this layer dense.
         kept: what its calls kept.
+        router: a router of its own, with a share for each head; None: that of `model`, or not measured yet.
     """
 
     def __init__(self, model: SparseModel, always_dense: bool = False) -> None:
         self.model = model
         self.always_dense = always_dense
         self.kept = Kept()
+        self.router: Router | None = None
 
     def attend(
         self,
@@ -165,10 +171,22 @@ class SparseLayer:
             if attn_mask is not None and attn_mask.shape[-1] > 1:
                 attn_mask = attn_mask.index_select(-1, order.tokens)
         scale = options.get("scale")
-        blocks = self.model.router.route(query, key, scale, dense=[] if order is None else [order.text])
+        text = [] if order is None else [order.text]
+        blocks = self._router_for(query, key, scale).route(query, key, scale, dense=text)
         self._count(query, key, blocks, scale, order is not None)
         output = sage_attention(query, key, value, attn_mask, blocks=blocks, **arguments)
         return output if order is None else permute_tokens(output, order.places)
+
+    def _router_for(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> Router:
+        """Return the router of a call; for shares of heads it is made of the first one's attention weight."""
+        if not self.model.settings.per_head:
+            return self.model.router
+        if self.router is None:
+            q_len = query.shape[2]
+            rows = torch.linspace(0, q_len - 1, min(SAMPLED_ROWS, q_len), device=query.device).long()
+            mass = tile_mass(query, key, scale, block_n=BLOCK, rows=rows)
+            self.router = self.model.settings.make_router(even_budgets(mass, self.model.settings.keep))
+        return self.router
 
     def _why_dense(
         self,
@@ -195,6 +213,8 @@ class SparseLayer:
             return "causal attention, dropout, or a log-sum-exp that is wanted"
         if attn_mask is not None and exact.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
             return "a mask that says more than which keys exist"
+        if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
+            return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks")
@@ -209,7 +229,7 @@ class SparseLayer:
         kept = self.kept
         share = blocks.counts.float().mean() / math.ceil(key.shape[2] / blocks.block_n)
         kept.tiles = share if kept.tiles is None else kept.tiles + share
-        if kept.calls < MEASURED_CALLS:
+        if kept.calls < self.model.measured_calls:
             mass = kept_mass(query, key, blocks, scale)
             kept.mass.append(mass.mean())
             kept.least.append(mass.min())
@@ -222,11 +242,18 @@ def sparsity_of(layer: SparseLayer) -> str:
     kept, parts = layer.kept, []
     if kept.calls:
         assert kept.tiles is not None
-        mass, least = (float(torch.stack(x).mean()) for x in (kept.mass, kept.least))
         order = "4×4×4" if kept.ordered else "raster"
+        mass = ""
+        if kept.mass:
+            mean, least = (float(torch.stack(x).mean()) for x in (kept.mass, kept.least))
+            mass = f" {mean:.1%} of attention weight (least head {least:.1%}),"
+        if isinstance(shares := getattr(layer.router, "keep", None), tuple):
+            order += f" order, heads {min(shares):.0%} to {max(shares):.0%}"
+        else:
+            order += " order"
         parts.append(
             f"{kept.calls} sparse calls by {layer.model.settings.router}: {float(kept.tiles) / kept.calls:.1%} of "
-            f"tiles, {mass:.1%} of attention weight (least head {least:.1%}), {order} order"
+            f"tiles,{mass} {order}"
         )
     parts += [f"{calls} dense: {reason}" for reason, calls in kept.dense.items()]
     return "; ".join(parts)

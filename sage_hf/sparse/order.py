@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 TILE = (4, 4, 4)
+TILE_TOKENS = math.prod(TILE)
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,19 @@ class TileOrder:
         tokens: int64 (tokens,), the raster index of the token at each place of the order.
         places: int64 (tokens,), the place of each token of raster order: the inverse.
         counts: int64 (tiles,), the tokens of each tile, at most 64.
+        valid: bool (tiles · 64,), which of the places of `pad`, 64 a tile, hold a token.
+        padded_tokens: int64 (tiles · 64,), the raster index of the token at each of them; the number of tokens where
+            there is none.
+        padded_places: int64 (tokens,), the place among them of each token of raster order.
     """
 
     grid: tuple[int, int, int]
     tokens: torch.Tensor
     places: torch.Tensor
     counts: torch.Tensor
+    valid: torch.Tensor
+    padded_tokens: torch.Tensor
+    padded_places: torch.Tensor
 
     @classmethod
     def of(cls, grid: tuple[int, int, int], device: torch.device | str = "cpu") -> TileOrder:
@@ -46,6 +54,11 @@ class TileOrder:
         """Return the number of tiles."""
         return self.counts.shape[0]
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every tile has 64 tokens."""
+        return self.tokens.shape[0] == self.valid.shape[0]
+
     def sort(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (…, tokens, channels) of raster order in this order, without padding."""
         return x.index_select(-2, self.tokens)
@@ -54,30 +67,11 @@ class TileOrder:
         """Undo `sort`."""
         return x.index_select(-2, self.places)
 
-    @property
-    def padded_places(self) -> torch.Tensor:
-        """Return the place of each token of raster order where every tile has 64 places: int64 (tokens,)."""
-        size = math.prod(TILE)
-        first = self.counts.cumsum(0) - self.counts
-        tile = torch.repeat_interleave(
-            torch.arange(self.tiles, device=self.counts.device), self.counts, output_size=self.tokens.shape[0]
-        )
-        of_order = torch.arange(self.tokens.shape[0], device=self.counts.device) - first[tile] + tile * size
-        return of_order[self.places]
-
-    @property
-    def valid(self) -> torch.Tensor:
-        """Return which of the places of `pad` hold a token: bool (tiles · 64,)."""
-        size = math.prod(TILE)
-        return (torch.arange(size, device=self.counts.device) < self.counts[:, None]).flatten()
-
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (…, tokens, channels) of raster order as (…, tiles · 64, channels), 0 where a tile has no token."""
-        padded = F.pad(self.sort(x), (0, 0, 0, 1))  # the last place holds zeros
-        size = math.prod(TILE)
-        first = self.counts.cumsum(0) - self.counts
-        at = first[:, None] + torch.arange(size, device=x.device)
-        return padded.index_select(-2, torch.where(self.valid.view(-1, size), at, self.tokens.shape[0]).flatten())
+        if self.is_whole:
+            return self.sort(x)
+        return F.pad(x, (0, 0, 0, 1)).index_select(-2, self.padded_tokens)  # the last row holds zeros
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `pad`."""
@@ -86,11 +80,17 @@ class TileOrder:
 
 @lru_cache(maxsize=64)
 def _order(grid: tuple[int, int, int], device: torch.device) -> TileOrder:
-    places = [torch.arange(side, device=device) for side in grid]
-    t, h, w = torch.meshgrid(*places, indexing="ij")
-    tile_of = torch.zeros_like(t)
-    for place, side, size in zip((t, h, w), grid, TILE, strict=True):
-        tile_of = tile_of * -(-side // size) + place // size
-    # Raster order is the order inside a tile too, so a stable sort by tile keeps it.
-    tokens = tile_of.flatten().argsort(stable=True)
-    return TileOrder(grid, tokens, tokens.argsort(), tile_of.flatten().bincount())
+    with torch.inference_mode(False):  # else calls with gradients could not save these tensors
+        places = [torch.arange(side, device=device) for side in grid]
+        t, h, w = torch.meshgrid(*places, indexing="ij")
+        tile_of = torch.zeros_like(t)
+        for place, side, size in zip((t, h, w), grid, TILE, strict=True):
+            tile_of = tile_of * -(-side // size) + place // size
+        # Raster order is the order inside a tile too, so a stable sort by tile keeps it.
+        tokens = tile_of.flatten().argsort(stable=True)
+        places_of = tokens.argsort()
+        counts = tile_of.flatten().bincount()
+        valid = (torch.arange(TILE_TOKENS, device=device) < counts[:, None]).flatten()
+        padded_tokens = torch.full(valid.shape, len(tokens), device=device)
+        padded_tokens[valid] = tokens
+        return TileOrder(grid, tokens, places_of, counts, valid, padded_tokens, valid.nonzero()[:, 0][places_of])

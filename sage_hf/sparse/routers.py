@@ -1,6 +1,7 @@
 """Routers: which tiles of keys a block of rows attends to, chosen from means of Q and K without training.
 
-Each is its own specification in PyTorch; scores are float32, because ties of bfloat16 means would choose at random.
+Each is its own specification in PyTorch, and runs by the kernels of `sage_kernels.triton.routing` where those can;
+scores are float32, because ties of bfloat16 means would choose at random.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from sage_kernels.blocks import BlockList
+from sage_kernels.blocks import BLOCK_SIZES, BlockList
+from sage_kernels.triton.registration import routing_kernels
 
 SCORES_AT_ONCE = 2**25
 """Number of scores of parts that `SubBlockRouter` holds at once."""
+
+MOST_PARTS = 16
+"""Largest number of parts of a block that the kernels take."""
 
 Keep = float | tuple[float, ...]
 """Share of the tiles that each block of rows keeps, of all heads or one number for each head."""
@@ -62,7 +68,7 @@ class MeanRouter:
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
     ) -> BlockList:
         """Return the tiles kept; see `Router.route`."""
-        return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
+        return SubBlockRouter(self.keep, self.block_m, self.block_n, 1, 1).route(query, key, scale, dense)
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,15 @@ class SubBlockRouter:
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
     ) -> BlockList:
         """Return the tiles kept; see `Router.route`."""
-        return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
+        kernels = _kernels(query, key, self.block_m, self.block_n, max(self.parts_m, self.parts_n))
+        if kernels is None:
+            return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
+        means = kernels.block_means(query, key, self.block_m // self.parts_m, self.block_n // self.parts_n)
+        scores = kernels.block_scores(means.query, means.key, _scale(scale, query), self.parts_m, self.parts_n)
+        numbers = _numbers(self.keep, *scores.shape[1::2])
+        rows, columns = _flags(dense, query, self.block_m), _flags(dense, key, self.block_n)
+        counts, tiles = kernels.list_most(scores, numbers, rows, columns)
+        return BlockList(counts, tiles, self.block_m, self.block_n)
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,9 @@ class ShareRouter:
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
     ) -> BlockList:
         """Return the tiles kept; see `Router.route`."""
+        group = query.shape[1] // key.shape[1]
+        if (kernels := _kernels(query, key, self.block_m, self.block_n)) is not None:
+            return self._route(kernels, query, key, _scale(scale, query), dense)
         scores = _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
         weights, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = weights.cumsum(-1) - weights
@@ -151,10 +168,23 @@ class ShareRouter:
         if self.share == 1:
             needed.fill_(True)
         kept = torch.zeros_like(needed).scatter_(-1, order, needed)
-        group = query.shape[1] // key.shape[1]
         kept |= (block_similarity(query, self.block_m) < self.similarity).unsqueeze(-1)
         kept |= (block_similarity(key, self.block_n) < self.similarity).repeat_interleave(group, 1).unsqueeze(-2)
         return _with_dense(kept, query, key, dense, self.block_m, self.block_n)
+
+    def _route(
+        self, kernels: ModuleType, query: torch.Tensor, key: torch.Tensor, scale: float, dense: Sequence[slice]
+    ) -> BlockList:
+        means = kernels.block_means(query, key, self.block_m, self.block_n, similarity=True)
+        rows = (means.query_similarity < self.similarity).view(torch.uint8)
+        columns = (means.key_similarity < self.similarity).view(torch.uint8)
+        columns = columns.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        for flags, x, size in ((rows, query, self.block_m), (columns, key, self.block_n)):
+            if (more := _flags(dense, x, size)) is not None:
+                flags |= more
+        scores = kernels.block_scores(means.query, means.key, scale)
+        counts, tiles = kernels.list_share(scores, self.share, rows, columns)
+        return BlockList(counts, tiles, self.block_m, self.block_n)
 
 
 def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -262,6 +292,32 @@ def _check_keep(keep: Keep) -> None:
             raise ValueError(f"keep must be a share in (0, 1], or a tuple with one for each head; got {keep!r}")
 
 
+def _kernels(query: torch.Tensor, key: torch.Tensor, block_m: int, block_n: int, parts: int = 1) -> ModuleType | None:
+    """Return the module of kernels that take such blocks, of at most that many parts; None: PyTorch computes."""
+    taken = block_m in BLOCK_SIZES and block_n in BLOCK_SIZES and parts <= MOST_PARTS
+    return routing_kernels(query, key) if taken else None
+
+
+def _numbers(keep: Keep, heads: int, tiles: int) -> tuple[int, ...]:
+    """Return the number of tiles that each block of rows keeps, for each head."""
+    shares = keep if isinstance(keep, tuple) else (keep,) * heads
+    if len(shares) != heads:
+        raise ValueError(f"keep has {len(shares)} shares, one for each head, and the call has {heads} heads")
+    return tuple(max(1, math.ceil(share * tiles - 1e-6)) for share in shares)
+
+
+def _flags(dense: Sequence[slice], x: torch.Tensor, size: int) -> torch.Tensor | None:
+    """Return which blocks of x's tokens hold one of the `dense` tokens, uint8 (1, 1, blocks); None if none does."""
+    flags = None
+    for tokens in dense:
+        start, stop, _ = tokens.indices(x.shape[2])
+        if stop > start:
+            if flags is None:
+                flags = torch.zeros((1, 1, -(-x.shape[2] // size)), dtype=torch.uint8, device=x.device)
+            flags[..., start // size : -(-stop // size)] = 1
+    return flags
+
+
 def _keep_most(
     scores: torch.Tensor,
     keep: Keep,
@@ -272,11 +328,8 @@ def _keep_most(
     block_n: int,
 ) -> BlockList:
     """Keep the tiles of the largest scores; of equal ones, those that come first."""
-    heads, tiles = scores.shape[1], scores.shape[3]
-    shares = keep if isinstance(keep, tuple) else (keep,) * heads
-    if len(shares) != heads:
-        raise ValueError(f"keep has {len(shares)} shares, one for each head, and the call has {heads} heads")
-    numbers = [max(1, math.ceil(share * tiles - 1e-6)) for share in shares]
+    tiles = scores.shape[3]
+    numbers = _numbers(keep, scores.shape[1], tiles)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if len(set(numbers)) == 1 and all(one.stop is not None and one.start == one.stop for one in dense):
         best = order[..., : numbers[0]].sort(-1).values.int()

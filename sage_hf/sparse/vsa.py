@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
+from sage_hf import record
 from sage_hf.attention import sage_attention
+from sage_kernels import exact
 from sage_kernels.blocks import BlockList
+from sage_kernels.registry import Request, exact_plan
 
-from .order import TILE, TileOrder
+from .gathered import attend_to_tiles
+from .order import TILE_TOKENS, TileOrder
 
-TILE_TOKENS = math.prod(TILE)
+KERNEL = "sdpa of tiles side by side"
+"""What `sage_hf.explain` calls the exact fine stage."""
 
 
 def vsa_attention(
@@ -19,7 +25,7 @@ def vsa_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     gate: torch.Tensor | None,
-    grid: tuple[int, int, int],
+    grid: tuple[int, int, int] | TileOrder,
     sparsity: float,
     *,
     scale: float | None = None,
@@ -30,13 +36,14 @@ def vsa_attention(
 
     With q̄, k̄, v̄ the means of a tile's tokens: o_coarse = softmax(q̄·k̄ᵀ·scale)·v̄, the same for all tokens of a tile;
     o_fine is attention to the tokens of those tiles whose coarse scores are largest; the result is o_coarse ∘ gate +
-    o_fine. Gradients flow through all but the choice of tiles; those of the fine stage are exact in any recipe.
+    o_fine. Gradients flow through all but the choice of tiles; the fine stage's are those of `sage_attention` over a
+    list. With the recipe "exact" both passes cost what the kept tiles do.
 
     Args:
         query, key, value: (batch, heads, tokens, head_dim), self-attention of video tokens in raster order.
         gate: (batch, heads, tokens, head_dim), the model's `to_gate_compress` of its normalised states; None: 0, as
             for a model without trained gates.
-        grid: (frames, height, width) in tokens; any sizes.
+        grid: (frames, height, width) in tokens, any sizes; or its order, which a compiled graph needs.
         sparsity: share of the tiles that are left out; ⌈(1 - sparsity)·tiles⌉ are kept, at least one.
         scale: factor of the scores; default head_dim ** -0.5.
         recipe, fallback: of the fine stage, as in `sage_attention`.
@@ -47,34 +54,59 @@ def vsa_attention(
     Raises:
         ValueError: the grid has another number of tokens, sparsity is not in [0, 1), or see `sage_attention`.
     """
-    tokens = math.prod(grid)
+    size = grid.grid if isinstance(grid, TileOrder) else tuple(grid)
+    tokens = math.prod(size)
     if not query.shape == key.shape == value.shape or query.shape[2] != tokens:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be alike, with "
-            f"the {tokens} tokens of the grid {tuple(grid)}: leave text tokens to dense attention"
+            f"the {tokens} tokens of the grid {size}: leave text tokens to dense attention"
         )
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be in [0, 1); got {sparsity}")
+    query, key, value = exact.in_autocast_dtype(query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    order = TileOrder.of(grid, query.device)
+    order = grid if isinstance(grid, TileOrder) else TileOrder.of(grid, query.device)
     query, key, value = order.pad(query), order.pad(key), order.pad(value)
-    q_means, k_means, v_means = (tile_means(x, order.counts) for x in (query, key, value))
-    precision = torch.promote_types(query.dtype, torch.float32)
-    scores = q_means.to(precision) @ k_means.to(precision).mT * scale
+    with torch.autocast(query.device.type, enabled=False):  # the coarse stage is in at least float32
+        q_means, k_means, v_means = (tile_means(x, order.counts) for x in (query, key, value))
+        precision = torch.promote_types(query.dtype, torch.float32)
+        scores = q_means.to(precision) @ k_means.to(precision).mT * scale
+        coarse = None if gate is None else (scores.softmax(-1) @ v_means.to(precision)).to(query.dtype)
 
-    kept = min(order.tiles, max(1, math.ceil((1 - sparsity) * order.tiles - 1e-9)))
+    kept = tiles_kept(order.tiles, sparsity)
     best = scores.detach().argsort(dim=-1, descending=True, stable=True)[..., :kept].sort(-1).values
-    blocks = BlockList(
-        torch.full(best.shape[:3], kept, dtype=torch.int32, device=best.device), best.int(), TILE_TOKENS, TILE_TOKENS
-    )
-    mask = None if order.tiles * TILE_TOKENS == tokens else order.valid[None, None, None]
-    fine = order.unpad(
-        sage_attention(query, key, value, mask, scale=scale, recipe=recipe, fallback=fallback, blocks=blocks)
-    )
-    if gate is None:
+    fine = order.unpad(_fine(query, key, value, best, order, scale, recipe, fallback))
+    if coarse is None or gate is None:
         return fine
-    coarse = (scores.softmax(-1) @ v_means.to(precision)).to(query.dtype)
     return order.unpad(coarse.repeat_interleave(TILE_TOKENS, 2)) * gate + fine
+
+
+def _fine(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: torch.Tensor,
+    order: TileOrder,
+    scale: float,
+    recipe: str,
+    fallback: str | None,
+) -> torch.Tensor:
+    """Attend to the tokens of the listed tiles (batch, heads, tiles, kept); tokens are padded."""
+    if recipe == "exact":
+        if not torch.compiler.is_compiling():
+            record.file_plan(
+                exact_plan(replace(Request.of(query, key, value, recipe=recipe), mask="blocks"), kernel=KERNEL)
+            )
+        return attend_to_tiles(query, key, value, tiles, None if order.is_whole else order.valid, scale)
+    counts = torch.full(tiles.shape[:3], tiles.shape[3], dtype=torch.int32, device=tiles.device)
+    blocks = BlockList(counts, tiles.int(), TILE_TOKENS, TILE_TOKENS)
+    mask = None if order.is_whole else order.valid[None, None, None]
+    return sage_attention(query, key, value, mask, scale=scale, recipe=recipe, fallback=fallback, blocks=blocks)
+
+
+def tiles_kept(tiles: int, sparsity: float) -> int:
+    """Return the number of tiles that each tile attends to, of so many: ⌈(1 - sparsity)·tiles⌉, at least one."""
+    return min(tiles, max(1, math.ceil((1 - sparsity) * tiles - 1e-9)))
 
 
 def tile_means(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,23 @@
 and computes the gradients of those that have them:
 
 compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
+
+By the name nvfp4_forward_cuda that kernel is called with emulated products.
 """
 
 import sys
 
 import torch
 
+from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
+from sage_kernels.cuda import nvfp4_forward
+from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
+from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
+from tests.helpers.triton_calls import new_call
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -40,6 +48,29 @@ def attend_to_many(recipe: str) -> None:
         print(f"{recipe}: 3300 queries, 2049 keys, head_dim {head_dim}")
 
 
+def attend_emulated() -> None:
+    """Every variant of `cuda.nvfp4_forward`, of fewer items than multiprocessors and of more."""
+    for batch, q_heads, q_len, kv_len, head_dim, v_head_dim in (
+        (2, 4, 129, 333, 128, 128),
+        (5, 16, 400, 460, 40, 64),
+        (2, 4, 1, 65, 72, 80),
+    ):
+        inputs = (
+            draw(batch, q_heads, q_len, head_dim),
+            draw(batch, 2, kv_len, head_dim),
+            draw(batch, 2, kv_len, v_head_dim),
+        )
+        for is_causal in (False, True):
+            for valid in (None, torch.rand(batch, kv_len, device="cuda") < 0.5):
+                options = {"is_causal": is_causal, "causal_offset": 30, "valid": valid, "return_lse": is_causal}
+                quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
+                nvfp4_forward.attend(new_call(*inputs, "sage3_paper", **options), quantizer, native=False)
+                if valid is None:
+                    nvfp4_forward.attend(new_call(*inputs, "sage3", **options), quantizer, native=False)
+        torch.cuda.synchronize()
+        print(f"nvfp4_forward_cuda: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
+
+
 def train(recipe: str) -> None:
     """Every variant of forward and backward: plain, causal, with padding, packed."""
     draw = Draw(torch.device("cuda"))
@@ -60,8 +91,34 @@ def train(recipe: str) -> None:
         print(f"{recipe}: gradients, {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
 
 
+def attend_to_lists(recipe: str) -> None:
+    """Over lists that routers make, and drawn ones that name tiles which do not exist; with gradients too."""
+    cuda = torch.device("cuda")
+    for size, q_len, kv_len in ((64, 300, 333), (128, 1000, 777)):
+        inputs = draw(2, 4, q_len, 64), draw(2, 2, kv_len, 64), draw(2, 2, kv_len, 64)
+        drawn = draw_blocks(2, 4, q_len, kv_len, size, size)
+        tiles = torch.where(torch.rand(drawn.tiles.shape) < 0.1, 99, drawn.tiles)
+        blocks = drawn._replace(counts=drawn.counts.to(cuda), tiles=tiles.to(cuda))
+        routers = MeanRouter(0.3, size, size), SubBlockRouter(0.3, size, size), ShareRouter(0.5, 0.1, size, size)
+        lists = [blocks, *(router.route(*inputs[:2], dense=(slice(-50, None),)) for router in routers)]
+        keys = torch.rand(2, 1, 1, kv_len, device=cuda) < 0.5
+        for is_causal in (False, True):
+            for one in lists:
+                for mask in (None, keys):
+                    options = {"recipe": recipe, "fallback": "emulate", "return_lse": True, "is_causal": is_causal}
+                    ops.attention(*inputs, mask=mask, blocks=one, **options)
+            if recipe in TRAINING:
+                call = Draw(cuda).call(recipe, 2, 4, 2, q_len, kv_len, 64, blocks=blocks, is_causal=is_causal)
+                of_kernel(call)
+        torch.cuda.synchronize()
+        print(f"{recipe}: lists of {size} x {size}, {q_len} queries, {kv_len} keys")
+
+
 def main() -> None:
     for recipe in sys.argv[1:] or LOW_BIT:
+        if recipe == "nvfp4_forward_cuda":
+            attend_emulated()
+            continue
         attend_packed(recipe)
         if recipe in TRAINING:
             train(recipe)
@@ -75,6 +132,7 @@ def main() -> None:
             torch.cuda.synchronize()
             print(f"{recipe}: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
         attend_to_many(recipe)
+        attend_to_lists(recipe)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Block lists on the GPU: the INT8 kernel against the reference and exact attention."""
+"""Block lists on the GPU: kernels against the reference and exact attention, gradients too, and routers."""
 
 import pytest
 import torch
 
-from sage_kernels import dispatch, exact, ops
+from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
+from sage_kernels import dispatch, exact, ops, training
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
+from tests.helpers.judge_training import Draw, judge_training
 
 
 def draw(device, batch=2, q_heads=4, kv_heads=2, q_len=1000, kv_len=1100, head_dim=128, dtype=torch.bfloat16):
@@ -39,6 +41,8 @@ CAUSAL = {"is_causal": True, "causal_offset": 100}
         ("sage1", {}, 128, 128, 128),
         ("sage1", CAUSAL | {"keys": True}, 64, 64, 64),
         ("sage2", {}, 128, 128, 256),
+        ("sage3", {}, 128, 128, 128),
+        ("sage3", CAUSAL | {"keys": True}, 64, 64, 64),
     ],
 )
 @pytest.mark.usefixtures("poisoned_memory")
@@ -53,11 +57,16 @@ def test_the_kernels_error_is_the_references(device, recipe, options, block_m, b
     heard = []
     dispatch.plan_listeners.append(heard.append)
     try:
-        output, lse = ops.attention(*inputs, mask=keys, blocks=blocks, recipe=recipe, return_lse=True, **options)
+        output, lse = ops.attention(
+            *inputs, mask=keys, blocks=blocks, recipe=recipe, fallback="emulate", return_lse=True, **options
+        )
     finally:
         dispatch.plan_listeners.remove(heard.append)
     kind = "blocks" if keys is None else "block_keys"
-    assert [(plan.kernel, plan.recipe, plan.request.mask) for plan in heard] == [("int8_forward", recipe, kind)]
+    kernel = "nvfp4_forward" if recipe == "sage3" else "int8_forward"
+    assert [(plan.kernel.removesuffix("_emulated"), plan.recipe, plan.request.mask) for plan in heard] == [
+        (kernel, recipe, kind)
+    ]
     truth, _ = exact.attention(*inputs, mask=mask, **options)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], mask=keys, blocks=blocks, **options)
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
@@ -88,3 +97,70 @@ def test_exact_attention_over_a_list_is_exact(device):
     truth, truth_lse = exact.attention(*inputs, mask=blocks.mask(1100, 0, 1000))
     assert ((output - truth).norm() / truth.norm()) < 2**-7
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
+
+
+GRADIENTS = {
+    "128": ((128, 128), (128,), {}),
+    "128, causal": ((128, 128), (64,), {"is_causal": True, "causal_offset": 100}),
+    "64, padded": ((64, 64), (128, 64), {"padded": True}),
+    "64 by 128, causal, rows without a key": ((64, 128), (64,), {"is_causal": True, "causal_offset": -70}),
+    "128 by 64, causal, padded": ((128, 64), (80,), {"is_causal": True, "causal_offset": 100, "padded": True}),
+    "128, head_dim 256": ((128, 128), (256,), {}),
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_are_as_accurate_as_the_references(recipe, case, heads, device):
+    (block_m, block_n), dims, options = case[0], case[1], dict(case[2])
+    draw = Draw(device)
+    blocks = on(device, draw_blocks(2, heads[0], 500, 600, block_m, block_n, share=0.4))
+    if options.pop("padded", False):
+        options["valid"] = draw.uniform(2, 600) < 0.8
+        options["valid"][1, 128:384] = False
+    call = draw.call(recipe, 2, *heads, 500, 600, *dims, blocks=blocks, **options)
+    judge_training(call).assert_as_small_as_the_references()
+
+
+def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(device):
+    inputs = [x.requires_grad_() for x in draw(device)]
+    blocks, heard = on(device, draw_blocks(2, 4, 1000, 1100)), []
+    dispatch.plan_listeners.append(heard.append)
+    try:
+        outputs = [training.attention(*inputs, blocks=blocks)[0] for _ in range(2)]
+    finally:
+        dispatch.plan_listeners.remove(heard.append)
+    assert {(plan.kernel, plan.backward, plan.request.mask) for plan in heard} == {
+        ("int8_forward", "int8_backward", "blocks")
+    }
+    first, again = (torch.autograd.grad(x, inputs, torch.ones_like(x)) for x in outputs)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    compiled = torch.compile(lambda *x: training.attention(*x, blocks=blocks)[0], fullgraph=True)
+    found = compiled(*inputs)
+    assert torch.equal(found, outputs[0])
+    for x, y in zip(torch.autograd.grad(found, inputs, torch.ones_like(found)), first, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dense", [(), (slice(-300, None),)], ids=["video", "text"])
+@pytest.mark.parametrize("tokens", [4096, 5000])
+@pytest.mark.parametrize(
+    "router", [MeanRouter(0.25), SubBlockRouter(0.25, 64, 64), SubBlockRouter((0.1, 0.2, 0.3, 0.4)), ShareRouter(0.8)]
+)
+def test_routers_kernels_keep_the_specifications_tiles(router, tokens, dense, device, monkeypatch):
+    """But for tiles whose scores are equal in 16 bits of the means' lengths."""
+    query, key, _ = draw(device, q_len=tokens, kv_len=tokens)
+    found = router.route(query, key, dense=dense)
+    monkeypatch.setattr(routers, "routing_kernels", lambda query, key: None)
+    expected = router.route(query, key, dense=dense).kept(tokens)
+    differ = found.kept(tokens) != expected
+    assert differ.sum() <= 1e-3 * expected.sum()
+    if not isinstance(router, ShareRouter) and not dense:
+        assert torch.equal(found.counts, expected.sum(-1, dtype=torch.int32))
+        scores = router.scores(query, key)
+        lengths = [x.float().norm(dim=-1).max() * x.shape[-1] ** -0.25 for x in (query, key)]
+        worst = scores.masked_fill(~found.kept(tokens), torch.inf).amin(-1)
+        best_left = scores.masked_fill(found.kept(tokens), -torch.inf).amax(-1)
+        assert (worst >= best_left - 2**-15 * lengths[0] * lengths[1]).all()

@@ -291,7 +291,10 @@ def test_padding_in_the_middle_does_not_matter(recipe, bias, draw, device):
     scores = allowed.expand(-1, -1, 300, -1).contiguous()
     (expected, expected_lse), other_kernel = attend_and_name(query, key, value, recipe, mask=scores)
     assert kernel == other_kernel
-    assert torch.allclose(output, expected, rtol=2**-7, atol=2**-10)
+    # A bias is added to a rounded score, a mask is not: of FP4, whose numbers are a third apart, a weight in a million
+    # lies between the two and rounds differently, which moves its row by up to a sixth of the weight.
+    moved = (output - expected).abs() > 2**-10 + 2**-7 * expected.abs()
+    assert moved.any(-1).float().mean() <= (2**-9 if recipe.startswith("sage3") else 0)
     assert torch.allclose(lse, expected_lse, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 from sage_hf import record, sage_attention
 from sage_kernels import prepared
-from sage_kernels.prepared import LowBitCall
+from sage_kernels.prepared import TapedCall
 
 SHAPE = (2, 4, 320, 64)
 
@@ -40,8 +40,8 @@ def repeat(*tensors, **options):
 def repeated(monkeypatch):
     """The calls that were repeated, not run anew."""
     calls = []
-    original = LowBitCall.__call__
-    monkeypatch.setattr(LowBitCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
+    original = TapedCall.__call__
+    monkeypatch.setattr(TapedCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
     return calls
 
 
@@ -63,6 +63,8 @@ CALLS = {
     "keys and lse": ((2, 4, 320, 128), {**MASKED, "return_lse": True}),
     "float16": (SHAPE, {"dtype": torch.float16}),
     "sage1": (SHAPE, {"recipe": "sage1"}),
+    "sage3": ((1, 4, 1000, 128), {"recipe": "sage3", "fallback": "emulate", "return_lse": True}),
+    "sage3_paper": (SHAPE, {"recipe": "sage3_paper", "fallback": "emulate"}),
 }
 
 
@@ -119,17 +121,19 @@ def test_an_unaligned_tensor_is_served_as_before(device, repeated):
     assert torch.allclose(output.float(), repeat(query, key, value).float(), atol=0.1)
 
 
-def test_each_stream_has_its_own_work_and_its_own_memory(device, repeated):
+@pytest.mark.parametrize("recipe", ["sage2", "sage3"])
+def test_each_stream_has_its_own_work_and_its_own_memory(device, repeated, recipe):
+    options = {"recipe": recipe, "fallback": "emulate"}
     inputs = [draw(device) for _ in range(8)]
-    wanted = [unprepared(*tensors) for tensors in inputs]
+    wanted = [unprepared(*tensors, **options) for tensors in inputs]
     for tensors in inputs[:2]:
-        repeat(*tensors)
+        repeat(*tensors, **options)
     torch.cuda.synchronize()
     streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
     for turn in range(4):
         for number, tensors in enumerate(inputs):
             with torch.cuda.stream(streams[(number + turn) % 4]):
-                outputs.append(repeat(*tensors))
+                outputs.append(repeat(*tensors, **options))
     torch.cuda.synchronize()
     assert all(same(x, wanted[number % 8]) for number, x in enumerate(outputs))
     assert len(repeated) == 32

@@ -17,6 +17,10 @@ def draw(device):
     return Draw(device)
 
 
+MISALIGNED = ("every other channel", "offset")
+"""Layouts that 128-bit loads cannot read in place, so that another quantiser may serve them."""
+
+
 def draw_tensors(draw, batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400, head_dim=128):
     """Query, key, value and output gradient."""
     call = draw.call("", batch, q_heads, kv_heads, q_len, kv_len, head_dim)
@@ -170,7 +174,11 @@ def test_every_layout_gives_the_same_gradients(recipe, layout, draw):
     if layout == "one head for all":
         tensors = [x[:, :1].expand_as(x).contiguous() for x in tensors]
     found = train(*(lay_out(x, layout) for x in tensors), recipe, is_causal=True)
-    assert_equal(found, train(*tensors, recipe, is_causal=True))
+    expected = train(*tensors, recipe, is_causal=True)
+    if layout not in MISALIGNED:
+        assert_equal(found, expected)
+    for x, y in zip(found, expected, strict=True):  # quantisers may rotate in another order: what they round may differ
+        assert (x - y).abs().sum() <= torch.finfo(x.dtype).eps / 2 * y.abs().sum()
 
 
 def test_the_gradient_of_a_sum_is_one_element_expanded(recipe, draw):

@@ -1,4 +1,4 @@
-"""One of two processes that run diffusers' context parallelism: `context_parallel.py RANK STORE DEVICE REPORT`.
+"""Two processes that run diffusers' context parallelism: `context_parallel.py STORE DEVICE REPORT`.
 
 DEVICE is "cpu" (gloo, float32) or "cuda" (NCCL, bfloat16, a GPU for each process). REPORT is the JSON file that the
 first process writes: by case what is wrong, or "" where the processes agree with one.
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import diffusers
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from diffusers import ContextParallelConfig
 
 import sage_hf
@@ -56,21 +57,16 @@ def run_pair(folder: Path, device: str, seconds: float) -> dict[str, str]:
         seconds: how long they may take.
     """
     report = folder / "report.json"
-    command = [sys.executable, "-m", __spec__.name]
-    workers = [
-        subprocess.Popen([*command, str(rank), str(folder / "store"), device, str(report)], cwd=ROOT)
-        for rank in range(2)
-    ]
-    try:
-        assert [worker.wait(timeout=seconds) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
+    command = [sys.executable, "-m", __spec__.name, str(folder / "store"), device, str(report)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=seconds)
     return json.loads(report.read_text())
 
 
-def main(rank: int, store: str, device: torch.device, report: str) -> None:
+def main(rank: int, store: str, device_type: str, report: str) -> None:
     """Run every case, and let the first process write what it found."""
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     diffusers.logging.set_verbosity_error()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
@@ -213,8 +209,7 @@ def shares_a_processor(case: Family, device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    rank = int(sys.argv[1])
-    device = torch.device(sys.argv[3], rank if sys.argv[3] == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    main(rank, sys.argv[2], device, sys.argv[4])
+    # Two processes of one that has imported everything, models too, and has not touched a GPU.
+    for case in FAMILIES:
+        getattr(diffusers, case.model_class, None)
+    torch.multiprocessing.start_processes(main, sys.argv[1:], nprocs=2, start_method="fork")

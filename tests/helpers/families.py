@@ -561,6 +561,28 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
+        "lumina",
+        "LuminaNextDiT2DModel",
+        {
+            "sample_size": 16,
+            "in_channels": 4,
+            "hidden_size": 96,
+            "num_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "cross_attention_dim": 16,
+        },
+        lambda: {
+            "hidden_states": _normal(BATCH, 4, 16, 16),
+            "timestep": torch.full((BATCH,), 0.5),
+            "encoder_hidden_states": _normal(BATCH, 13, 16),
+            "encoder_mask": _valid((13, 5), 13),
+            "image_rotary_emb": torch.polar(torch.ones(8, 8, 12), torch.rand(8, 8, 12)),
+            "cross_attention_kwargs": {"base_sequence_length": 16},
+        },
+    ),
+    Family(
         "cosmos",
         "CosmosTransformer3DModel",
         {

@@ -15,12 +15,13 @@ import torch
 from sage_hf import record
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_kernels import dispatch, training
+from sage_kernels.blocks import BlockList
 from sage_kernels.call import BackwardCall, Call
 from sage_kernels.layout import Lengths, padded_channels, padded_rows, sequence_slices
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config
+from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
 from tests.helpers.judge import NO_KERNELS, Error
 from tests.helpers.triton_calls import new_backward_call, new_call
 
@@ -39,6 +40,7 @@ class TrainingCall:
     output_gradient: torch.Tensor
     lengths: Lengths | None = None
     valid: torch.Tensor | None = None
+    blocks: BlockList | None = None
     is_causal: bool = False
     causal_offset: int = 0
     scale: float | None = None
@@ -48,6 +50,7 @@ class TrainingCall:
         return {
             "lengths": self.lengths,
             "valid": self.valid,
+            "blocks": self.blocks,
             "is_causal": self.is_causal,
             "causal_offset": self.causal_offset,
             "scale": self.scale,
@@ -104,7 +107,10 @@ def blocks_of(call: TrainingCall) -> tuple[int, int]:
     channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
     backward = RECIPES[call.recipe].backward
     facts = capability, channels, backward is not None and backward.ds == "int8"
-    return int8_backward_key_config(*facts).block_m, int8_backward_query_config(*facts).block_n
+    configs = [int8_backward_key_config(*facts), int8_backward_query_config(*facts)]
+    if call.blocks is not None:
+        configs = [limit_to_list(config, *call.blocks[2:]) for config in configs]
+    return configs[0].block_m, configs[1].block_n
 
 
 def of_exact_attention(call: TrainingCall) -> Gradients:
@@ -113,6 +119,9 @@ def of_exact_attention(call: TrainingCall) -> Gradients:
     tensors = call.output_gradient, call.query, call.key, call.value
     if call.lengths is None:
         mask = None if call.valid is None else call.valid[:, None, None]
+        if call.blocks is not None:
+            listed = call.blocks.mask(call.key.shape[2], 0, call.query.shape[2])
+            mask = listed if mask is None else mask & listed
         return exact_gradients(*tensors, mask=mask, **options)
     found = Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in tensors))
     for queries, keys in sequence_slices(call.lengths):

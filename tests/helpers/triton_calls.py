@@ -7,6 +7,7 @@ that they run in Triton's interpreter, and so that what they launch can be recor
 import pytest
 import torch
 
+from sage_kernels.blocks import BlockList
 from sage_kernels.call import BackwardCall, Call, Mask, softmax_scale
 from sage_kernels.layout import Lengths
 from sage_kernels.operands import Int8Operands, NVFP4Operands, Saved
@@ -27,14 +28,15 @@ def new_call(
     *,
     mask: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     is_causal: bool = False,
     causal_offset: int = 0,
     scale: float | None = None,
     lengths: Lengths | None = None,
     return_lse: bool = False,
 ) -> Call:
-    """Return a call with a 4-D mask, or with `valid`, bool (batch or 1, kv_len), or with packed sequences."""
-    keys = Mask.of_keys(valid) if mask is None else Mask.of(mask, key.shape[2])
+    """Return a call with a 4-D mask, or with `valid`, bool (batch or 1, kv_len), and a list, or with packed lengths."""
+    keys = _keys(valid, blocks, key.shape[2]) if mask is None else Mask.of(mask, key.shape[2])
     scale = softmax_scale(scale, query.shape[3])
     return Call(query, key, value, _recipe(recipe), keys, is_causal, causal_offset, scale, lengths, return_lse)
 
@@ -48,6 +50,7 @@ def new_backward_call(
     head_dim: int,
     *,
     valid: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     is_causal: bool = False,
     causal_offset: int = 0,
     scale: float | None = None,
@@ -61,7 +64,7 @@ def new_backward_call(
         saved,
         head_dim,
         _recipe(recipe),
-        Mask.of_keys(valid),
+        _keys(valid, blocks, value.shape[2]),
         is_causal,
         causal_offset,
         softmax_scale(scale, head_dim),
@@ -100,6 +103,12 @@ def backward(call: BackwardCall, capability: Capability) -> Tensors:
 def hopper_backward(call: BackwardCall) -> Tensors:
     """Return dQ, dK and dV of Hopper's kernels; skip the test where Triton's Gluon is too old for them."""
     return pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError).backward(call)
+
+
+def _keys(valid: torch.Tensor | None, blocks: BlockList | None, kv_len: int) -> Mask:
+    if blocks is None:
+        return Mask.of_keys(valid)
+    return Mask.of_blocks(blocks, None if valid is None else valid[:, None, None], kv_len)
 
 
 def _recipe(recipe: Recipe | str) -> Recipe:

@@ -5,6 +5,7 @@ import torch
 
 from sage_hf import record, sage_attention
 from sage_kernels import exact
+from sage_kernels.blocks import BlockList
 from sage_kernels.registry import KernelUnavailableError
 from tests.helpers.blocks import as_mask, draw_blocks
 
@@ -32,27 +33,51 @@ def test_a_call_attends_to_the_listed_tiles(recipe):
     assert (output - truth).norm() / truth.norm() < (0.05 if recipe == "sage2" else 1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage_bwd", "exact"])
-def test_gradients_are_exact_and_reported(recipe):
-    inputs, blocks = [x.double() if recipe == "exact" else x for x in draw()], draw_blocks(2, 4, 300, 330, 64, 64)
-    inputs = [x.requires_grad_() for x in inputs]
-    output, (plan,) = plans_of(sage_attention, *inputs, enable_gqa=True, recipe=recipe, blocks=blocks)
+def gradients_and_truth(recipe, inputs, blocks, keys=None):
+    """The recipe's output and gradients for random weights of it, autograd's in float64, and the plan."""
+    mask = None if keys is None else keys[:, None, None]
+    leaves = [x.requires_grad_() for x in inputs]
+    output, (plan,) = plans_of(sage_attention, *leaves, mask, enable_gqa=True, recipe=recipe, blocks=blocks)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    found = torch.autograd.grad((output * weight).sum(), inputs)
+    found = torch.autograd.grad((output * weight).sum(), leaves)
     query, key, value = (x.detach().double().requires_grad_() for x in inputs)
     scores = query @ key.repeat_interleave(2, 1).mT * 32**-0.5
     allowed = as_mask(blocks, 300, 330)
+    if mask is not None:
+        allowed = allowed & mask
     p = scores.masked_fill(~allowed, -1e300).softmax(-1) * allowed.any(-1, keepdim=True)
     truth = torch.autograd.grad((p @ value.repeat_interleave(2, 1) * weight).sum(), (query, key, value))
+    return found, truth, plan
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+def test_gradients_of_forward_only_recipes_are_exact_and_reported(recipe):
+    inputs, blocks = [x.double() if recipe == "exact" else x for x in draw()], draw_blocks(2, 4, 300, 330, 64, 64)
+    found, truth, plan = gradients_and_truth(recipe, inputs, blocks)
     for actual, expected in zip(found, truth, strict=True):
         assert (actual - expected).norm() <= 1e-5 * expected.norm()
     assert plan.kernel == "sdpa"
     if recipe == "sage2":
         assert plan.reason == "sage2 is forward only and gradients are wanted"
-    if recipe == "sage_bwd":
-        assert plan.reason == "gradients over a block list are exact"
-        with pytest.raises(KernelUnavailableError, match="gradients over a block list"):
+        with pytest.raises(KernelUnavailableError, match="sage2 is forward only"):
             sage_attention(*inputs, enable_gqa=True, recipe=recipe, blocks=blocks, fallback="error")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
+def test_gradients_of_training_recipes_are_in_few_bits(recipe, padded):
+    keys = torch.arange(330).expand(2, -1) < torch.tensor([[200], [330]]) if padded else None
+    found, truth, plan = gradients_and_truth(recipe, draw(), draw_blocks(2, 4, 300, 330, 64, 64), keys)
+    for actual, expected in zip(found, truth, strict=True):
+        assert (actual - expected).abs().sum() <= 0.03 * expected.abs().sum()
+    assert (plan.kernel, plan.backward, plan.recipe) == ("reference", "reference_backward", recipe)
+    assert plan.request.mask == ("block_keys" if padded else "blocks")
+
+
+def test_training_over_a_list_is_refused_where_no_native_kernel_is():
+    inputs, blocks = [x.requires_grad_() for x in draw()], draw_blocks(2, 4, 300, 330)
+    with pytest.raises(KernelUnavailableError, match="no native kernel"):
+        sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd", blocks=blocks, fallback="error")
 
 
 def test_a_mask_of_scores_beside_a_list_is_refused():
@@ -74,9 +99,24 @@ def test_a_compiled_call_is_the_eager_one():
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
 
     def attend(query, key, value, counts, tiles):
-        lists = blocks._replace(counts=counts, tiles=tiles)
+        lists = BlockList(counts, tiles, blocks.block_m, blocks.block_n)
         return sage_attention(query, key, value, enable_gqa=True, recipe="sage2", blocks=lists)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     arguments = (*inputs, blocks.counts, blocks.tiles)
     assert torch.equal(compiled(*arguments), attend(*arguments))
+
+
+def test_a_compiled_call_with_gradients_is_the_eager_one():
+    inputs, blocks = [x.requires_grad_() for x in draw()], draw_blocks(2, 4, 300, 330)
+
+    def attend(query, key, value, counts, tiles):
+        lists = blocks._replace(counts=counts, tiles=tiles)
+        return sage_attention(query, key, value, enable_gqa=True, recipe="sage_bwd", blocks=lists)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    arguments = (*inputs, blocks.counts, blocks.tiles)
+    outputs = [function(*arguments) for function in (compiled, attend)]
+    assert torch.equal(*outputs)
+    for actual, expected in zip(*(torch.autograd.grad(x.sum(), inputs) for x in outputs), strict=True):
+        assert torch.equal(actual, expected)

@@ -1,6 +1,7 @@
 import errno
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -115,6 +116,18 @@ def test_keep_makes_self_attention_sparse(folder, tmp_path, capsys):
     arguments += ["--prompt", "a", "--steps", "1", "--frames", "9", "--height", "64", "--width", "64"]
     assert main(["generate", *arguments, "--output", str(tmp_path / "one")]) == 0
     assert "fewer than 4096 tokens" in (tmp_path / "one" / "report.md").read_text() + capsys.readouterr().out
+
+
+def test_keep_may_follow_what_the_model_ships(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "pipeline")
+    path = tmp_path / "pipeline" / "transformer" / "config.json"
+    group = {"algorithm": "skip_softmax", "target_sparsity": 0.7}
+    shipped = {"sparse_attention_config": {"config_groups": {"group_0": group}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | shipped))
+    arguments = ["--recipe", "sage2", "--device", "cpu", "--keep", "model"]
+    assert main(["explain", "--pretrained", str(tmp_path / "pipeline"), *arguments]) == 0
+    assert "self-attention: the 30% of tiles with the best scores by subblock" in capsys.readouterr().out
+    assert "ships no sparse_attention_config" in refused(capsys, "explain", "--pretrained", folder, *arguments)
 
 
 @pytest.fixture

@@ -118,8 +118,10 @@ def test_warmup_runs_each_recipe_of_a_configuration_once_for_each_kernel(gpu, mo
     compiled = []
     monkeypatch.setattr(warmup, "compile_kernels", lambda device, calls: compiled.extend(calls) or len(compiled))
     assert main(["warmup", "train-int8-infer-fp4", "--head-dim", "128"]) == 0
-    assert {recipe for recipe, _ in compiled} == {"sage2", "sage_bwd"}  # sage2 is what stands in for sage3 there
-    assert {point.kind for _, point in compiled} == {"none", "causal", "keys"}
+    exact = {"exact_forward", "split_forward"}
+    assert {name for name, _ in compiled} == {"sage2", "sage_bwd"} | exact  # sage2 is what stands in for sage3 there
+    assert {point.kind for name, point in compiled if name not in exact} == {"none", "causal", "keys"}
+    assert {"bool", "additive"} < {point.kind for name, point in compiled if name in exact}
     assert {point.sizes.head_dim for _, point in compiled} == {128}
     assert f"ran {len(compiled)} calls" in capsys.readouterr().out
 
@@ -132,7 +134,7 @@ def test_the_record_of_routing_says_what_was_chosen_and_what_it_costs(gpu, monke
     routing.main()
     result = json.loads((tmp_path / "nvidia-rtx-4090-routing.json").read_text())
     assert {row["set"] for row in result["rows"]} == {"fitted", "drawn"}
-    assert {row["chosen"] for row in result["rows"]} == {"sage2", "exact"}
+    assert {row["chosen"] for row in result["rows"]} >= {"sage2", "flash"}
     assert sum(row["set"] == "drawn" for row in result["rows"]) == routing.DRAWN
     assert costs.read_table(table).curves
     assert "drawn: 76 calls; below 0.97:" in capsys.readouterr().out

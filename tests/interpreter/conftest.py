@@ -1,10 +1,13 @@
 """Everything in this folder runs kernels in Triton's interpreter, which TRITON_INTERPRET=1 turns on."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.helpers.interpreter import hasten
 
 FOLDER = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -16,6 +19,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hastened() -> Iterator[None]:
+    if not INTERPRETED:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        hasten(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,23 @@
-"""The INT8 forward kernel over block lists in Triton's interpreter, against the reference."""
+"""The kernels over block lists in Triton's interpreter, against the reference."""
+
+import itertools
 
 import pytest
 import torch
 
 from sage_kernels import exact
+from sage_kernels.blocks import BlockList
 from sage_kernels.call import Call, Mask
+from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import backward as reference_backward
 from sage_kernels.reference import forward as reference
 from sage_kernels.triton.block_tiles import block_tiles
+from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
+from sage_kernels.triton.tile_rows import tile_rows
 from tests.helpers.blocks import as_mask, draw_blocks
-from tests.helpers.triton_calls import attend
+from tests.helpers.portable_fp4 import without_inline_assembly
+from tests.helpers.triton_calls import attend, backward, new_backward_call
 
 ADA = (8, 9)
 
@@ -32,7 +40,8 @@ def call_of(inputs, recipe, blocks, keys=None, causal_offset=None):
 @pytest.mark.parametrize("causal_offset", [None, 150])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (128, 64)])
 @pytest.mark.parametrize(
-    "recipe", ["sage2", *(pytest.param(recipe, marks=pytest.mark.audit) for recipe in ("sage1", "sage_bwd_int8"))]
+    "recipe",
+    ["sage2", *(pytest.param(recipe, marks=pytest.mark.audit) for recipe in ("sage1", "sage3", "sage_bwd_int8"))],
 )
 def test_the_kernels_error_is_the_references(recipe, block_m, block_n, causal_offset, padded):
     inputs = draw()
@@ -52,6 +61,26 @@ def test_the_kernels_error_is_the_references(recipe, block_m, block_n, causal_of
     assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum()
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert (lse == -torch.inf)[:, :, :block_m].all()
+    assert torch.allclose(lse, expected_lse, atol=1e-4)
+    assert not output[lse == -torch.inf].any()
+
+
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.audit), True])
+@pytest.mark.parametrize("causal_offset", [pytest.param(None, marks=pytest.mark.audit), 150])
+@pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), pytest.param(64, 64, marks=pytest.mark.audit)])
+def test_native_nvfp4_has_the_references_error(block_m, block_n, causal_offset, padded, monkeypatch):
+    """Portable functions stand for its inline assembly."""
+    without_inline_assembly(monkeypatch)
+    inputs, blocks = draw(), draw_blocks(1, 2, 150, 330, block_m, block_n)
+    keys = torch.rand(1, 1, 1, 330, generator=torch.Generator().manual_seed(3)) < 0.8 if padded else None
+    options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0, "scale": 0.125}
+    allowed = as_mask(blocks, 150, 330) if keys is None else as_mask(blocks, 150, 330) & keys
+    truth, _ = exact.attention(*inputs, mask=allowed, **options)
+    expected, expected_lse = reference.attention(
+        *inputs, RECIPES["sage3"], mask=keys, blocks=blocks, block_n=block_n, **options
+    )
+    output, lse = attend(call_of(inputs, "sage3", blocks, keys, causal_offset), (12, 0), native=True)
+    assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum()
     assert torch.allclose(lse, expected_lse, atol=1e-4)
     assert not output[lse == -torch.inf].any()
 
@@ -101,3 +130,87 @@ def test_tiles_that_do_not_exist_are_left_out():
     call = call_of(inputs, "sage2", blocks._replace(counts=torch.full_like(blocks.counts, 7), tiles=tiles))
     count, number, *listed = block_tiles(call, 128).tiles[0, 0, 0].tolist()
     assert (listed[:count], listed[count:number]) == ([0], [2])
+
+
+def gradients(inputs, recipe, tiles, **options):
+    """Return dQ, dK and dV of the kernels and of the reference, from what the reference's forward kept."""
+    *tensors, gradient = inputs
+    output, saved = reference_backward.forward(*tensors, RECIPES[recipe], **options)
+    call = new_backward_call(gradient, tensors[2], output, saved, recipe, 64, **options)
+    expected = reference_backward.backward(
+        gradient, tensors[2], output, saved, RECIPES[recipe], head_dim=64, **tiles, **options
+    )
+    return backward(call, ADA), expected
+
+
+LISTS = {
+    "128": ((128, 128), {"is_causal": False}),
+    "64, causal": ((64, 64), {"is_causal": True, "causal_offset": 120}),
+    "128 by 64, padded": ((128, 64), {"is_causal": False, "valid": True}),
+    "64 by 128, causal, padded": ((64, 128), {"is_causal": True, "causal_offset": 200, "valid": True}),
+    "128, causal, rows without a key": ((128, 128), {"is_causal": True, "causal_offset": -30}),
+}
+
+
+@pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
+@pytest.mark.parametrize("heads", [2, 1])
+def test_gradients_are_the_references(recipe, case, heads):
+    """With one list for both heads of a group, and with one for each; the first rows have none."""
+    (block_m, block_n), options = case[0], dict(case[1])
+    generator = torch.Generator().manual_seed(2)
+    inputs = [x.half() for x in draw(batch=2)]
+    inputs.append(torch.randn(2, 2, 150, 64, generator=generator).half())
+    if options.pop("valid", False):
+        options["valid"] = torch.rand(2, 330, generator=generator) < 0.8
+        options["valid"][1, 128:256] = False
+    blocks = draw_blocks(1 if heads == 1 else 2, heads, 150, 330, block_m, block_n)
+    int8 = recipe == "sage_bwd_int8"
+    tiles = {
+        "block_m": limit_to_list(int8_backward_key_config(ADA, 64, int8), block_m, block_n).block_m,
+        "block_n": limit_to_list(int8_backward_query_config(ADA, 64, int8), block_m, block_n).block_n,
+    }
+    found, expected = gradients(inputs, recipe, tiles, blocks=blocks, **options)
+    assert not found[0][:, :, :block_m].any()
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    mask = as_mask(blocks, 150, 330)
+    if (valid := options.pop("valid", None)) is not None:
+        mask = mask & valid[:, None, None]
+    truths = torch.autograd.grad(exact.attention(*leaves, mask=mask, **options)[0], leaves, inputs[3].double())
+    for actual, wanted, truth in zip(found, expected, truths, strict=True):
+        # As for dense gradients: in INT8 an element that is almost a tie may become another integer.
+        error, own = (actual - truth).abs().sum(), (wanted - truth).abs().sum()
+        rounding = torch.finfo(torch.float16).eps * truth.abs().sum()
+        assert error <= 1.05 * own + rounding
+        assert (actual - wanted).abs().sum() <= (0.25 / 0.29 * own if int8 else 0) + rounding
+
+
+@pytest.mark.parametrize("causal_offset", [None, 0, 150, -100])
+@pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (64, 128)])
+def test_an_inverted_list_has_the_rows_that_see_each_tile(block_m, block_n, causal_offset):
+    query, key, value = draw(batch=2, q_len=700)
+    blocks = draw_blocks(2, 2, 700, 330, block_m, block_n)
+    options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0, "blocks": blocks}
+    output, saved = reference_backward.forward(query, key, value, RECIPES["sage_bwd"], **options)
+    inverted = tile_rows(new_backward_call(query, value, output, saved, "sage_bwd", 64, **options))
+    allowed = as_mask(blocks, 700, 330)
+    if causal_offset is not None:
+        allowed = allowed & torch.ones(700, 330, dtype=torch.bool).tril(causal_offset)
+    for batch, head, tile in itertools.product(range(2), range(2), range(inverted.spans.shape[2])):
+        columns = allowed[batch, head, :, tile * block_n : (tile + 1) * block_n].split(block_m)
+        seen, whole, end = inverted.spans[batch, head, tile].tolist()
+        rows = inverted.rows[batch, head].tolist()
+        assert rows[whole:end] == [row for row, part in enumerate(columns) if part.all()]
+        assert rows[seen:whole] == [row for row, part in enumerate(columns) if part.any() and not part.all()]
+
+
+def test_a_long_list_is_inverted_in_parts_and_tiles_that_do_not_exist_are_left_out():
+    query, _, value = draw(q_heads=1, q_len=64 * 70, kv_len=64 * 40)
+    counts = torch.full((1, 1, 70), 4, dtype=torch.int32)
+    tiles = torch.tensor([-1, 39, 99, 7], dtype=torch.int32).expand(1, 1, 70, 4)
+    blocks = BlockList(counts, tiles, 64, 64)
+    saved = Saved(*(query.new_empty(0) for _ in range(6)))
+    inverted = tile_rows(new_backward_call(query, value, query, saved, "sage_bwd", 64, blocks=blocks))
+    spans = inverted.spans[0, 0].tolist()
+    assert [(tile, *span) for tile, span in enumerate(spans) if span[1] < span[2]] == [(7, 0, 0, 70), (39, 70, 70, 140)]
+    assert inverted.rows[0, 0, :140].tolist() == [*range(70), *range(70)]

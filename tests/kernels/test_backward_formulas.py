@@ -19,6 +19,7 @@ from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES, Backward
 from sage_kernels.reference import backward as subject
 from sage_kernels.reference import forward as reference
+from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.gradients import (
     BWD,
     CONSISTENT,
@@ -80,8 +81,12 @@ class Unrounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, recipe, scale, lengths, valid, options, tiles):
         mask = None if valid is None else valid[:, None, None]
+        causality = {name: x for name, x in options.items() if name != "blocks"}
+        if options.get("blocks") is not None:
+            listed = as_mask(options["blocks"], query.shape[2], key.shape[2])
+            mask = listed if mask is None else mask & listed
         if lengths is None:
-            output, lse = exact.attention(query, key, value, mask=mask, scale=scale, **options)
+            output, lse = exact.attention(query, key, value, mask=mask, scale=scale, **causality)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             lse = query.new_full(query.shape[:3], -torch.inf)
@@ -89,7 +94,7 @@ class Unrounded(torch.autograd.Function):
             for i, start in enumerate(q_starts[:-1]):
                 queries, keys = slice(start, q_starts[i + 1]), slice(k_starts[i], k_starts[i + 1])
                 parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
-                output[:, :, queries], lse[:, :, queries] = exact.attention(*parts, scale=scale, **options)
+                output[:, :, queries], lse[:, :, queries] = exact.attention(*parts, scale=scale, **causality)
         ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe))
         ctx.rest = (recipe, scale, lengths, valid, options, tiles)
         return output
@@ -152,6 +157,30 @@ def test_the_formulas_hold_across_tiles_and_chunks(is_causal, recipe, monkeypatc
     assert all(torch.allclose(x, y, rtol=1e-10, atol=1e-12) for x, y in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": -20}, {"valid": True}])
+@pytest.mark.parametrize("recipe", [PLAIN, CONSISTENT], ids=["output", "consistent"])
+def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, options, recipe, monkeypatch):
+    """Rows without a tile, tails, keys that no block lists, lists in another order than the tiles'."""
+    query, key, value, gradient = draw(2, 4, 2, 270, 300, 6, 5, dtype=torch.float64)
+    options = {"is_causal": False, "blocks": draw_blocks(2, 4, 270, 300, *sizes, share=0.4), **options}
+    valid = None
+    if options.pop("valid", False):
+        valid = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask = as_mask(options["blocks"], 270, 300)
+    truths = [x.clone().requires_grad_() for x in (query, key, value)]
+    causality = {name: x for name, x in options.items() if name != "blocks"}
+    allowed = mask if valid is None else mask & valid[:, None, None]
+    truth, _ = exact.attention(*truths, mask=allowed, scale=0.3, **causality)
+    expected = torch.autograd.grad(truth, truths, gradient)
+    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
+    for tiles in ((64, 64), (128, 128), (16, 32)):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        rest = (recipe, 0.3, None, valid, options, dict(zip(("block_m", "block_n"), tiles, strict=True)))
+        actual = torch.autograd.grad(Unrounded.apply(*leaves, *rest), leaves, gradient)
+        assert all(torch.allclose(x, y, rtol=1e-10, atol=1e-12) for x, y in zip(actual, expected, strict=True))
+
+
 # What the forward keeps.
 
 
@@ -204,7 +233,7 @@ def test_a_recipe_without_gradients_and_contradicting_arguments_are_refused():
         with pytest.raises(ValueError, match=f"recipe '{recipe.name}' has no gradients"):
             subject.forward(query, key, value, recipe, is_causal=False)
     lengths = Lengths(torch.tensor([0, 20]), torch.tensor([0, 20]), 20, 20)
-    with pytest.raises(ValueError, match="give no valid beside them"):
+    with pytest.raises(ValueError, match="give no valid or blocks beside them"):
         subject.forward(query, key, value, BWD, lengths=lengths, valid=torch.ones(1, 20).bool(), is_causal=False)
     for name in ("block_m", "block_n"):
         with pytest.raises(ValueError, match=f"{name} 48 is not supported: use 16, 32, 64 or 128"):

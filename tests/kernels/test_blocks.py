@@ -141,10 +141,11 @@ def test_the_plan_shows_the_kind_of_mask():
     [
         ("sage2", (9, 0), "int8_forward", "sage2"),
         ("sage1", (8, 0), "int8_forward", "sage1"),
-        ("sage3", (12, 0), "int8_forward", "sage2"),
+        ("sage3", (12, 0), "nvfp4_forward", "sage3"),
+        ("sage3", (9, 0), "int8_forward", "sage2"),
     ],
 )
-def test_kernels_without_lists_are_passed_over_with_a_reason(recipe, capability, kernel, ran, monkeypatch):
+def test_the_best_kernel_with_lists_runs(recipe, capability, kernel, ran, monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
     request = Request(
         recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 64, 64, "blocks", False, False, aligned=True
@@ -156,8 +157,6 @@ def test_kernels_without_lists_are_passed_over_with_a_reason(recipe, capability,
     reasons = " ".join(reason for _, reason in plan.passed_over)
     if capability == (9, 0):
         assert "no masks but those of keys" in reasons
-    if recipe == "sage3":
-        assert "no block lists" in plan.reason
 
 
 def test_lists_that_do_not_fit_are_refused():

@@ -1,8 +1,6 @@
 """Which calls take exact attention because low bits would be slower, and what is said about it."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -253,12 +251,11 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
 
 
 @pytest.mark.parametrize(("value", "routed"), [("0", False), ("1", True), (None, True)])
-def test_the_environment_can_start_a_process_without_routing(value, routed):
+def test_the_environment_can_start_a_process_without_routing(value, routed, forks):
     environment = {name: text for name, text in os.environ.items() if name != "SAGE_KERNELS_ROUTING"}
     environment |= {} if value is None else {"SAGE_KERNELS_ROUTING": value}
-    code = "from sage_kernels import registry; print(registry.routing())"
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(routed)
+    output = forks.run("from sage_kernels import registry; print(registry.routing())", environment)
+    assert output.strip() == str(routed)
 
 
 # (recipe's kind of call, tokens …): batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal.
@@ -315,7 +312,39 @@ def test_queries_behind_a_cache_are_routed_by_the_backend_that_takes_causality_w
     assert "no costs were measured" in select(replace(call, lower_right=True)).reason
 
 
-def test_a_call_with_a_causal_offset_says_so():
+@pytest.mark.parametrize(("offset", "lower_right", "shifted"), [(0, False, False), (48, True, False), (7, False, True)])
+def test_a_call_says_how_its_causality_is_aligned(offset, lower_right, shifted):
     x = torch.zeros(1, 2, 64, 64)
-    call = Call(x[:, :, :16], x, x, get_recipe("sage2"), is_causal=True, causal_offset=48)
-    assert dispatch.request_of(call).lower_right and not dispatch.request_of(replace(call, causal_offset=0)).lower_right
+    call = Call(x[:, :, :16], x, x, get_recipe("sage2"), is_causal=True, causal_offset=offset)
+    request = dispatch.request_of(call)
+    assert (request.lower_right, request.shifted) == (lower_right, shifted)
+
+
+class OwnKernel:
+    name, repeats = "own", True
+
+    def unsupported(self, request):
+        return "head_dim above 128" if request.head_dim > 128 else ""
+
+
+@pytest.fixture
+def own_kernel(monkeypatch):
+    monkeypatch.setattr(registry, "_exacts", {"own": OwnKernel()})
+
+
+def test_a_kernel_of_our_own_is_exact_where_it_was_measured_to_be_faster(use_table, own_kernel):
+    use_table(curve("cudnn", launch=50.0), curve("own", launch=40.0), curve("cudnn", launch=50.0, head_dim=256))
+    assert select(replace(REQUEST, recipe="sage_bwd")).kernel == "own"  # which nothing serves in low bits here
+    assert select(replace(REQUEST, recipe="sage_bwd", head_dim=256, v_head_dim=256)).kernel == "sdpa"
+    use_table(curve("cudnn", launch=50.0), curve("own", launch=60.0))
+    assert select(replace(REQUEST, recipe="sage_bwd")).kernel == "sdpa"
+    use_table(curve("cudnn", launch=50.0))
+    assert select(replace(REQUEST, recipe="sage_bwd")).kernel == "sdpa"
+
+
+def test_low_bits_have_to_be_faster_than_kernels_of_our_own_too(use_table, own_kernel):
+    use_table(LOW_BIT, CUDNN)
+    assert select(with_tokens(8192)).recipe == "sage2"
+    use_table(LOW_BIT, CUDNN, curve("own", tile=0.01))
+    plan = select(with_tokens(8192))
+    assert (plan.recipe, plan.kernel) == ("exact", "own")

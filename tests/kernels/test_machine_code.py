@@ -323,6 +323,39 @@ def test_a_block_list_costs_the_forwards_main_loop_next_to_nothing(capability):
     assert loops[1].spills == loops[0].spills == 0
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_block_list_costs_the_other_main_loops_next_to_nothing(head_dim, size):
+    """Those of gradients on Hopper, and of native NVFP4 with tiles of the same size."""
+    lists = BlockList(
+        meta(2, 8, 2048 // size, dtype=torch.int32), meta(2, 8, 2048 // size, 8, dtype=torch.int32), size, size
+    )
+
+    def loops(blocks):
+        inputs = [meta(2, heads, 2048, head_dim) for heads in (8, 4, 4)]
+        call = new_call(*inputs, "sage_bwd", blocks=blocks)
+        with recording() as launches:
+            output, saved = attend_and_save(call, (9, 0))
+            backward(new_backward_call(output, inputs[2], output, saved, "sage_bwd", head_dim, blocks=blocks), (9, 0))
+            if size == 128:
+                attend(new_call(*inputs, replace(RECIPES["sage3"], heavy_keys=0), blocks=blocks), (12, 0), native=True)
+        names = "int8_backward_key", "int8_backward_query", "nvfp4_forward"
+        found = {x.kernel.__name__: x for x in launches if x.kernel.__name__ in names}
+        return {
+            name: (
+                one.constants,
+                machine_code(compile_launch(one, (12, 0) if "nvfp4" in name else (9, 0)).asm["cubin"]),
+            )
+            for name, one in found.items()
+        }
+
+    for name, (constants, code) in loops(lists).items():
+        dense_constants, dense = loops(None)[name]
+        assert code.lean_loop.spills == 0, name
+        if constants["BLOCK_M"] == dense_constants["BLOCK_M"]:
+            assert code.lean_loop.total <= SLACK * dense.lean_loop.total + 16, name
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in BACKWARD], ids=name)
 def test_a_backward_program_fits_a_multiprocessor(case):
     skip_unsupported(case)

@@ -294,6 +294,7 @@ HONOURED = {
     "nvfp4_quantize": set(OTHERS),
     "nvfp4_quantize_cuda": set(OTHERS),
     "nvfp4_forward": set(OTHERS),
+    "nvfp4_forward_cuda": set(OTHERS),
     "nvfp4_forward_emulated": set(OTHERS),
     "reference": set(OTHERS),
 }
@@ -315,7 +316,9 @@ def test_a_field_that_a_kernel_would_ignore_makes_it_pass_the_recipe_over(name, 
         assert KERNELS[name].serves(changed) == (field in HONOURED[name] or changed == recipe), recipe.name
 
 
-@pytest.mark.parametrize("name", ["int8_quantize", "int8_forward", "nvfp4_quantize", "nvfp4_forward"])
+@pytest.mark.parametrize(
+    "name", ["int8_quantize", "int8_forward", "nvfp4_quantize", "nvfp4_forward", "nvfp4_forward_cuda"]
+)
 def test_heavy_keys_are_64_or_none_and_have_no_gradients(name):
     kernel = KERNELS[name]
     for recipe in RECIPES.values():

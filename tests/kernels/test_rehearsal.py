@@ -4,6 +4,7 @@ import struct
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from sage_kernels.rehearsal import (
     FIRST_ADDRESS,
@@ -12,6 +13,7 @@ from sage_kernels.rehearsal import (
     Rehearsal,
     is_stand_in,
     locate,
+    rehearsing,
     relocatable,
 )
 from sage_kernels.tape import ALIGNMENT, Tape, place_buffers
@@ -54,6 +56,11 @@ def test_views_and_allocations_have_addresses(rehearsal):
 def test_a_call_that_computes_with_a_tensor_cannot_be_repeated(rehearsal, function):
     with pytest.raises(NotRepeatableError):
         function(rehearsal.stand_in(torch.empty(2, 3, 40, 16)))
+
+
+def test_a_call_that_allocates_beside_its_arguments_cannot_be_repeated():
+    with FakeTensorMode(), rehearsing(), pytest.raises(NotRepeatableError, match="allocates memory"):
+        torch.empty(4, device="cuda")
 
 
 def test_memory_is_known_to_be_free_when_its_last_view_is_gone(rehearsal):

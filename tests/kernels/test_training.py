@@ -9,9 +9,11 @@ from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import KernelUnavailableError
+from tests.helpers.blocks import draw_blocks
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+NO_BLOCKS = (None, None, 0, 0)
 NOTHING_PACKED = (None, None, 0, 0, None)
 
 
@@ -39,6 +41,12 @@ CALLS = {
     "padding": {"valid": padding()},
     "causal padding": {"valid": padding(), "is_causal": True},
     "one padding for all": {"valid": padding(1)},
+    "blocks": {"blocks": draw_blocks(2, 4, 70, 90, 64, 64)},
+    "one list for all, causal padding": {
+        "blocks": draw_blocks(1, 1, 70, 90, 64, 64, seed=3),
+        "valid": padding(),
+        "is_causal": True,
+    },
 }
 
 
@@ -90,7 +98,7 @@ def test_inputs_that_want_no_gradient_get_none_and_change_nothing_of_the_others(
 def test_an_output_that_is_not_used_gives_no_gradient():
     inputs = draw()
     saved = torch.ops.sage_kernels.training_attention(
-        *inputs, None, *NOTHING_PACKED, False, 0, None, "sage_bwd", "native"
+        *inputs, None, *NO_BLOCKS, *NOTHING_PACKED, False, 0, None, "sage_bwd", "native"
     )
     assert [tensor.requires_grad for tensor in saved] == [True, *[False] * 6]
 
@@ -210,20 +218,22 @@ def test_packed_sequences_run_as_the_reference_packs_them():
     assert torch.equal(output, expected[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("call", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("call", ["plain", "padding", "packed", "blocks"])
 def test_opcheck_passes(call):
     operators = torch.ops.sage_kernels
     options = (True, 0, None, "sage_bwd", "native")
-    inputs, valid, lengths = draw(), None, NOTHING_PACKED
+    inputs, valid, blocks, lengths = draw(), None, NO_BLOCKS, NOTHING_PACKED
     if call == "padding":
         valid = padding()
+    elif call == "blocks":
+        valid, blocks = padding(), tuple(draw_blocks(2, 4, 70, 90, 64, 64))
     elif call == "packed":
         packed, sequences, used = packed_call()
         inputs, lengths = [x.detach().transpose(0, 1)[None].requires_grad_() for x in packed], (*sequences, used)
-    torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *lengths, *options))
+    torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *blocks, *lengths, *options))
     with torch.no_grad():
-        output, *saved = operators.training_attention(*inputs, valid, *lengths, *options)
-    arguments = (torch.ones_like(output), inputs[2].detach(), output, *saved, valid, *lengths, 64)
+        output, *saved = operators.training_attention(*inputs, valid, *blocks, *lengths, *options)
+    arguments = (torch.ones_like(output), inputs[2].detach(), output, *saved, valid, *blocks, *lengths, 64)
     for kernel in ("reference_backward", ""):
         torch.library.opcheck(operators.training_attention_backward.default, (*arguments, kernel, *options))
 
@@ -231,7 +241,7 @@ def test_opcheck_passes(call):
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 256])
 def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
     inputs = [torch.randn(1, 2, tokens, head_dim, requires_grad=True) for tokens in (5, 130, 130)]
-    arguments = (*inputs, None, *NOTHING_PACKED, True, 0, None, "sage_bwd", "native")
+    arguments = (*inputs, None, *NO_BLOCKS, *NOTHING_PACKED, True, 0, None, "sage_bwd", "native")
     operator = torch.ops.sage_kernels.training_attention.default
     torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
 
@@ -251,6 +261,29 @@ def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
             found.append([output, lse, *torch.autograd.grad(output, inputs, output_gradient(output))])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert counter.frame_count == 1
+
+
+def test_one_compiled_graph_serves_lists_of_all_lengths():
+    def attend(query, key, value, valid, blocks):
+        assert not training.why_exact(query, key, value, valid=valid, blocks=blocks)
+        return training.attention(query, key, value, valid=valid, blocks=blocks, return_lse=True)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for q_len, kv_len in ((300, 700), (600, 900)):  # no two sizes alike, which the compiler would take for one
+        arguments = draw(q_len=q_len, kv_len=kv_len), padding(kv_len=kv_len), draw_blocks(2, 4, q_len, kv_len)
+        found = []
+        for function in (compiled, attend):
+            output, lse = function(*arguments[0], *arguments[1:])
+            found.append([output, lse, *torch.autograd.grad(output, arguments[0], output_gradient(output))])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert counter.frame_count == 1
+
+
+def test_a_list_that_does_not_fit_is_refused_with_gradients_too():
+    inputs, blocks = draw(), draw_blocks(2, 4, 300, 90)
+    with pytest.raises(ValueError, match=r"blocks\.counts \(2, 4, 3\) must be"):
+        training.attention(*inputs, blocks=blocks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

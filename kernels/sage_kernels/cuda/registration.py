@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from ..call import Call
@@ -10,11 +12,13 @@ from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import Quantizer, Request, register_forward, register_quantizer
-from . import int8_forward, quantize, quantize_nvfp4
+from . import int8_forward, nvfp4_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
 CAPABILITY = (9, 0)
 NVFP4_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those it is compiled for
+CONSUMER_BLACKWELL = ((12, 0), (12, 1))
+NVFP4_SWITCH = "SAGE_KERNELS_NVFP4_FORWARD"
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 
 
@@ -68,15 +72,9 @@ class NVFP4Quantizer:
 
     def serves(self, recipe: Recipe) -> bool:
         """Serve everything in NVFP4 with up to 7 scales beside the nearest, and 0 or 64 heavy keys."""
-        formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, int8_forward.HEAVY_KEYS)
-        transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
         steps = (recipe.scale_steps, recipe.key_scale_steps)
         searched = all(len(one) <= MAX_STEPS and set(one) <= set(range(-4, 12)) for one in steps)
-        return (
-            formats
-            and searched
-            and recipe.is_plain_but_for(*transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice")
-        )
+        return _serves_nvfp4(recipe) and searched
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -147,11 +145,51 @@ class HopperForward:
         return int8_forward.attend_and_save(call, quantizer)
 
 
+class NVFP4Forward:
+    """The forward kernel of `cuda.nvfp4_forward`.
+
+    It has run with emulated products only, so it waits for whoever has such a card to switch it on: the environment
+    variable SAGE_KERNELS_NVFP4_FORWARD must be "cuda".
+    """
+
+    name = "nvfp4_forward_cuda"
+    native = True
+    takes = NVFP4Operands
+    packs = False
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Serve everything in NVFP4, with 0 or 64 heavy keys."""
+        return _serves_nvfp4(recipe)
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if request.device_type != "cuda" or request.capability not in CONSUMER_BLACKWELL or torch.version.hip:
+            return "needs an NVIDIA GPU of compute capability 12.0 or 12.1"
+        if os.environ.get(NVFP4_SWITCH) != "cuda":
+            return f"never run on such a GPU yet: {NVFP4_SWITCH}=cuda tries it"
+        if reason := _unsupported_tensors(request):
+            return reason
+        if request.mask not in ("none", "keys"):
+            return "no masks but those of keys"
+        if not request.aligned or request.v_head_dim % 8:
+            return "addresses and strides of Q, K and V must be multiples of 16 bytes"
+        rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
+        if request.batch * request.q_heads * max(rows, power_of_two(request.head_dim)) >= MAX_COORDINATE:
+            return "more than 2³¹ rows of Q, or of K for each head of Q"
+        return nvfp4_forward.unavailable(request)
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend; see `nvfp4_forward.attend`."""
+        assert quantizer is not None
+        return nvfp4_forward.attend(call, quantizer, native=True)
+
+
 def register_kernels() -> None:
     """Register the kernels; they are preferred to those registered later."""
     register_quantizer(HopperQuantizer())
     register_quantizer(NVFP4Quantizer())
     register_forward(HopperForward())
+    register_forward(NVFP4Forward())
 
 
 def _serves(recipe: Recipe) -> bool:
@@ -159,6 +197,14 @@ def _serves(recipe: Recipe) -> bool:
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
     transforms = ("smooth_k", "smooth_v", "rotate", "balance")
     return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
+
+
+def _serves_nvfp4(recipe: Recipe) -> bool:
+    formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, nvfp4_forward.HEAVY_KEYS)
+    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
+    return formats and recipe.is_plain_but_for(
+        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice"
+    )
 
 
 def _unsupported(request: Request) -> str:

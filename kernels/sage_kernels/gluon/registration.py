@@ -39,6 +39,8 @@ class HopperBackward:
             return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
         if request.dtype not in (torch.float16, torch.bfloat16):
             return "gradients need float16 or bfloat16"
+        if request.mask.startswith("block"):
+            return "no block lists"
         if max(request.batch, request.q_heads) > MAX_GRID:
             return f"more than {MAX_GRID} batch elements or heads"
         if os.environ.get("TRITON_INTERPRET") == "1":

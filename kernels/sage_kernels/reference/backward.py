@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import transforms
+from ..blocks import BlockList
 from ..exact import rows_per_chunk
 from ..formats import fp8, int8
 from ..layout import KEY_BLOCK, Lengths, natural_order, padded_channels, padded_rows, thread_order
@@ -47,6 +48,7 @@ def forward(
     *,
     lengths: Lengths | None = None,
     valid: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     is_causal: bool,
     causal_offset: int = 0,
     scale: float | None = None,
@@ -57,27 +59,28 @@ def forward(
         query, key, value, recipe, is_causal, causal_offset, scale: as in `reference.forward.attention`.
         lengths: sequences packed one after the other in a batch of 1; each attends to itself.
         valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
+        blocks: the tiles of keys that each block of rows attends to; None: all.
 
     Returns:
         (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
         v_head_dim); see `Saved`.
 
     Raises:
-        ValueError: the recipe has no gradients, both lengths and valid are given, or a sequence is longer than lengths
-            say the longest is.
+        ValueError: the recipe has no gradients, valid or blocks are given beside lengths, or a sequence is longer than
+            lengths say the longest is.
     """
-    _check(recipe, lengths, valid)
+    _check(recipe, lengths, valid, blocks)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
     if lengths is None:
-        return _forward(query, key, value, recipe, valid, **options)
+        return _forward(query, key, value, recipe, valid, blocks, **options)
     output, lse = nothing_attended(query, value.shape[-1], query.dtype)
     sequences = len(lengths.cu_seqlens_q) - 1
     rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
     saved = _empty(query, key, lse, *rows, sequences if recipe.balance else None)
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
         output[:, :, queries], part = _forward(
-            query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, **options
+            query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, None, **options
         )
         for whole, own in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
             whole.copy_(own)
@@ -94,6 +97,7 @@ def backward(
     head_dim: int,
     lengths: Lengths | None = None,
     valid: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     is_causal: bool,
     causal_offset: int = 0,
     scale: float | None = None,
@@ -107,7 +111,7 @@ def backward(
         value: (batch, kv_heads, kv_len, v_head_dim), as the forward got it.
         output, saved: the results of the forward.
         head_dim: channels of Q and K.
-        recipe, lengths, valid, is_causal, causal_offset, scale: as the forward got them.
+        recipe, lengths, valid, blocks, is_causal, causal_offset, scale: as the forward got them.
         block_m, block_n: queries and keys a tile, 16, 32, 64 or 128; in 8 bits a tile's scores share scales.
 
     Returns:
@@ -118,9 +122,9 @@ def backward(
         weight of 0: which ones depends on the tiles; in exact attention, all.
 
     Raises:
-        ValueError: the recipe has no gradients, both lengths and valid are given, or the tile is not supported.
+        ValueError: the recipe has no gradients, valid or blocks are given beside lengths, or the tile is not supported.
     """
-    _check(recipe, lengths, valid)
+    _check(recipe, lengths, valid, blocks)
     for name, block in (("block_m", block_m), ("block_n", block_n)):
         if block not in (16, 32, 64, 128):
             raise ValueError(f"{name} {block} is not supported: use 16, 32, 64 or 128")
@@ -130,7 +134,7 @@ def backward(
     options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
     options |= {"block_m": block_m, "block_n": block_n}
     if lengths is None:
-        return _backward(output_gradient, value, output, saved, recipe, valid, head_dim, **options)
+        return _backward(output_gradient, value, output, saved, recipe, valid, blocks, head_dim, **options)
     gradients = (
         value.new_zeros(batch, q_len, q_heads, head_dim).transpose(1, 2),
         value.new_zeros(batch, kv_len, kv_heads, head_dim).transpose(1, 2),
@@ -143,6 +147,7 @@ def backward(
             output[:, :, queries],
             _sequence_part(saved, index, queries, query_rows, key_rows),
             recipe,
+            None,
             None,
             head_dim,
             **options,
@@ -175,11 +180,11 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, balance, lse)
 
 
-def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
+def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None, blocks: BlockList | None) -> None:
     if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q:
         raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
-    if lengths is not None and valid is not None:
-        raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
+    if lengths is not None and not (valid is None and blocks is None):
+        raise ValueError("packed sequences say by their lengths which keys exist: give no valid or blocks beside them")
 
 
 def _empty(
@@ -236,6 +241,7 @@ def _forward(
     value: torch.Tensor,
     recipe: Recipe,
     valid: torch.Tensor | None,
+    blocks: BlockList | None,
     *,
     is_causal: bool,
     causal_offset: int,
@@ -257,6 +263,7 @@ def _forward(
         is_causal=is_causal,
         causal_offset=causal_offset,
         scale=scale,
+        blocks=blocks,
     )
     return output, save(operands, lse)
 
@@ -268,6 +275,7 @@ def _backward(
     saved: Saved,
     recipe: Recipe,
     valid: torch.Tensor | None,
+    blocks: BlockList | None,
     head_dim: int,
     *,
     is_causal: bool,
@@ -322,6 +330,10 @@ def _backward(
     def tiles(chunk: slice) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield (keys, which scores are allowed, P, dP) of each tile of keys, for the rows in `chunk`."""
         last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
+        listed = None
+        if blocks is not None:
+            listed = blocks.kept_by_rows(kv_len, chunk.start, min(chunk.stop, q_len))
+            listed = F.pad(listed, (0, 0, 0, chunk.stop - chunk.start - listed.shape[2]))
         for column in range(0, last_column, block_n):
             tile = slice(column, column + block_n)
             scores = tile_scores(
@@ -331,6 +343,9 @@ def _backward(
                 key_scale[:, :, tile],
             )
             allowed = exists[..., tile] & (lse[:, :, chunk] != torch.inf)
+            if blocks is not None and listed is not None:
+                keys = torch.arange(column, tile.stop, device=value.device).clamp(max=kv_len - 1)
+                allowed = allowed & listed[..., keys // blocks.block_n]
             if is_causal:
                 row = torch.arange(chunk.start, chunk.stop, device=value.device).unsqueeze(-1)
                 allowed = allowed & (torch.arange(column, tile.stop, device=value.device) <= row + causal_offset)

@@ -108,6 +108,12 @@ def int8_backward_key(
     value_gradient,
     lse,
     delta,
+    rows,
+    row_spans,
+    rows_stride_batch,
+    rows_stride_head,
+    row_spans_stride_batch,
+    row_spans_stride_head,
     valid,
     spans,
     valid_stride,
@@ -144,9 +150,14 @@ def int8_backward_key(
     PADDED: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
+    LIST_M: tl.constexpr,
+    LIST_N: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group."""
+    """Compute dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group.
+
+    A block list has LIST_M rows and LIST_N keys a tile, 0: there is none.
+    """
     block = tl.program_id(0)
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     kv_heads = tl.num_programs(1)
@@ -173,7 +184,7 @@ def int8_backward_key(
         if PADDED:
             spans += batch * spans_stride
             end = tl.where((first_key + BLOCK_N > tl.load(spans)) & (first_key < tl.load(spans + 2)), end, 0)
-        if CAUSAL:
+        if CAUSAL and LIST_M == 0:
             first_query = first_key - causal_offset
             begin = tl.minimum(tl.maximum(first_query, 0) // BLOCK_M, end)
             full_begin = tl.minimum(tl.cdiv(tl.maximum(first_query + BLOCK_N - 1, 0), BLOCK_M), end)
@@ -181,19 +192,46 @@ def int8_backward_key(
             head = kv_head * group + member
             q_first = operand_row(batch, head, kv_heads * group, q_rows, q_operand_start, PACKED)
             head_index = operand_row(batch, head, kv_heads * group, 1, 0, PACKED)
-            if CAUSAL:
+            if LIST_M > 0:
+                PARTS: tl.constexpr = LIST_M // BLOCK_M
+                own_rows = rows + batch * rows_stride_batch + head * rows_stride_head
+                span = row_spans + batch * row_spans_stride_batch + head * row_spans_stride_head
+                span += first_key // LIST_N * 3
+                list_begin, list_full, list_end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+                if PADDED:
+                    list_begin = tl.where(end > 0, list_begin, list_end)
+                    list_full = tl.where(end > 0, list_full, list_end)
+                if CAUSAL:
+                    for index in range(list_begin * PARTS, list_full * PARTS):
+                        tile = tl.load(own_rows + index // PARTS) * PARTS + index % PARTS
+                        dk, dv = add_queries(
+                            k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient,
+                            gradient_codes, gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows,
+                            tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
+                        )  # fmt: skip
+                block_of_rows = tl.load(own_rows + list_full)
+                for index in range(list_full * PARTS, list_end * PARTS):
+                    tile = block_of_rows * PARTS + index % PARTS
+                    block_of_rows = tl.load(own_rows + (index + 1) // PARTS)  # a tile ahead: loads of Q and dO wait
+                    dk, dv = add_queries(
+                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient,
+                        gradient_codes, gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows,
+                        tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
+                    )  # fmt: skip
+            elif CAUSAL:
                 for tile in range(begin, full_begin):
                     dk, dv = add_queries(
                         k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
                         gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                     )  # fmt: skip
-            for tile in range(full_begin, end):
-                dk, dv = add_queries(
-                    k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                    gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
-                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
-                )  # fmt: skip
+            if LIST_M == 0:
+                for tile in range(full_begin, end):
+                    dk, dv = add_queries(
+                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
+                        gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
+                        CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
+                    )  # fmt: skip
 
         column, token, inside, attended = locate_keys(opaque(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
         if CAUSAL:

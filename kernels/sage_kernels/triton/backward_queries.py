@@ -85,6 +85,10 @@ def int8_backward_query(
     query_gradient,
     lse,
     delta,
+    tiles,
+    tiles_stride_batch,
+    tiles_stride_head,
+    tiles_stride_row,
     valid,
     spans,
     valid_stride,
@@ -117,9 +121,10 @@ def int8_backward_query(
     PADDED: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
+    LIST_M: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute dQ of BLOCK_M rows of one (batch, q head)."""
+    """Compute dQ of BLOCK_M rows of one (batch, q head); a block list is one for LIST_M rows, 0: there is none."""
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -146,23 +151,43 @@ def int8_backward_query(
             valid += batch * valid_stride
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
-        begin, full_begin, full_end, columns = key_tiles(
-            spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
-        )
-        before = full_begin - begin
-        for tile in range(full_begin, full_end):
-            dq = add_keys(
-                q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
-            )  # fmt: skip
-        for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
-            tile = index + tl.where(index < before, begin, full_end - before)
-            dq = add_keys(
-                q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
-            )  # fmt: skip
+        if LIST_M > 0:
+            tiles += batch * tiles_stride_batch + head * tiles_stride_head
+            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
+            whole, number = tl.load(tiles), tl.load(tiles + 1)
+            tile = tl.load(tiles + 2)
+            for index in range(0, whole):
+                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                dq = add_keys(
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
+                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
+                    BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                )  # fmt: skip
+                tile = following
+            for index in range(whole, number):
+                dq = add_keys(
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
+                    kv_first, kv_operand_start, kv_rows, kv_len, tl.load(tiles + 2 + index), causal_offset, CHANNELS,
+                    V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                )  # fmt: skip
+        else:
+            begin, full_begin, full_end, columns = key_tiles(
+                spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
+            )
+            before = full_begin - begin
+            for tile in range(full_begin, full_end):
+                dq = add_keys(
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
+                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
+                    BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                )  # fmt: skip
+            for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
+                tile = index + tl.where(index < before, begin, full_end - before)
+                dq = add_keys(
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
+                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
+                    BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                )  # fmt: skip
 
         row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         token = (q_start + row).to(tl.int64)

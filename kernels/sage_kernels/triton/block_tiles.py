@@ -1,4 +1,4 @@
-"""Block lists as the forward kernel reads them: tiles without a mask first, and none that a call hides wholly."""
+"""Block lists as kernels that walk over keys read them: tiles without a mask first, none that is hidden wholly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..call import Call
+from ..call import BackwardCall, Call, clamped_offset
 from ..language.launch import UNSPECIALIZED, launch
 
 SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any does
@@ -43,7 +43,7 @@ class BlockTiles:
         return 0 if self.valid is None or self.valid.shape[0] == 1 else self.valid.stride(0)
 
 
-def block_tiles(call: Call, block_n: int) -> BlockTiles:
+def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
     """Sort the lists of a call for tiles of block_n keys, a divisor of the list's own."""
     blocks, valid, kv_len = call.mask.blocks, call.mask.valid, call.kv_len
     assert blocks is not None
@@ -67,7 +67,7 @@ def block_tiles(call: Call, block_n: int) -> BlockTiles:
         entries=entries,
         q_len=call.q_len,
         kv_len=kv_len,
-        causal_offset=call.causal_offset,
+        causal_offset=clamped_offset(call.causal_offset, call.q_len, kv_len),
         counts_stride_batch=counts.stride(0),
         counts_stride_head=counts.stride(1),
         counts_stride_row=counts.stride(2),

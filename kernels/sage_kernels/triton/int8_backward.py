@@ -17,12 +17,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import BackwardCall
 from ..language.backward_launch import BackwardLaunch
 from ..language.backward_operands import key_operands, query_operands
-from ..language.launch import launch, strides
+from ..language.launch import MASK_AXES, launch, strides
 from ..operands import Saved
 from .backward_keys import int8_backward_key
 from .backward_queries import int8_backward_query
-from .configs import int8_backward_key_config, int8_backward_query_config
+from .block_tiles import block_tiles
+from .configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
 from .restore_gradients import new_transformed, restore_gradient
+from .tile_rows import tile_rows
 
 
 def backward(call: BackwardCall, capability: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,7 +43,9 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     q_sequences, kv_sequences = call.token_axes
     tma = capability[0] >= 9
     channels = max(call.channels, call.v_channels)
-    arguments = {"V_CHANNELS": call.v_channels, "INT8": int8, "TMA": tma, **run.arguments}
+    blocks = call.mask.blocks
+    list_m, list_n = (0, 0) if blocks is None else (blocks.block_m, blocks.block_n)
+    arguments = {"V_CHANNELS": call.v_channels, "INT8": int8, "LIST_M": list_m, "TMA": tma, **run.arguments}
     restores = int8 and (call.recipe.rotate or call.recipe.balance)
     if restores:
         arguments["head_dim"] = call.channels
@@ -59,6 +63,9 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     lse, delta = queries.lse, queries.delta
     into = new_transformed(call, key_gradient) if restores else key_gradient
     config = int8_backward_key_config(capability, channels, int8)
+    inverted = None
+    if blocks is not None:
+        config, inverted = limit_to_list(config, list_m, list_n), tile_rows(call)
     launch(
         int8_backward_key,
         run.key_grid(config.block_n),
@@ -75,18 +82,27 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         value_gradient=value_gradient,
         lse=lse,
         delta=delta,
+        rows=None if inverted is None else inverted.rows,
+        row_spans=None if inverted is None else inverted.spans,
+        **strides("rows", (0, 0) if inverted is None else inverted.row_strides),
+        **strides("row_spans", (0, 0) if inverted is None else inverted.span_strides),
         **strides("v", run.key_strides(call.value)),
         **strides("key", run.key_strides(into)),
         **strides("value", run.key_strides(value_gradient)),
+        LIST_N=list_n,
         **arguments,
         **config.constants,
     )
     if restores:
         restore_gradient(into, key_gradient, call, kv_sequences, of_query=False)
-    del queries, into  # before as much is allocated again
+    del queries, into, inverted  # before as much is allocated again
     value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, copy_value=True)
     into = new_transformed(call, query_gradient) if restores else query_gradient
     config = int8_backward_query_config(capability, channels, int8)
+    listed = None
+    if blocks is not None:
+        config = limit_to_list(config, list_m, list_n)
+        listed = block_tiles(call, config.block_n)
     launch(
         int8_backward_query,
         run.query_grid(config.block_m),
@@ -100,6 +116,8 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         query_gradient=into,
         lse=lse,
         delta=delta,
+        tiles=None if listed is None else listed.tiles,
+        **strides("tiles", (0, 0, 0) if listed is None else listed.tile_strides, MASK_AXES),
         **strides("gradient", run.query_strides(call.output_gradient)),
         **strides("", run.query_strides(into)),
         **arguments,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import Call
+from ..call import Call, MaskKind
 from ..language.formats import GROUP, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
@@ -31,7 +31,8 @@ from ..language.tiles import opaque
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..operands import NVFP4Operands
 from ..registry import Quantizer
-from .configs import nvfp4_forward_config
+from .block_tiles import BlockTiles, block_tiles
+from .configs import Config, limit_to_list, nvfp4_forward_config
 from .delta_scores import delta_scores
 from .mask_tiles import MaskTiles, mask_tiles
 
@@ -55,8 +56,11 @@ def attend(
     if call.is_empty:
         return output, lse
     call = call.for_kernel()
-    tiles = None
-    if call.mask.tensor is not None:
+    tiles: MaskTiles | BlockTiles | None = None
+    if call.mask.blocks is not None:
+        channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
+        tiles = block_tiles(call, choose_config(call, channels, capability, native).block_n)
+    elif call.mask.tensor is not None:
         channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
         config = nvfp4_forward_config(capability, channels, native)
         tiles = mask_tiles(call, config.block_m, config.block_n)
@@ -72,7 +76,7 @@ def forward(
     call: Call,
     capability: tuple[int, int],
     native: bool,
-    tiles: MaskTiles | None = None,
+    tiles: MaskTiles | BlockTiles | None = None,
 ) -> None:
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
@@ -83,16 +87,25 @@ def forward(
         lse: float32 (batch, q_heads, tokens), written; or None.
         call: a result of `Call.for_kernel`; its unquantised keys are multiplied by the means of Q.
         capability, native: see `attend`.
-        tiles: the tiles that the mask leaves, or None without a mask.
+        tiles: the tiles that the mask leaves, or those of a block list; None without either.
     """
     (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
     tail_sequences = call.tail.token_axes[1]
     channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
     batch, kv_heads = operands.value_tensor_scale.shape
     q_heads, v_head_dim = output.shape[1], output.shape[3]
-    config = nvfp4_forward_config(capability, max(channels, v_channels), native)
+    config = choose_config(call, max(channels, v_channels), capability, native)
     sequences, blocks, columns, delta = batch, q_sequences.blocks, tail_sequences.blocks * BLOCK, None
-    counts = None if tiles is None else tiles.valid[:, call.heavy_keys :]
+    counts = None if tiles is None or tiles.valid is None else tiles.valid[:, call.heavy_keys :]
+    kind: MaskKind = "none"
+    mask, list_m = None, config.block_m
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if isinstance(tiles, BlockTiles):
+        kind, mask, list_m = call.mask.kind, tiles.valid, tiles.block_m
+        mask_strides = (tiles.valid_stride, 0, 0, 1)
+    elif tiles is not None:
+        kind, mask = "bool" if tiles.mask.dtype == torch.uint8 else "additive", tiles.mask
+        mask_strides = mask.stride()
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
         most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * columns))
@@ -120,7 +133,7 @@ def forward(
             delta=delta,
             output=output,
             lse=lse,
-            mask=None if tiles is None else tiles.mask,
+            mask=mask,
             tiles=None if tiles is None else tiles.tiles,
             heavy_query=None if heavy is None else call.query,
             heavy_key=None if heavy is None else heavy.key,
@@ -143,7 +156,7 @@ def forward(
             softmax_scale=call.scale,
             **strides("output", batch_strides(output, q_sequences)),
             **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
-            **strides("mask", (0, 0, 0, 0) if tiles is None else tiles.mask.stride(), MASK_AXES),
+            **strides("mask", mask_strides, MASK_AXES),
             **strides("tiles", (0, 0, 0) if tiles is None else tiles.tile_strides, MASK_AXES),
             **strides("heavy", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
             CHANNELS=channels,
@@ -154,16 +167,23 @@ def forward(
             FRAGMENTS=native and capability[0] == 12,
             QUANTIZED_DENOMINATOR=call.recipe.denominator == "quantized_p",
             CAUSAL=call.is_causal,
-            MASK="none" if tiles is None else "bool" if tiles.mask.dtype == torch.uint8 else "additive",
+            MASK=kind,
             LSE=lse is not None,
             PACKED=q_sequences.packed,
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
             HEAVY=call.heavy_keys,
+            LIST_M=list_m,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+def choose_config(call: Call, channels: int, capability: tuple[int, int], native: bool) -> Config:
+    """Return the launch configuration of a call; channels is the larger number of Q's and V's operands."""
+    config, blocks = nvfp4_forward_config(capability, channels, native), call.mask.blocks
+    return config if blocks is None else limit_to_list(config, blocks.block_m, blocks.block_n)
 
 
 @triton.jit
@@ -320,11 +340,13 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
     HEAVY: tl.constexpr,
+    LIST_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
-    `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do not have.
+    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
+    HEAVY is 0. `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do not have.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -381,6 +403,32 @@ def nvfp4_forward(
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
+                )  # fmt: skip
+        elif MASK == "blocks" or MASK == "block_keys":
+            KEYS: tl.constexpr = (
+                "bool" if MASK == "block_keys" else "none"
+            )  # keys that exist: a mask, alike for all rows
+            tiles += batch * tiles_stride_batch + head * tiles_stride_head
+            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
+            if MASK == "block_keys":
+                mask += batch * mask_stride_batch
+            whole, number = tl.load(tiles), tl.load(tiles + 1)
+            tile = tl.load(tiles + 2)
+            for index in tl.range(0, whole, num_stages=STAGES):
+                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                row_max, total, denominator, accumulator = attend_tile(
+                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
+                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
+                    row_max, total, denominator, accumulator,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, KEYS, False, NATIVE,
+                )  # fmt: skip
+                tile = following
+            for index in range(whole, number):
+                row_max, total, denominator, accumulator = attend_tile(
+                    tl.load(tiles + 2 + index), 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
+                    value_scale, delta, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
+                    mask_stride_column, row_max, total, denominator, accumulator,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, KEYS, True, NATIVE,
                 )  # fmt: skip
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row

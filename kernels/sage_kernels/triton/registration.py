@@ -13,10 +13,12 @@ from ..layout import MAX_GRID
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
 from ..registry import (
+    MAX_HEAD_DIM,
     SUPPORTED_DTYPES,
     Quantizer,
     Request,
     register_backward,
+    register_exact,
     register_forward,
     register_quantizer,
 )
@@ -24,6 +26,7 @@ from ..toolchain import triton_version
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 HEAVY_KEYS = 64  # of recipes that have any
+SPLIT_ROWS = 64  # queries times heads that share keys, in one program
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
@@ -171,7 +174,7 @@ class NVFP4Forward:
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
-        reason = _unsupported_nvfp4(request) or ("no block lists" if request.mask.startswith("block") else "")
+        reason = _unsupported_nvfp4(request)
         triton = triton_version()
         if self.native and not reason and request.capability is not None and triton is not None:
             reason = nvfp4_unsupported(request.capability, triton)
@@ -183,6 +186,43 @@ class NVFP4Forward:
         return _load("nvfp4_forward").attend(call, quantizer, _capability(call.query), self.native)
 
 
+class ExactForward:
+    """The exact kernel of `triton.exact_forward`, which skips what a mask hides."""
+
+    name = "exact_forward"
+    repeats = True
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if reason := _unsupported_exactly(request):
+            return reason
+        return "no block lists" if request.mask.startswith("block") else ""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Attend; see `exact_forward.attend`."""
+        return _load("exact_forward").attend(call)
+
+
+class SplitForward:
+    """The exact kernels of `triton.split_forward`, for few queries over many keys."""
+
+    name = "split_forward"
+    repeats = True
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if reason := _unsupported_exactly(request):
+            return reason
+        if request.mask not in ("none", "keys"):
+            return "no masks of scores"
+        rows = request.q_heads // request.kv_heads * request.q_len
+        return f"more than {SPLIT_ROWS} queries share keys" if rows > SPLIT_ROWS else ""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Attend; see `split_forward.attend`."""
+        return _load("split_forward").attend(call)
+
+
 def register_kernels() -> None:
     """Register the kernels, those preferred first."""
     register_quantizer(NVFP4Quantizer())
@@ -191,6 +231,15 @@ def register_kernels() -> None:
     register_forward(Int8Forward())
     register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
     register_backward(Int8Backward())
+    register_exact(SplitForward())
+    register_exact(ExactForward())
+
+
+def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
+    """Return `triton.routing`, the kernels of routers, or None where they cannot take Q and K (batch, heads, …)."""
+    if 0 in (*query.shape, *key.shape) or query.shape[3] > MAX_HEAD_DIM:
+        return None
+    return None if _unsupported(Request.of(query, key, key)) else _load("routing")
 
 
 def _serves_int8(recipe: Recipe) -> bool:
@@ -237,6 +286,19 @@ def _unsupported(request: Request) -> str:
     if request.batch * request.q_heads * max(request.q_len, request.kv_len) >= 2**36:
         return "more than 2³⁶ rows of Q, or of K for each head of Q"
     return ""
+
+
+def _unsupported_exactly(request: Request) -> str:
+    """Return which limit that both kernels of exact attention share the request exceeds, or ""."""
+    if reason := _unsupported(request):
+        return reason
+    if request.capability != (9, 0):
+        return "measured on compute capability 9.0 (Hopper) only"
+    if request.dtype not in TRAINING_DTYPES or not request.aligned:
+        return "needs float16 or bfloat16, aligned to 16 bytes"
+    if max(request.head_dim, request.v_head_dim) > MAX_HEAD_DIM:
+        return f"head_dim above {MAX_HEAD_DIM}"
+    return "no packed sequences and no LSE" if request.packed or request.return_lse else ""
 
 
 def _unsupported_nvfp4(request: Request) -> str:

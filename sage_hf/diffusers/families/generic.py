@@ -1,4 +1,4 @@
-"""The generic `Attention`: UNets, VAEs, token refiners; Allegro and Lumina 2, which add RoPE to it."""
+"""The generic `Attention`: UNets, VAEs, token refiners; Allegro and Lumina, which add RoPE to it."""
 
 from __future__ import annotations
 
@@ -105,3 +105,46 @@ def lumina2_attention(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     states = merge_heads(attend(query, key, value, attn_mask=attention_mask, scale=scale)).type_as(query)
     return project_out(attn, states)
+
+
+@computes("LuminaAttnProcessor2_0")
+def lumina_attention(
+    attend: Attend,
+    attn: AttentionModule,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    query_rotary_emb: torch.Tensor | None = None,
+    key_rotary_emb: torch.Tensor | None = None,
+    base_sequence_length: int | None = None,
+) -> torch.Tensor:
+    """Compute what `LuminaAttnProcessor2_0` does: as `lumina2_attention`, normalised across heads and not projected.
+
+    Args:
+        attention_mask: (batch, key tokens), nonzero where a key is valid.
+        query_rotary_emb, key_rotary_emb: complex, (1, tokens, head_dim / 2); the text's keys have none.
+        base_sequence_length: see `lumina2_attention`; it counts in self-attention only.
+
+    Returns:
+        (batch, tokens, heads, head_dim): the model adds self-attention and cross-attention before it merges heads.
+    """
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    query, key = attn.to_q(hidden_states), attn.to_k(encoder_hidden_states)
+    dtype, head_dim = query.dtype, query.shape[-1] // attn.heads
+    query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
+    query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, attn.to_v(encoder_hidden_states)))
+    if query_rotary_emb is not None:
+        query = apply_rotary_emb(query, query_rotary_emb, use_real=False)
+    if key_rotary_emb is not None:
+        key = apply_rotary_emb(key, key_rotary_emb, use_real=False)
+    query, key = query.to(dtype), key.to(dtype)
+    groups = attn.heads // key.shape[2]
+    key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
+
+    scale = None if key_rotary_emb is None else attn.scale
+    if scale is not None and base_sequence_length is not None:
+        scale *= math.sqrt(math.log(hidden_states.shape[1], base_sequence_length))
+    mask = attention_mask.bool().view(hidden_states.shape[0], 1, 1, -1)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return attend(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,13 +64,18 @@ Switch = Callable[[torch.nn.Module, str], None]
 each_way = pytest.mark.parametrize("switch", [processor, apply, backend], ids=lambda way: way.__name__)
 
 
+@functools.cache
+def processors_of_others() -> frozenset[type]:
+    """The classes of the processors of OTHERS."""
+    models = [family(name).build() for name in OTHERS]
+    return frozenset(type(layer.processor) for model in models for layer in attention_layers(model).values())
+
+
 @pytest.fixture
 def every_family_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers' registry with the processors of OTHERS in it, which diffusers' own hook refuses."""
     known = AttentionProcessorRegistry.get(diffusers.models.attention_processor.AttnProcessor2_0)
-    families = [family(name).build() for name in OTHERS]
-    classes = {type(layer.processor) for model in families for layer in attention_layers(model).values()}
-    registry = dict.fromkeys(classes, known) | AttentionProcessorRegistry._registry
+    registry = dict.fromkeys(processors_of_others(), known) | AttentionProcessorRegistry._registry
     monkeypatch.setattr(AttentionProcessorRegistry, "_registry", registry)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from sage_hf.diffusers import SageAttn3Processor
@@ -36,11 +33,13 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("first", ORDERS.values(), ids=ORDERS)
-def test_diffusers_is_completed_in_every_order_of_imports(first):
-    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", first + "\n" + CHECK], check=True, timeout=120)
+def test_diffusers_is_completed_in_every_order_of_imports(first, forks):
+    forks.run(f"import warnings; warnings.simplefilter('error', ImportWarning); {first}\n{CHECK}")
 
 
-@pytest.mark.parametrize("name", ["mochi", "allegro", "easyanimate", "cogview4", "lumina2", "cosmos", "z-image"])
+@pytest.mark.parametrize(
+    "name", ["mochi", "allegro", "easyanimate", "cogview4", "lumina2", "lumina", "cosmos", "z-image"]
+)
 def test_models_without_the_method_get_it(name):
     model, processor = family(name).build(), SageAttn3Processor()
     originals = dict(model.attn_processors)
@@ -50,6 +49,25 @@ def test_models_without_the_method_get_it(name):
     with pytest.raises(ValueError, match="number of"):
         model.set_attn_processor({"nowhere.processor": processor})
     model.set_attn_processor(originals)
+
+
+def test_the_default_processors_take_the_place_of_ours_or_nothing_changes():
+    from diffusers.models.attention_processor import AttnProcessor
+
+    model, sage = family("unet").build(), SageAttn3Processor()
+    model.set_attn_processor(sage)
+    model.set_default_attn_processor()
+    assert {type(processor) for processor in model.attn_processors.values()} == {AttnProcessor}
+
+    class Unknown(AttnProcessor):
+        pass
+
+    model = family("unet").build()
+    processors = dict.fromkeys(model.attn_processors, sage) | {next(iter(model.attn_processors)): Unknown()}
+    model.set_attn_processor(dict(processors))
+    with pytest.raises(ValueError, match="Unknown"):
+        model.set_default_attn_processor()
+    assert model.attn_processors == processors
 
 
 def test_a_method_of_the_model_itself_goes_first():

@@ -12,6 +12,7 @@ from sage_hf.config import LayerRule, SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.sparse import Sparse, TileOrder, layer
 from sage_hf.sparse.grids import arguments_of, layout_of
+from sage_kernels.blocks import BlockList
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 
@@ -167,6 +168,41 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
     assert one.kept.calls == 0
 
 
+def test_padding_where_text_is_not_known_runs_densely_and_says_so():
+    """A router would not see it, and a row that keeps nothing but padding would be 0."""
+    one = layer.SparseLayer(layer.SparseModel(EAGER, torch.nn.Linear(1, 1)))
+    inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
+    mask = torch.arange(300) < 100
+    output = one.attend(*inputs, mask.view(1, 1, 1, 300), recipe="sage2", fallback=None)
+    assert list(one.kept.dense) == [
+        "a mask of keys where text tokens are not known: a row might keep nothing but padding"
+    ]
+    truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask.view(1, 1, 1, 300))
+    assert (output - truth).norm() / truth.norm() < 0.05
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+def test_rows_whose_tiles_are_all_dropped_are_0(recipe):
+    blocks = BlockList(torch.tensor([[[0, 1]]]).int(), torch.zeros(1, 1, 2, 1).int(), 128, 128)
+    inputs = [torch.randn(1, 2, 256, 32) for _ in range(3)]
+    output, lse = sage_hf.sage_attention(*inputs, recipe=recipe, fallback="emulate", blocks=blocks, return_lse=True)
+    assert not output[:, :, :128].any() and (lse[:, :, :128] == -torch.inf).all()
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        inputs[0][:, :, 128:], *(x[:, :, :128] for x in inputs[1:])
+    )
+    assert (output[:, :, 128:] - truth).norm() / truth.norm() < 0.05
+
+
+def test_a_share_of_next_to_nothing_keeps_one_tile():
+    model = tiny.transformer()
+    with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1e-6, from_tokens=64))):
+        assert predict(model, video(6, 24)).isfinite().all()
+        # Rows of text attend to all, and text, 226 tokens in two tiles of 128, is attended to by all.
+        tiles = -(-(226 + 864) // 128)
+        rest = tiles - 2
+        assert float(layers_of(model)[0].kept.tiles) <= (2 * tiles + rest * 3) / tiles**2 + 1e-6
+
+
 def test_padding_goes_with_the_order():
     model = tiny.transformer()
     shared = layer.SparseModel(Sparse("mean", keep=1.0, from_tokens=64), model)
@@ -179,6 +215,27 @@ def test_padding_goes_with_the_order():
     truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
     assert one.kept.ordered
     assert (output - truth).norm() / truth.norm() < 0.05
+
+
+def test_heads_get_shares_of_their_own_once_a_layer():
+    """Sharp heads need few tiles; all keep about the same weight, where equal shares do not."""
+    generator = torch.Generator().manual_seed(0)
+    sharpness = torch.tensor([0.2, 1.0, 3.0, 9.0])[:, None, None]
+    centres = torch.randn(1, 4, 8, 32, generator=generator).repeat_interleave(128, 2)
+    query, key, value = (centres + 0.3 * torch.randn(1, 4, 1024, 32, generator=generator) for _ in range(3))
+    least = {}
+    for per_head in (False, True):
+        settings = Sparse("mean", keep=0.5, from_tokens=64, per_head=per_head)
+        one = layer.SparseLayer(layer.SparseModel(settings, torch.nn.Linear(1, 1)))
+        for _ in range(2):
+            one.attend(query * sharpness**0.5, key * sharpness**0.5, value, None, recipe="sage2", fallback=None)
+            least.setdefault(per_head, float(one.kept.least[-1]))
+        assert one.kept.calls == 2 and float(one.kept.tiles) / 2 <= 0.5 + 1e-6
+        assert (one.router is not None) == per_head
+    shares = one.router.keep
+    assert shares == tuple(sorted(shares, reverse=True)) and shares[0] > shares[-1]
+    assert f"heads {shares[-1]:.0%} to {shares[0]:.0%}" in layer.sparsity_of(one)
+    assert least[True] > least[False] + 0.05
 
 
 def test_first_steps_and_chosen_layers_are_dense():
@@ -260,8 +317,10 @@ def test_transformers_models_are_refused():
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
-def test_a_compiled_model_attends_densely_and_says_so(name, monkeypatch):
+def test_a_compiled_model_attends_densely_and_says_so(name, monkeypatch, request):
     """By our own function for the family, and through diffusers' dispatch."""
+    if name == "wan-t2v":
+        request.getfixturevalue("compilable_dispatch")
     case, said = family(name), []
     monkeypatch.setattr(layer.logger, "warning", said.append)
     layer.say_that_graphs_are_dense.cache_clear()
@@ -286,6 +345,7 @@ def test_copies_and_pickles_keep_their_settings():
 
 def test_configurations_are_read_back_from_json(tmp_path):
     sparse = Sparse("share", keep=0.9, dense_steps=10, dense_layers=("a.*", "b"), from_tokens=100)
+    assert Sparse.from_dict({"per_head": True}).per_head
     config = SageConfig("sage2", sparse=sparse)
     assert SageConfig.from_json(config.to_json()) == config
     config.save(tmp_path / "c.json")
@@ -303,6 +363,8 @@ def test_configurations_are_read_back_from_json(tmp_path):
         ({"dense_steps": -1}, "sparse.dense_steps"),
         ({"from_tokens": 1.5}, "sparse.from_tokens"),
         ({"dense_layers": "a"}, "sparse.dense_layers"),
+        ({"per_head": 1}, "sparse.per_head"),
+        ({"per_head": True, "router": "share"}, "sparse.per_head"),
         ({"dense": 3}, "unknown key 'dense'"),
         (3, "expected an object"),
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers, register, unsupported
 from sage_hf.transformers.layers import refusal
+from tests.helpers.forks import Forks
 from tests.helpers.tiny_transformers import MODELS, SERVED, calls_interface, run
 
 LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
@@ -58,7 +57,9 @@ def test_registering_again_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [("sage_hf", "transformers.modeling_utils"), ("transformers.modeling_utils", "sage_hf")]
 )
-def test_import_order_does_not_matter_and_sage_hf_imports_no_transformers(first: str, second: str) -> None:
+def test_import_order_does_not_matter_and_sage_hf_imports_no_transformers(
+    first: str, second: str, forks: Forks
+) -> None:
     code = f"""
 import sys, importlib
 importlib.import_module({first!r})
@@ -68,8 +69,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 assert "sage3" in ALL_ATTENTION_FUNCTIONS.valid_keys() and "sage3" in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    forks.run(code)
 
 
 def test_from_config_from_pretrained_and_set_attn_implementation_switch(tmp_path: Path) -> None:

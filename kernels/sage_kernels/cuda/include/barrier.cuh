@@ -16,9 +16,8 @@ DEVICE void arrive_as_warp(uint64& barrier) {
       : "memory");
 }
 
-DEVICE void arrive(uint64& barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
+DEVICE void arrive(uint32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void arrive(uint64& barrier) { arrive(shared_address(&barrier)); }
 
 // Arrive, and have the phase wait for so many bytes from the TMA.
 DEVICE void arrive_expecting(uint64& barrier, int bytes) {
@@ -26,15 +25,16 @@ DEVICE void arrive_expecting(uint64& barrier, int bytes) {
                : "memory");
 }
 
-// Wait until the phase of that parity is over.
-DEVICE void wait(uint64& barrier, int parity) {
+// Wait until the phase of that parity is over, of a barrier or of that at an address in shared memory.
+DEVICE void wait(uint32 barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(shared_address(&barrier)),
+      "@!done bra again;\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
+DEVICE void wait(uint64& barrier, int parity) { wait(shared_address(&barrier), parity); }
 
 // Wait for so many threads at a barrier of the hardware, by number: 0 is that of __syncthreads().
 DEVICE void sync_threads(int barrier, int threads) {

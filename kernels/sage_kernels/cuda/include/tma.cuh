@@ -7,37 +7,43 @@ struct alignas(64) TensorMap {
   uint64 opaque[16];
 };
 
+// Where boxes are brought: to the block's own shared memory, which PTX 8.6 can say. Consumer Blackwell, whose clusters
+// share none, would check for others by a call.
+#if __CUDA_ARCH__ >= 1000
+#define INTO_SHARED "shared::cta"
+#else
+#define INTO_SHARED "shared::cluster"
+#endif
+
 // Load the map's box at (row, column) to shared memory; `barrier` is told of its bytes.
 DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(into)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.2d." INTO_SHARED
+               ".global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(into)),
+               "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Load the box at (batch, row, column) of a map with three axes.
 DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batch, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-          "r"(shared_address(into)),
-      "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.3d." INTO_SHARED
+               ".global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(into)),
+               "l"(&map), "r"(column), "r"(row), "r"(batch), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Load the box at (batch, head, row, column) of a map with four axes.
 DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batch, int head, int row, int column) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(shared_address(into)),
-      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.4d." INTO_SHARED
+               ".global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+               "[%6];" ::"r"(shared_address(into)),
+               "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
 DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(into)),
+  asm volatile("cp.async.bulk." INTO_SHARED
+               ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(into)),
                "l"(from), "r"(bytes), "r"(shared_address(&barrier))
                : "memory");
 }

@@ -1,0 +1,132 @@
+"""Measure what a user's first call waits for: each kind of call in a process of its own, with empty caches.
+
+python benchmarks/first_calls.py --output benchmarks/results
+
+writes <gpu>-first_calls.json. Its rows have call, recipe and kernel (what ran), and times: "import_s" of sage_hf once
+torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the second one, and
+"exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain, head_dim 64": {"head_dim": 64},
+    "causal": {"is_causal": True},
+    "key mask": {"mask": "keys"},
+    "key mask, head_dim 64": {"mask": "keys", "head_dim": 64},
+    "padded texts": {"mask": "keys", "batch": 8, "tokens": 512, "head_dim": 64},
+    "window": {"mask": "window"},
+    "bias of each head": {"mask": "bias", "tokens": 1024, "head_dim": 64},
+    "decoding": {"q_len": 1},
+    "training": {"recipe": "sage_bwd"},
+}
+"""Calls of 24 heads of 128 channels and 8,192 tokens, but for what is said."""
+
+
+def measure_call(
+    recipe: str = "sage2",
+    batch: int = 1,
+    tokens: int = 8192,
+    q_len: int | None = None,
+    head_dim: int = 128,
+    mask: str = "none",
+    is_causal: bool = False,
+) -> dict[str, Any]:
+    """Return the row of a call, in a process that has not called anything yet."""
+    import time
+
+    import torch
+    import torch.nn.functional as F
+
+    def timed(call: Any) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    grad = recipe == "sage_bwd"
+    query, key, value = (
+        torch.randn(batch, length, 24, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for length in (q_len or tokens, tokens, tokens)
+    )
+    index = torch.arange(tokens, device="cuda")
+    masks = {
+        "keys": lambda: (index < tokens - tokens // 8).expand(batch, 1, 1, tokens),
+        "window": lambda: ((index[:, None] - index).abs() <= 1024)[None, None],
+        "bias": lambda: torch.randn(1, 24, tokens, tokens, device="cuda", dtype=torch.bfloat16),
+    }
+    attn_mask = masks[mask]() if mask in masks else None
+    exact_s = timed(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal))
+    start = time.perf_counter()
+    from sage_hf import record, sage_attention
+
+    import_s = time.perf_counter() - start
+    for x in (query, key, value):
+        x.requires_grad_(grad)
+
+    def step() -> None:
+        output = sage_attention(query, key, value, attn_mask, is_causal=is_causal, recipe=recipe)
+        if grad:
+            output.sum().backward()
+
+    ran: list[Any] = []
+    with torch.set_grad_enabled(grad), record.observe(ran.append):
+        first_s, second_s = timed(step), timed(step)
+    plan = ran[0].plan
+    times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "exact_ms": exact_s * 1e3}
+    return {"recipe": plan.recipe, "kernel": plan.kernel, **{name: round(time, 3) for name, time in times.items()}}
+
+
+def run_alone(name: str) -> dict[str, Any]:
+    """Return the row of a call, measured in a new process whose caches are empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton", "SAGE_KERNELS_CACHE": f"{folder}/sage"}
+        command = [sys.executable, __file__, "--call", name]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        return {"call": name, "unavailable": ran.stderr.strip().splitlines()[-1]}
+    return {"call": name, **json.loads(ran.stdout.splitlines()[-1])}
+
+
+def main() -> None:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS), metavar="NAME", help="default: all")
+    parser.add_argument("--call", choices=CALLS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.call:
+        print(json.dumps(measure_call(**CALLS[args.call])))
+        return
+    rows = []
+    for name in args.calls:
+        rows.append(run_alone(name))
+        print(rows[-1], flush=True)
+
+    import torch
+    from record import git_commit
+
+    from sage_hf.bench.measure import facts
+
+    found = facts(torch.device("cuda"), git_commit() if args.commit is None else args.commit)
+    path = args.output / f"{found['gpu'].lower().replace(' ', '-')}-first_calls.json"
+    args.output.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""A small Wan transformer over the pixels of drawn clips: its data, training and sampling, for `sparse_quality`.
+
+It is diffusers' own class with 4,096 tokens a clip, which learns to draw the scenes of examples/shapes.py from three
+words, the colour, the shape and the direction. It has no autoencoder: a token is a patch of 2×2 pixels of a frame.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from shapes import (
+    COLOURS,
+    DIRECTIONS,
+    SHAPES,
+    Scene,
+    attribute_matches,
+    draw_clips,
+    held_out_scenes,
+    read_clips,
+    train_scenes,
+)
+
+WORDS = ("", *COLOURS, *SHAPES, *DIRECTIONS)
+"""The words of a prompt; the first stands for each one of the empty prompt."""
+EMPTY_PROMPTS = 0.1
+SHIFT = 2.0
+"""Shift of noise levels towards more noise, where it is decided what a clip shows."""
+MEAN, CONTRAST = 0.1, 0.25
+"""A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
+DATA = 0.5
+HELD_OUT_SEED = 12345
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of clips, model and batch; the defaults are what is measured.
+
+    Attributes:
+        frames, pixels: of a clip; `patch` × `patch` pixels of a frame are a token.
+        heads, head_dim, layers: of the transformer.
+        batch: clips a training step.
+        pool: clips that are drawn to learn from.
+        held_out: clips of the held-out loss.
+    """
+
+    frames: int = 16
+    pixels: int = 32
+    patch: int = 2
+    heads: int = 3
+    head_dim: int = 64
+    layers: int = 4
+    batch: int = 16
+    pool: int = 8000
+    held_out: int = 96
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Return (frames, height, width) in tokens."""
+        return self.frames, self.pixels // self.patch, self.pixels // self.patch
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a clip."""
+        return math.prod(self.grid)
+
+
+class Denoiser(nn.Module):
+    """Velocity of a noisy clip, given the noise level and three words.
+
+    The transformer's output has unit variance at every level, as in EDM (arXiv 2206.00364): the clip is estimated as
+    skip · noisy + out · output, with the factors for which the output has the least variance.
+    """
+
+    def __init__(self, size: Size, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(len(WORDS), 64)
+        self.transformer = WanTransformer3DModel(
+            patch_size=(1, size.patch, size.patch),
+            num_attention_heads=size.heads,
+            attention_head_dim=size.head_dim,
+            in_channels=3,
+            out_channels=3,
+            text_dim=64,
+            freq_dim=128,
+            ffn_dim=4 * size.heads * size.head_dim,
+            num_layers=size.layers,
+            rope_max_seq_len=64,
+        )
+        nn.init.zeros_(self.transformer.condition_embedder.time_proj.weight)  # blocks begin close to the identity
+
+    def forward(self, noisy: Tensor, level: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (velocity, factor) of noisy clips (B, 3, F, H, W) at levels (B,) in [0, 1].
+
+        The velocity is noise minus clip, float32; `factor`, (B, 1, 1, 1, 1), is the share of an error of the
+        transformer's output in it.
+        """
+        text = self.words(words)
+        output = self.transformer(noisy.to(text.dtype), 1000 * level, text, return_dict=False)[0].float()
+        at = level.float().view(-1, 1, 1, 1, 1)
+        variance = ((1 - at) * DATA) ** 2 + at**2
+        factor = DATA * variance.rsqrt()
+        return noisy.float() * (at - (1 - at) * DATA**2) / variance - factor * output, factor
+
+
+class Clips:
+    """Drawn clips on a device, and the batches of training made of them.
+
+    Attributes:
+        clips: uint8 (pool, frames, 3, pixels, pixels).
+        words: int64 (pool, 3).
+    """
+
+    def __init__(self, scenes: Sequence[Scene], size: Size, seed: int, device: torch.device) -> None:
+        generator, parts = torch.Generator().manual_seed(seed), []
+        for first in range(0, len(scenes), 100):
+            part = scenes[first : first + 100]
+            drawn = draw_clips(part, generator=generator, num_frames=size.frames, size=size.pixels, device=device)
+            parts.append((drawn * 255).round().byte())
+        self.clips = torch.cat(parts)
+        self.words = word_ids(scenes).to(device)
+
+    @classmethod
+    def to_learn_from(cls, size: Size, device: torch.device) -> Clips:
+        """Draw the pool: the same number of clips of each training scene."""
+        scenes = train_scenes()
+        return cls([scenes[i % len(scenes)] for i in range(size.pool)], size, 0, device)
+
+    @classmethod
+    def held_out(cls, size: Size, device: torch.device) -> Clips:
+        """Draw clips of scenes that training does not show."""
+        scenes = held_out_scenes()
+        return cls([scenes[i % len(scenes)] for i in range(size.held_out)], size, HELD_OUT_SEED, device)
+
+    def take(self, picked: Tensor | slice) -> Tensor:
+        """Return clips as the model sees them, float32 (B, 3, F, H, W)."""
+        return ((self.clips[picked].float() / 255 - MEAN) / CONTRAST).transpose(1, 2).contiguous()
+
+
+def word_ids(scenes: Sequence[Scene]) -> Tensor:
+    """Return the prompts of scenes: int64 (B, 3)."""
+    return torch.tensor([[WORDS.index(str(word)) for word in scene] for scene in scenes])
+
+
+def shifted(level: Tensor) -> Tensor:
+    """Return noise levels in [0, 1] moved towards more noise."""
+    return SHIFT * level / (1 + (SHIFT - 1) * level)
+
+
+def flow_loss(denoiser: nn.Module, clean: Tensor, noise: Tensor, level: Tensor, words: Tensor) -> Tensor:
+    """Return the mean squared error of the transformer's output, computed in bfloat16 on a GPU; 1 without knowledge."""
+    at = level.view(-1, 1, 1, 1, 1)
+    with torch.autocast(clean.device.type, torch.bfloat16, enabled=clean.is_cuda):
+        velocity, factor = denoiser((1 - at) * clean + at * noise, level, words)
+    return ((velocity - (noise - clean)) / factor).square().mean()
+
+
+def draw_batch(clips: Clips, size: Size, seed: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (clean, noise, level, words) of a training step, which depend on seed and step alone."""
+    device = clips.clips.device
+    generator = torch.Generator(device).manual_seed(1_000_003 * (seed + 1) + step)
+    picked = torch.randint(len(clips.clips), (size.batch,), generator=generator, device=device)
+    clean = clips.take(picked)
+    noise = torch.randn(clean.shape, generator=generator, device=device)
+    # One level of each of `batch` equal parts of [0, 1], for less variance.
+    level = (torch.arange(size.batch, device=device) + torch.rand(size.batch, generator=generator, device=device)) / (
+        size.batch
+    )
+    dropped = torch.rand(size.batch, 1, generator=generator, device=device) < EMPTY_PROMPTS
+    return clean, noise, shifted(level), clips.words[picked].masked_fill(dropped, 0)
+
+
+@dataclass
+class Training:
+    """A training run.
+
+    Attributes:
+        denoiser: the model.
+        learning_rate: its peak; 5 % of the steps lead up to it, a cosine down to 0.
+        losses: of all steps, on the device.
+        seconds: that the steps took.
+    """
+
+    denoiser: Denoiser
+    learning_rate: float
+    losses: list[Tensor]
+    seconds: float = 0.0
+
+    def run(self, clips: Clips, size: Size, seed: int, steps: int, until: Callable[[], bool] = lambda: False) -> None:
+        """Train for a number of steps, or until `until` says so at a step."""
+        parameters = list(self.denoiser.parameters())
+        on_gpu = parameters[0].is_cuda
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu
+        )
+        warmup = max(1, steps // 20)
+
+        def rate(step: int) -> float:
+            return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        self.denoiser.train()
+        started = time.perf_counter()
+        for step in range(steps):
+            loss = flow_loss(self.denoiser, *draw_batch(clips, size, seed, step))
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            self.losses.append(loss.detach())
+            if step % 20 == 19:
+                torch.stack(self.losses[-20:]).tolist()  # the host does not run ahead of the clock
+                if until():
+                    break
+        self.losses[-1].item()
+        self.seconds += time.perf_counter() - started
+
+
+@torch.no_grad()
+def held_out_loss(denoiser: Denoiser, clips: Clips, size: Size) -> float:
+    """Return the loss on held-out clips, each at its own level and with its own noise, the same for every model."""
+    denoiser.eval()
+    generator = torch.Generator().manual_seed(HELD_OUT_SEED)
+    count, losses = len(clips.clips), []
+    levels = shifted((torch.arange(count) + 0.5)[torch.randperm(count, generator=generator)] / count)
+    for first in range(0, count, size.batch):
+        part = slice(first, first + size.batch)
+        clean = clips.take(part)
+        noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+        loss = flow_loss(denoiser, clean, noise, levels[part].to(clean.device), clips.words[part])
+        losses.append((loss.item(), len(clean)))
+    return sum(loss * clips for loss, clips in losses) / count
+
+
+@torch.no_grad()
+def generate(
+    denoiser: nn.Module, scenes: Sequence[Scene], size: Size, *, steps: int, guidance: float, device: torch.device
+) -> Tensor:
+    """Render scenes, each from its own seed, by Euler steps with classifier-free guidance, all in one batch of pairs.
+
+    Returns:
+        Clips (B, F, 3, H, W) float32 in [0, 1].
+    """
+    shape = (3, size.frames, size.pixels, size.pixels)
+    seeds = [torch.Generator().manual_seed(1000 + i) for i in range(len(scenes))]
+    x = torch.stack([torch.randn(shape, generator=one) for one in seeds]).to(device)
+    words = word_ids(scenes).to(device)
+    words = torch.cat([words, torch.zeros_like(words)])
+    levels = shifted(torch.linspace(1, 0, steps + 1)).tolist()
+    for level, following in itertools.pairwise(levels):
+        both = torch.cat([x, x])
+        asked, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
+        x = x + (following - level) * torch.lerp(empty, asked, guidance)
+    return (x * CONTRAST + MEAN).clamp(0, 1).transpose(1, 2).contiguous()
+
+
+def shown_scenes() -> list[Scene]:
+    """Return the scenes that are rendered: the 48 that training does not show."""
+    return held_out_scenes()
+
+
+def score(clips: Tensor, scenes: Sequence[Scene]) -> dict[str, int]:
+    """Return in how many clips colour, shape, direction, and all three are those of the prompt."""
+    matches = attribute_matches(read_clips(clips), scenes)
+    found = {name: sum(matches[name]) for name in Scene._fields}
+    return found | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}

@@ -1,0 +1,114 @@
+"""Scores of Q's means by `delta_scores.cu`: see `triton.delta_scores`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..call import Call
+from ..layout import BLOCK
+from ..operands import NVFP4Operands
+from . import tokens
+from .launch import Kernel, Source, launch
+from .parameters import ConstFloats, ConstInts, Floats, Int
+from .tokens import Tokens
+
+THREADS = 128
+
+
+@dataclass(slots=True)
+class Arguments:
+    """Tensors that the kernel reads beside K, and writes, and sizes.
+
+    Attributes:
+        query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
+        key_mean: (batch, kv_heads, key_mean_channels), as in `operands.Statistics`.
+        chosen: (batch, kv_heads, places), as in `operands.Statistics`; None where heavy keys are the first ones.
+        delta: (sequences, q_heads, delta_blocks, kv_rows), written for `blocks` of its blocks.
+        first_sequence, first_block: whose scores are the first ones of `delta`.
+        q_blocks: of BLOCK tokens of Q, in the operands.
+    """
+
+    query_mean: ConstFloats
+    query_tensor_scale: ConstFloats
+    key_mean: ConstFloats
+    key_tensor_scale: ConstFloats
+    chosen: ConstInts
+    places: Int
+    delta: Floats
+    q_heads: Int
+    kv_heads: Int
+    kv_len: Int
+    kv_rows: Int
+    q_blocks: Int
+    blocks: Int
+    delta_blocks: Int
+    first_sequence: Int
+    first_block: Int
+    head_dim: Int
+    key_mean_channels: Int
+
+
+@dataclass(slots=True)
+class Parameters:
+    """Parameters of the kernel."""
+
+    key: Tokens
+    arguments: Arguments
+
+
+@cache
+def kernel(channels: int, dtype: torch.dtype, choice: bool = False) -> Kernel:
+    """Return `delta_scores` for operands of so many channels, 64 or 128, and K of that dtype.
+
+    With `choice` heavy keys are not just the first ones.
+    """
+    macros = {**tokens.macros(channels, dtype), "BLOCK": BLOCK, "THREADS": THREADS, "CHOICE": choice}
+    return Kernel(Source("delta_scores.cu", {"delta_scores": Parameters}, macros), "delta_scores", THREADS)
+
+
+def delta_scores(
+    operands: NVFP4Operands, call: Call, first_sequence: int, sequences: int, first_block: int, delta: torch.Tensor
+) -> None:
+    """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
+
+    Args:
+        operands: those of the call; they have a query_mean.
+        call: without heavy keys (`Call.tail`), a mask or packed sequences; K's channels are contiguous, its address and
+            other strides multiples of 16 bytes.
+        first_sequence, sequences, first_block: where the ranges begin, and how many sequences there are.
+        delta: float32 (sequences or more, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided
+            by the tensor scales of Q and K. Keys are in the order of the operand.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
+    assert operands.query_mean is not None
+    key_mean, chosen = operands.statistics.key_mean, operands.statistics.chosen
+    _, q_heads, q_blocks, channels = operands.query_mean.shape
+    kv_heads, blocks = key_mean.shape[1], min(delta.shape[2], q_blocks - first_block)
+    arguments = Arguments(
+        query_mean=operands.query_mean,
+        query_tensor_scale=operands.query_tensor_scale,
+        key_mean=key_mean,
+        key_tensor_scale=operands.key_tensor_scale,
+        chosen=chosen,
+        places=1 if chosen is None else chosen.shape[2],
+        delta=delta,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        kv_len=call.kv_len,
+        kv_rows=delta.shape[3],
+        q_blocks=q_blocks,
+        blocks=blocks,
+        delta_blocks=delta.shape[2],
+        first_sequence=first_sequence,
+        first_block=first_block,
+        head_dim=call.key.shape[3],
+        key_mean_channels=key_mean.shape[2],
+    )
+    grid = sequences * q_heads * (delta.shape[3] // BLOCK)
+    one = kernel(channels, call.key.dtype, chosen is not None)
+    launch(one, grid, Parameters(Tokens.of(call.key), arguments), delta.device)

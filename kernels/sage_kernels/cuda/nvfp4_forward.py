@@ -1,0 +1,306 @@
+"""Attend in NVFP4 on consumer Blackwell: operands of `quantize_nvfp4`, or of Triton, by `nvfp4_forward.cu`.
+
+With emulated products the same kernel runs on GPUs without FP4, where it is tested.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import torch
+
+from ..call import Call
+from ..formats.nvfp4 import GROUP
+from ..formats.weights import P_SCALE
+from ..layout import BLOCK, ceil_div, power_of_two
+from ..operands import KeyPadding, NVFP4Operands
+from ..recipe import get_recipe
+from ..registry import Quantizer, Request
+from . import delta_scores, padding, tokens
+from .launch import Kernel, Source, architecture, launch
+from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float, Floats, HalfWords, Int, Int64, Map
+from .tensor_map import tensor_map
+from .tokens import NO_TOKENS, Tokens
+
+WARPS = 8  # that attend, to 16 rows each
+THREADS = 32 * (WARPS + 4)  # a warp brings tiles; its warpgroup gives registers to the others
+STAGES = 3  # of tiles of K and V: as many as the 99 KiB of shared memory hold beside the heavy keys
+STAGE_ALIGNMENT = 1024  # bytes: of the widest swizzle
+HEAVY_KEYS = 64
+LINE_CHANNELS = 64  # of heavy keys, side by side in shared memory
+LINE_BYTES = 2 * LINE_CHANNELS
+DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices: those of the call and of its recipe.
+
+    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: the first keys are attended to in 16
+    bits; `native`: products in NVFP4 are instructions, otherwise emulated.
+    """
+
+    channels: int
+    is_causal: bool
+    padded: bool
+    return_lse: bool
+    smooth_q: bool
+    quantized_denominator: bool
+    heavy: bool
+    native: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the bytes of the stages, and of the heavy keys and their values."""
+        scales = (BLOCK + BLOCK) * self.channels // GROUP
+        stage = BLOCK * self.channels + scales + 8 * BLOCK + 4
+        heavy = 2 * HEAVY_KEYS * self.channels if self.heavy else STAGE_ALIGNMENT
+        return STAGES * ceil_div(stage, STAGE_ALIGNMENT) * STAGE_ALIGNMENT + 2 * heavy
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The tensors that the kernel reads by address, and writes, and numbers.
+
+    Attributes:
+        query to value_mean, mean_score: as in `operands.NVFP4Operands`; mean_score is None without the LSE.
+        delta: (sequences, q_heads, delta_blocks, kv_rows) scores of Q's means, or None.
+        output: (batch, q_heads, q_len, v_head_dim), channels contiguous.
+        lse: (batch, q_heads, q_len), contiguous, or None.
+        valid, spans: as in `operands.KeyPadding`, or None. They count heavy keys.
+        valid_stride, spans_stride: from batch element to batch element.
+        first_sequence, sequences: of this launch. kv_len and causal_offset are those behind the heavy keys.
+        first_block, blocks: of BLOCK rows of each sequence, of this launch.
+        head_dim: of Q.
+    """
+
+    query: ConstBytes
+    query_scale: ConstBytes
+    query_tensor_scale: ConstFloats
+    key_scale: ConstBytes
+    key_tensor_scale: ConstFloats
+    value_scale: ConstBytes
+    value_tensor_scale: ConstFloats
+    value_mean: ConstFloats
+    mean_score: ConstFloats
+    delta: ConstFloats
+    output: HalfWords
+    lse: Floats
+    valid: ConstBytes
+    spans: ConstInts
+    output_stride_batch: Int64
+    output_stride_head: Int64
+    output_stride_token: Int64
+    first_sequence: Int
+    sequences: Int
+    first_block: Int
+    blocks: Int
+    delta_blocks: Int
+    q_heads: Int
+    kv_heads: Int
+    q_len: Int
+    kv_len: Int
+    q_rows: Int
+    kv_rows: Int
+    causal_offset: Int
+    head_dim: Int
+    v_head_dim: Int
+    mean_channels: Int
+    valid_stride: Int
+    spans_stride: Int
+    softmax_scale: Float
+
+
+@dataclass(slots=True)
+class Parameters:
+    """Parameters of the kernel.
+
+    Attributes:
+        key: boxes (BLOCK, CHANNELS / 2).
+        value: boxes (CHANNELS, BLOCK / 2).
+        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
+        query_tokens: Q in 16 bits beside heavy keys, or NO_TOKENS.
+        arguments: the others.
+    """
+
+    key: Map
+    value: Map
+    heavy_key: Map
+    heavy_value: Map
+    query_tokens: Tokens
+    arguments: Arguments
+
+
+@cache
+def kernel(config: Config, dtype: torch.dtype) -> Kernel:
+    """Return `nvfp4_forward` with outputs of that dtype, which is that of Q in 16 bits."""
+    macros = {
+        **tokens.macros(config.channels, dtype),
+        "WARPS": WARPS,
+        "THREADS": THREADS,
+        "BLOCK": BLOCK,
+        "GROUP": GROUP,
+        "STAGES": STAGES,
+        "SHARED_BYTES": config.shared_bytes,
+        "LARGEST_P_LOG2": f"{math.log2(P_SCALE['nvfp4'])}f",
+        "HEAVY_KEYS": HEAVY_KEYS if config.heavy else 0,
+        "CAUSAL": config.is_causal,
+        "PADDED": config.padded,
+        "LSE": config.return_lse,
+        "SMOOTH_Q": config.smooth_q,
+        "QUANTIZED_DENOMINATOR": config.quantized_denominator,
+        "NATIVE_FP4": config.native,
+    }
+    source = Source("nvfp4_forward.cu", {"nvfp4_forward": Parameters}, macros)
+    return Kernel(source, "nvfp4_forward", THREADS, config.shared_bytes)
+
+
+def unavailable(request: Request) -> str:
+    """Return why the kernels of a request that `registration.NVFP4Forward` serves cannot be had; "" when they can."""
+    recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
+    config = Config(
+        channels,
+        request.is_causal,
+        request.mask == "keys",
+        request.return_lse,
+        recipe.smooth_q,
+        recipe.denominator == "quantized_p",
+        0 < recipe.heavy_keys < request.kv_len,
+        native=True,
+    )
+    assert request.capability is not None  # of a GPU
+    kernels = [kernel(config, request.dtype)]
+    if recipe.smooth_q:
+        kernels.append(delta_scores.kernel(channels, request.dtype))
+    if config.padded:
+        kernels.append(padding.kernel())
+    reasons = (one.source.why_not(architecture(request.capability)) for one in kernels)
+    return next(filter(None, reasons), "")
+
+
+def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (output, lse or None) of a call that `registration.NVFP4Forward` serves.
+
+    Args:
+        call: the call.
+        quantizer: a quantiser that makes `NVFP4Operands`.
+        native: use FP4 matrix units, which the GPU must have; otherwise emulate them.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
+    output, lse = call.new_outputs()
+    if not call.is_empty:
+        call = call.for_kernel()
+        existing = None if call.mask.valid is None else padding.read_padding(call.mask.valid)
+        operands = quantizer.quantize(call, *(() if existing is None else (existing.valid, existing.spans)))
+        forward(operands, output, lse, call, native, existing)
+    return output, lse
+
+
+def forward(
+    operands: NVFP4Operands,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    call: Call,
+    native: bool,
+    existing: KeyPadding | None = None,
+) -> None:
+    """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
+
+    Args:
+        operands: those of the call, with 64 or 128 channels in Q, K and V.
+        output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides and
+            v_head_dim even, written.
+        lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
+        call: one of `Call.for_kernel`.
+        native: see `attend`.
+        existing: which keys exist; None: all.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
+    tail, heavy, device = call.tail, operands.heavy, output.device
+    batch, q_heads, q_len, v_head_dim = output.shape
+    kv_heads, kv_rows = operands.key.shape[1:3]
+    q_rows, channels = operands.query.shape[2], 2 * operands.query.shape[3]
+    q_blocks = q_rows // BLOCK
+    sequences, blocks, delta = batch, q_blocks, None
+    if operands.query_mean is not None:
+        bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
+        most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * kv_rows))
+        blocks = min(blocks, max(1, most // batch))
+        sequences = min(batch, most // blocks)
+        delta = output.new_empty((sequences, q_heads, blocks, kv_rows), dtype=torch.float32)
+    config = Config(
+        channels,
+        call.is_causal,
+        existing is not None,
+        lse is not None,
+        delta is not None,
+        call.recipe.denominator == "quantized_p",
+        heavy is not None,
+        native,
+    )
+    key = tensor_map(operands.key.view(-1, channels // 2), (BLOCK, channels // 2), channels // 2)
+    value = tensor_map(operands.value.view(-1, kv_rows // 2), (channels, BLOCK // 2), BLOCK // 2)
+    heavy_key = heavy_value = NO_TENSOR_MAP
+    if heavy is not None:
+        box = (HEAVY_KEYS, LINE_CHANNELS)
+        heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
+    valid_stride, spans_stride = (0, 0) if existing is None else existing.strides
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
+        present = min(sequences, batch - first_sequence)
+        if delta is not None:
+            delta_scores.delta_scores(operands, tail, first_sequence, present, first_block, delta)
+        arguments = Arguments(
+            query=operands.query,
+            query_scale=operands.query_scale,
+            query_tensor_scale=operands.query_tensor_scale,
+            key_scale=operands.key_scale,
+            key_tensor_scale=operands.key_tensor_scale,
+            value_scale=operands.value_scale,
+            value_tensor_scale=operands.value_tensor_scale,
+            value_mean=operands.value_mean,
+            mean_score=operands.mean_score,
+            delta=delta,
+            output=output,
+            lse=lse,
+            valid=None if existing is None else existing.valid,
+            spans=None if existing is None else existing.spans,
+            output_stride_batch=output.stride(0),
+            output_stride_head=output.stride(1),
+            output_stride_token=output.stride(2),
+            first_sequence=first_sequence,
+            sequences=present,
+            first_block=first_block,
+            blocks=min(blocks, q_blocks - first_block),
+            delta_blocks=blocks,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            q_len=q_len,
+            kv_len=tail.kv_len,
+            q_rows=q_rows,
+            kv_rows=kv_rows,
+            causal_offset=tail.causal_offset,
+            head_dim=call.query.shape[3],
+            v_head_dim=v_head_dim,
+            mean_channels=operands.value_mean.shape[-1],
+            valid_stride=valid_stride,
+            spans_stride=spans_stride,
+            softmax_scale=float(call.scale),
+        )
+        parameters = Parameters(
+            key=key,
+            value=value,
+            heavy_key=heavy_key,
+            heavy_value=heavy_value,
+            query_tokens=NO_TOKENS if heavy is None else Tokens.of(call.query),
+            arguments=arguments,
+        )
+        items = present * q_heads * arguments.blocks
+        launch(kernel(config, output.dtype), min(items, processors), parameters, device)

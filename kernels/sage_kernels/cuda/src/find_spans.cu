@@ -1,0 +1,27 @@
+// Find the spans of keys that exist (`operands.KeyPadding`): a block of the grid has a batch element.
+#include "parameters.cuh"
+
+static_assert(THREADS == 1024, "THREADS must be those of a whole block, which has a batch element");
+
+extern "C" __global__ void __launch_bounds__(THREADS) find_spans(FIND_SPANS_PARAMETERS) {
+  __shared__ int first, hole, end;
+  const uint8* valid = arguments.valid + static_cast<int64>(blockIdx.x) * arguments.kv_len;
+  if (threadIdx.x == 0) first = hole = arguments.kv_len, end = 0;
+  __syncthreads();
+  int own_first = arguments.kv_len, own_end = 0;
+  for (int key = threadIdx.x; key < arguments.kv_len; key += THREADS)
+    if (valid[key]) own_first = min(own_first, key), own_end = key + 1;
+  atomicMin(&first, own_first);
+  atomicMax(&end, own_end);
+  __syncthreads();
+  for (int key = first + 1 + threadIdx.x; key < arguments.kv_len; key += THREADS)
+    if (!valid[key]) {
+      atomicMin(&hole, key);
+      break;
+    }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* spans = arguments.spans + 3 * blockIdx.x;
+    spans[0] = first, spans[1] = hole, spans[2] = end;
+  }
+}

@@ -1,0 +1,556 @@
+// The forward kernel of the NVFP4 recipes for consumer Blackwell: Q·Kᵀ and P·V in NVFP4, of the operands that
+// `quantize_nvfp4.cu` writes, or the Triton quantisers. With emulated products it runs on other GPUs, to be tested.
+//
+// A block of the grid works through items: 128 rows of one (batch, head). One warp of it brings tiles of 128 keys: K,
+// V, their scales and the scores of Q's means. Each of the other eight holds 16 rows: their scores, weights and outputs
+// are in its registers, and weights become the left operand of P·V where they are.
+//
+// The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
+// bits when it is done with all others (`heavy_keys.cuh`).
+//
+// The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that
+// are not defined here.
+#include "barrier.cuh"
+#include "heavy_keys.cuh"
+#include "mma.cuh"
+#include "numbers.cuh"
+#include "nvfp4_atom.cuh"
+#include "parameters.cuh"
+#include "tma.cuh"
+#include "tokens.cuh"
+#include "wgmma.cuh"
+
+static_assert(WARPS == 8 && THREADS == 32 * (WARPS + 4),
+              "THREADS must be those of 8 WARPS that attend, and of a warpgroup that gives them its registers");
+static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 16 rows, and a tensor scale 128 tokens");
+static_assert(GROUP == 16, "GROUP of elements with a scale must be 16, as the matrix units have it");
+static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
+ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
+ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
+ASSERT_FLAG(SMOOTH_Q, "scores of Q's means are added, or there are none");
+ASSERT_FLAG(QUANTIZED_DENOMINATOR, "rows are divided by sums of quantised weights, or of weights before that");
+
+constexpr int KEY_BLOCKS = BLOCK / 8;         // of a matrix product's columns, in a tile
+constexpr int CHANNEL_BLOCKS = CHANNELS / 8;  // likewise of V
+constexpr int QK_STEPS = CHANNELS / 64;       // products in the depth of Q·Kᵀ
+constexpr int PV_STEPS = BLOCK / 64;          // and of P·V
+constexpr int SECTIONS = BLOCK / 32;          // of 32 keys, of which a thread has 8 scores of each of its two rows
+constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
+constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
+constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
+constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
+constexpr bool TOTAL = LSE || !QUANTIZED_DENOMINATOR;                 // weights are summed before they are quantised
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float P_LOG2 = LARGEST_P_LOG2, E2M1_LARGEST_LOG2 = 2.584962500721156f;
+constexpr float E4M3_ROUNDS_TO_0 = 0.0009765625f;  // the largest number that e4m3 rounds to 0
+
+// What comes with a tile of keys, in this order, and lies so in shared memory.
+struct alignas(1024) Stage {
+  uint8 key[K_BYTES], value[V_BYTES];
+  uint8 key_scale[BLOCK * K_SCALES];       // of a key together
+  uint8 value_scale[CHANNELS * V_SCALES];  // of a channel together
+  float delta[2 * BLOCK];                  // each pair twice, as a product's accumulators have it in two rows
+  float key_tensor_scale;
+};
+constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES;  // by the TMA
+// Where they lie.
+constexpr int VALUE = K_BYTES, KEY_SCALE = VALUE + V_BYTES, VALUE_SCALE = KEY_SCALE + BLOCK * K_SCALES;
+constexpr int DELTA = VALUE_SCALE + CHANNELS * V_SCALES, KEY_TENSOR_SCALE = DELTA + 2 * BLOCK * 4;
+
+struct alignas(1024) Shared {
+  Stage stages[STAGES];
+  uint8 heavy_key[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024], heavy_value[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024];
+};
+static_assert(SHARED_BYTES == sizeof(Shared), "SHARED_BYTES must be those of the stages and of the heavy keys");
+
+struct Barriers {
+  uint64 full[STAGES], empty[STAGES], heavy_full, heavy_empty;
+};
+
+// A block's share of the work.
+struct Item {
+  int sequence, block;  // of those of this launch
+  int batch, head, kv_head, first_row;
+  int first_tile, last_tile;  // of keys: from the first to before the last
+
+  DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
+  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+};
+
+// Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks
+// change order from round to round.
+DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+  const int items = a.blocks * a.sequences * a.q_heads, grid = gridDim.x;
+  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (index >= items) return false;
+  const int pairs = a.sequences * a.q_heads, pair = CAUSAL ? index % pairs : index / a.blocks;
+  item.block = CAUSAL ? a.blocks - 1 - index / pairs : index % a.blocks;
+  item.sequence = pair / a.q_heads;
+  item.head = pair - item.sequence * a.q_heads;
+  item.batch = a.first_sequence + item.sequence;
+  item.kv_head = item.head / (a.q_heads / a.kv_heads);
+  item.first_row = (a.first_block + item.block) * BLOCK;
+  const int* spans = a.spans + item.batch * a.spans_stride;
+  int keys = PADDED ? spans[2] - HEAVY_KEYS : a.kv_len;
+  if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
+  item.first_tile = PADDED ? max(spans[0] - HEAVY_KEYS, 0) / BLOCK : 0;
+  item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
+  return true;
+}
+
+// A stage, and how often all have been used, modulo 2.
+struct Use {
+  int stage = 0, parity = 0;
+
+  DEVICE void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// ---- The producer: a warp that brings tiles ----
+
+// Copy 4 or 8 bytes to shared memory.
+template <int BYTES>
+DEVICE void copy_few(void* into, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(into)), "l"(from), "n"(BYTES)
+               : "memory");
+}
+
+// Arrive when what this thread copies by `copy_few` is there.
+DEVICE void arrive_when_copied(uint64& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& value, const TensorMap& heavy_key,
+                    const TensorMap& heavy_value, Shared& shared, Barriers& b) {
+  const int lane = threadIdx.x % 32;
+  Item item;
+  Use use;
+#pragma unroll 1
+  for (int round = 0; next_item(a, round, item); round++) {
+    const int64 row = static_cast<int64>(item.kv_pair(a)) * a.kv_rows;
+    const uint8* key_scale = a.key_scale + row * K_SCALES;
+    const uint8* value_scale = a.value_scale + static_cast<int64>(item.kv_pair(a)) * CHANNELS * (a.kv_rows / GROUP);
+    const float* delta =
+        a.delta +
+        ((static_cast<int64>(item.sequence) * a.q_heads + item.head) * a.delta_blocks + item.block) * a.kv_rows;
+#pragma unroll 1
+    for (int tile = item.first_tile; tile < item.last_tile; tile++, use.next()) {
+      Stage& stage = shared.stages[use.stage];
+      uint64& full = b.full[use.stage];
+      wait(b.empty[use.stage], use.parity ^ 1);
+      if (lane == 0) {
+        arrive_expecting(full, COPIED_BYTES);
+        load_box(key, stage.key, full, static_cast<int>(row) + tile * BLOCK, 0);
+        load_box(value, stage.value, full, item.kv_pair(a) * CHANNELS, tile * V_ROW);
+        load_bytes(key_scale + static_cast<int64>(tile) * BLOCK * K_SCALES, stage.key_scale, full, BLOCK * K_SCALES);
+        copy_few<4>(&stage.key_tensor_scale, a.key_tensor_scale + row / BLOCK + tile);
+      }
+      if (SMOOTH_Q) {
+#pragma unroll
+        for (int i = 0; i < BLOCK; i += 32)
+          copy_few<8>(stage.delta + 2 * (i + lane), delta + tile * BLOCK + (i + lane) / 2 * 2);
+      }
+      // Scales of V lie 8 bytes together, and the TMA copies 16.
+#pragma unroll
+      for (int channel = 0; channel < CHANNELS; channel += 32)
+        copy_few<V_SCALES>(stage.value_scale + (channel + lane) * V_SCALES,
+                           value_scale + static_cast<int64>(channel + lane) * (a.kv_rows / GROUP) + tile * V_SCALES);
+      arrive_when_copied(full);
+    }
+    if (HEAVY_KEYS > 0) {
+      wait(b.heavy_empty, round & 1 ^ 1);
+      if (lane == 0) {
+        arrive_expecting(b.heavy_full, 2 * HEAVY_BYTES);
+#pragma unroll
+        for (int channel = 0; channel < CHANNELS; channel += 64) {
+          load_box(heavy_key, shared.heavy_key + channel * 2 * HEAVY_KEYS, b.heavy_full, item.kv_pair(a) * HEAVY_KEYS,
+                   channel);
+          load_box(heavy_value, shared.heavy_value + channel * 2 * HEAVY_KEYS, b.heavy_full,
+                   item.kv_pair(a) * HEAVY_KEYS, channel);
+        }
+      }
+    }
+  }
+}
+
+// ---- Consumers: warps that attend ----
+
+DEVICE float log2_approximate(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Return a byte as a number, by a permutation: the compiler would leave both to the special function unit.
+DEVICE int byte_of(uint32 x, int number) { return look_up(x, 0, 0x4440 + number); }
+DEVICE float from_neighbour(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+
+// 16 rows. Lane 4g + t has scores and outputs of rows g and g + 8: element i of a block of 8 columns is of row
+// g + i / 2 * 8 and column 2t + i % 2. K's tokens lie so that these are, of each 32 keys, the 8 from 8t on: block b of
+// these 32 has numbers 2b and 2b + 1 of the thread's 8.
+//
+// Scales of P are of 16 keys, which two lanes have. An even lane finds those of row g, an odd one those of row g + 8,
+// which are the lane's own row: so a warp computes each scale twice only.
+struct Consumer {
+  const Arguments& a;
+  const Tokens& query_tokens;
+  Shared& shared;
+  Barriers& barriers;
+  int warp, lane, quad, row;  // row: the first of the thread's two, in the item
+
+  Item item;
+  uint32 q[QK_STEPS][4], q_scales;
+  float q_factor;
+  float row_max;      // of the own row, in base 2
+  float denominator;  // twice the sum of its quantised weights in the lane's groups of 16
+  float total;        // the sum of those before they are quantised
+  float outputs[CHANNEL_BLOCKS][4];
+
+  DEVICE bool is_odd() const { return lane & 1; }
+  DEVICE int own_row() const { return row + 8 * (lane & 1); }
+
+  // Return what two lanes' values for the own row, one of which each lane has, add up to, given those for both rows.
+  template <typename Number>
+  DEVICE Number of_own_row(Number first, Number second) const {
+    return (is_odd() ? second : first) + from_neighbour(is_odd() ? first : second, 1);
+  }
+  // Find values for both of the thread's rows, given that for the own row.
+  DEVICE void share(float own, float& first, float& second) const {
+    const float other = from_neighbour(own, 1);
+    first = is_odd() ? other : own, second = is_odd() ? own : other;
+  }
+
+  DEVICE void load_query() {
+    const int64 first = item.pair(a) * a.q_rows + item.first_row;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32* codes = reinterpret_cast<const uint32*>(a.query + (first + row + 8 * r) * K_ROW) + quad;
+#pragma unroll
+      for (int step = 0; step < QK_STEPS; step++) {
+        q[step][r] = __ldg(codes + 8 * step);
+        q[step][r + 2] = __ldg(codes + 8 * step + 4);
+      }
+    }
+    // Lanes 0 and 1 of four have the scales of the first step, lanes 2 and 3 those of the second.
+    q_scales = __ldg(reinterpret_cast<const uint32*>(a.query_scale + (first + own_row()) * K_SCALES) +
+                     (QK_STEPS > 1 ? quad / 2 : 0));
+    q_factor = __ldg(a.query_tensor_scale + first / BLOCK) * (a.softmax_scale * LOG2E);
+  }
+
+  // Compute the scores of a tile, without their factor.
+  DEVICE void find_scores(uint32 stage, float (&scores)[KEY_BLOCKS][4]) const {
+    // Rows of K in 64 bytes, whose 16-byte parts are exchanged every two rows; or in 32 bytes, every four.
+    const int part = QK_STEPS == 2 ? (lane / 8) ^ (lane % 8 / 2) : (lane / 8 % 2) ^ (lane % 8 / 4);
+    const int line = QK_STEPS == 2 ? lane % 8 : lane % 8 + lane / 16 * 8;
+    const uint32 keys = stage + line * K_ROW + part * 16;
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+      uint32 delta[4] = {};
+      if (SMOOTH_Q) load_words(delta, stage + DELTA + (8 * block + 2 * quad) * 8);
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[block][i] = __uint_as_float(delta[i]);
+    }
+#pragma unroll
+    for (int first = 0; first < KEY_BLOCKS; first += 4) {
+      // A lane has the scales of a key of each fourth block.
+      uint32 scales[QK_STEPS];
+      load_words(scales, stage + KEY_SCALE + (8 * (first + quad) + lane / 4) * K_SCALES);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2 / QK_STEPS) {
+        uint32 k[4];
+        load_matrices(k, keys + (first + i) * 8 * K_ROW);
+        if constexpr (QK_STEPS == 2) {
+#pragma unroll
+          for (int step = 0; step < 2; step++)
+            add_product(scores[first + i], q[step], k[2 * step], k[2 * step + 1], q_scales, scales[step], step, i);
+        } else {
+#pragma unroll
+          for (int next = 0; next < 2; next++)
+            add_product(scores[first + i + next], q[0], k[2 * next], k[2 * next + 1], q_scales, scales[0], 0, i + next);
+        }
+      }
+    }
+  }
+
+  // Return which keys of the call exist.
+  DEVICE const uint8* valid() const { return a.valid + static_cast<int64>(item.batch) * a.valid_stride; }
+
+  // Hide scores of keys that the thread's rows may not attend to.
+  DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
+    int place = quad;
+    asm volatile("" : "+r"(place));                        // so that addresses are computed here, in few tiles
+    const int left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first one on
+    uint32 exists = 0;
+    if (PADDED) {
+      const uint8* from = valid() + HEAVY_KEYS + tile * BLOCK + 8 * place;
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int key = i / 8 * 32 + i % 8;
+        if (key < left && from[key]) exists |= 1u << i;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int room = left;
+      if (CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * place);
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const int key = i / 8 * 32 + i % 8;
+        const bool hidden = (CAUSAL || !PADDED) && key >= room || PADDED && !(exists >> i & 1);
+        if (hidden) scores[i / 2][2 * r + i % 2] = -INFINITE;
+      }
+    }
+  }
+
+  // Attend to one more tile.
+  template <bool MASKED>
+  DEVICE void attend(uint32 stage, int tile) {
+    float scores[KEY_BLOCKS][4];
+    find_scores(stage, scores);
+    uint32 key_tensor_scale[1];
+    load_words(key_tensor_scale, stage + KEY_TENSOR_SCALE);
+    float factor = q_factor * __uint_as_float(key_tensor_scale[0]);
+    if (MASKED) {
+      mask(scores, tile);
+      factor = larger_or_nan(factor, SMALLEST_NORMAL);  // -inf · 0 would be NaN
+    }
+    // The largest score of each 16 keys of the own row.
+    float largest[SECTIONS];
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++) {
+      float of_row[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        of_row[r] = scores[4 * section][2 * r];
+#pragma unroll
+        for (int i = 1; i < 8; i++) of_row[r] = larger_or_nan(of_row[r], scores[4 * section + i / 2][2 * r + i % 2]);
+      }
+      const float others = from_neighbour(is_odd() ? of_row[0] : of_row[1], 1);
+      largest[section] = larger_or_nan(is_odd() ? of_row[1] : of_row[0], others);
+    }
+    float tile_max = larger_or_nan(larger_or_nan(largest[0], largest[1]), larger_or_nan(largest[2], largest[3]));
+    tile_max = larger_or_nan(tile_max, from_neighbour(tile_max, 2));
+    const float new_max = larger_or_nan(row_max, tile_max * factor);
+    const float reference = MASKED && new_max == -INFINITE ? 0.0f : new_max;
+    if (__any_sync(~0u, row_max != new_max)) scale_sums(exp2_approximate(row_max - reference));
+    row_max = new_max;
+
+    // Scales of P, a sixth of the largest weight.
+    const float shift = reference - P_LOG2;
+    float step[SECTIONS];
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++)
+      step[section] = exp2_approximate(__fmaf_rn(largest[section], factor, -(shift + E2M1_LARGEST_LOG2)));
+    const uint32 codes = to_e4m3(step[0], step[1], step[2], step[3]);
+    // As the matrix units want them: those of the first 64 keys in lanes 0 and 1 of four, of the others in 2 and 3.
+    const uint32 p_scales = __byte_perm(codes, from_neighbour(codes, 2), quad < 2 ? 0x5140 : 0x3726);
+    from_e4m3(codes, step);
+    // Dividing by the scale is a subtraction of its logarithm. Where it is 0 weights may be anything, since e2m1 is
+    // finite and products are 0, unless they are summed before they are rounded.
+    float divisor[SECTIONS], offsets[2][SECTIONS];
+#pragma unroll
+    for (int section = 0; section < SECTIONS; section++) {
+      divisor[section] = TOTAL ? larger_or_nan(step[section], E4M3_ROUNDS_TO_0) : step[section];
+      share(shift + log2_approximate(divisor[section]), offsets[0][section], offsets[1][section]);
+    }
+
+    uint32 doubled_sums[2] = {};
+    const int part = lane / 8 % 2, line = lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int half = 0; half < PV_STEPS; half++) {
+      uint32 p[4];
+      float sums[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = i % 2, section = 2 * half + i / 2;
+        float x[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          x[j] = exp2_approximate(__fmaf_rn(scores[4 * section + j / 2][2 * r + j % 2], factor, -offsets[r][section]));
+        if (TOTAL) sums[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+        p[i] = to_e2m1(x);
+        // Sums of 16 keys are below 2⁸.
+        if (QUANTIZED_DENOMINATOR) doubled_sums[r] += doubled_sum(p[i]) << 8 * section;
+      }
+      if (TOTAL) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)
+          total = __fmaf_rn(of_own_row(sums[i], sums[i + 1]), divisor[2 * half + i / 2], total);
+      }
+      // Rows of V in 64 bytes, whose 16-byte parts are exchanged every two rows.
+      const uint32 values = stage + VALUE + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
+#pragma unroll
+      for (int first = 0; first < CHANNEL_BLOCKS; first += 4) {
+        uint32 scales[1];
+        load_words(scales, stage + VALUE_SCALE + (8 * (first + quad) + lane / 4) * V_SCALES + 4 * half);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          uint32 v[4];
+          load_matrices(v, values + (first + i) * 8 * V_ROW);
+#pragma unroll
+          for (int next = 0; next < 2; next++)
+            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales[0], half,
+                        i + next);
+        }
+      }
+    }
+    if (QUANTIZED_DENOMINATOR) {
+      const uint32 sums = of_own_row(doubled_sums[0], doubled_sums[1]);
+#pragma unroll
+      for (int section = 0; section < SECTIONS; section++)
+        denominator = __fmaf_rn(static_cast<float>(byte_of(sums, section)), step[section], denominator);
+    }
+  }
+
+  // Multiply all sums of each row by a factor, given that of the own row.
+  DEVICE void scale_sums(float own) {
+    float factors[2];
+    share(own, factors[0], factors[1]);
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
+    denominator *= own, total *= own;
+  }
+
+  // Divide the outputs by their sums of weights, and bring them to the scale and mean of V.
+  DEVICE void finish(const float (&divisors)[2]) {
+    const float scale = __ldg(a.value_tensor_scale + item.kv_pair(a));
+    const float* means = a.value_mean + static_cast<int64>(item.kv_pair(a)) * a.mean_channels;
+    const float factors[2] = {scale / (divisors[0] == 0.0f ? 1.0f : divisors[0]),
+                              scale / (divisors[1] == 0.0f ? 1.0f : divisors[1])};
+#pragma unroll
+    for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int channel = 8 * block + 2 * quad + i % 2;
+        const float mean = channel < a.mean_channels ? __ldg(means + channel) : 0.0f;
+        outputs[block][i] = divisors[i / 2] == 0.0f ? 0.0f : __fmaf_rn(outputs[block][i], factors[i / 2], mean);
+      }
+  }
+
+  // Return the heavy keys, as those of the item's rows.
+  DEVICE HeavyKeys heavy_keys() const {
+    const int first_row = item.first_row + row;
+    HeavyKeys heavy;
+    heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
+    heavy.query = query_tokens.first + item.batch * query_tokens.batch_stride + item.head * query_tokens.head_stride +
+                  first_row * query_tokens.token_stride + 8 * quad;
+    heavy.stride = query_tokens.token_stride;
+    heavy.rows = a.q_len - first_row;
+    heavy.channels = a.head_dim - 8 * quad;
+    heavy.seen = first_row + a.causal_offset + HEAVY_KEYS + 1;
+    heavy.valid = PADDED ? valid() : nullptr;
+    heavy.scale = a.softmax_scale * LOG2E;
+    heavy.weight_log2 = P_LOG2;
+    return heavy;
+  }
+
+  // Write the outputs of an item, heavy keys included, and its log-sum-exp.
+  DEVICE void end_item(int round) {
+    // What the main loop does not need is computed here, not kept in registers all along.
+    asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
+    float maxima[2], totals[2], divisors[2];
+    if (TOTAL) total += from_neighbour(total, 2);
+    if (QUANTIZED_DENOMINATOR) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
+    share(row_max, maxima[0], maxima[1]);
+    share(total, totals[0], totals[1]);
+    share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);
+    finish(divisors);
+    if constexpr (HEAVY_KEYS > 0) {
+      wait(barriers.heavy_full, round & 1);
+      attend_to_heavy_keys<HEAVY_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);
+      __syncwarp();
+      if (lane == 0) arrive(barriers.heavy_empty);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = item.first_row + row + 8 * r;
+      if (token >= a.q_len) continue;
+      uint16* into = a.output + item.batch * a.output_stride_batch + item.head * a.output_stride_head +
+                     token * a.output_stride_token;
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; block++) {
+        const int channel = 8 * block + 2 * quad;
+        const float x = outputs[block][2 * r], y = outputs[block][2 * r + 1];
+        if (channel < a.v_head_dim)
+          *reinterpret_cast<uint32*>(into + channel) = FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
+      }
+      if (LSE && quad == 0) {
+        const float mean_score = __ldg(a.mean_score + item.pair(a) * a.q_rows + token);
+        const float natural = (maxima[r] + __log2f(totals[r]) - P_LOG2) * LN2 + a.softmax_scale * mean_score;
+        a.lse[item.pair(a) * a.q_len + token] = totals[r] == 0.0f ? -INFINITE : natural;
+      }
+    }
+  }
+
+  DEVICE void run() {
+    Use use;
+    uint32 stages = shared_address(&shared), full = shared_address(barriers.full),
+           empty = shared_address(barriers.empty);
+    asm volatile("" : "+r"(stages), "+r"(full), "+r"(empty));  // else addresses are computed for each tile
+#pragma unroll 1
+    for (int round = 0; next_item(a, round, item); round++) {
+      load_query();
+      row_max = -INFINITE, denominator = total = 0.0f;
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; block++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) outputs[block][i] = 0.0f;
+      // Tiles that need no mask.
+      int whole = 0, end = a.kv_len / BLOCK;
+      if (PADDED) {
+        const int* spans = a.spans + item.batch * a.spans_stride;
+        whole = (max(spans[0] - HEAVY_KEYS, 0) + BLOCK - 1) / BLOCK;
+        end = max(spans[1] - HEAVY_KEYS, 0) / BLOCK;
+      }
+      if (CAUSAL) end = min(end, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
+      auto step = [&](auto attend_to) {
+        wait(full + 8 * use.stage, use.parity);
+        attend_to(stages + use.stage * static_cast<uint32>(sizeof(Stage)));
+        // One lane arrives for all. The checker of races counts that lane's reads only; if all arrive it finds none.
+        __syncwarp();
+        if (lane == 0) arrive(empty + 8 * use.stage);
+        use.next();
+      };
+      int tile = item.first_tile;
+#pragma unroll 1
+      while (true) {
+#pragma unroll 1
+        for (; whole <= tile && tile < end; tile++) step([&](uint32 stage) { attend<false>(stage, tile); });
+        if (tile >= item.last_tile) break;
+        step([&](uint32 stage) { attend<true>(stage, tile++); });
+      }
+      end_item(round);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) nvfp4_forward(NVFP4_FORWARD_PARAMETERS) {
+  extern __shared__ __align__(1024) uint8 dynamic[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+  __shared__ Barriers barriers;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1 + 32), init(barriers.empty[i], WARPS);
+    init(barriers.heavy_full, 1), init(barriers.heavy_empty, WARPS);
+  }
+  fence_shared();
+  __syncthreads();
+  if (warp >= WARPS) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (warp > WARPS) return;
+    produce(arguments, key, value, heavy_key, heavy_value, shared, barriers);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    Consumer consumer{arguments, query_tokens, shared, barriers};
+    consumer.warp = warp;
+    consumer.lane = lane;
+    consumer.quad = lane % 4;
+    consumer.row = warp * 16 + lane / 4;
+    consumer.run();
+  }
+}

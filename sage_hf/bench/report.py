@@ -1,0 +1,191 @@
+"""One file that tells what a GPU does with our recipes: for owners of a GPU that we have never run on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sage_hf.app.metrics import tensor_errors
+from sage_hf.app.planning import nominal_request
+from sage_hf.app.report import text_table
+from sage_hf.bench import measure
+from sage_hf.bench.peers import PROVIDERS
+from sage_hf.bench.shapes import SHAPES, Shape
+from sage_kernels import exact, ops
+from sage_kernels.call import Call
+from sage_kernels.cuda.registration import NVFP4_SWITCH
+from sage_kernels.dispatch import request_of
+from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
+
+FORWARD_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.qk != "exact" and recipe.backward is None)
+SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
+SPEED_PROVIDERS = ("sdpa_fa2", "cudnn", "sage_hf:sage1", "sage_hf:sage2", "sage_hf:sage3")
+SWITCH = f"{NVFP4_SWITCH}=cuda"
+"""What turns on the kernels that wait for someone to try them."""
+CHECKED = Shape("checked", 1, 4, 2, 1000, 0)
+"""Sizes of the calls whose errors are measured; they fill no tile, and have each head_dim of HEAD_DIMS."""
+HEAD_DIMS = (64, 128)
+
+
+@contextlib.contextmanager
+def untried_kernels(enabled: bool) -> Iterator[None]:
+    """Let calls take kernels that nobody has run on the GPU they are for, or not, whatever the environment says."""
+    before = os.environ.pop(NVFP4_SWITCH, None)
+    if enabled:
+        os.environ[NVFP4_SWITCH] = "cuda"
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop(NVFP4_SWITCH, None)
+        if before is not None:
+            os.environ[NVFP4_SWITCH] = before
+        select.cache_clear()
+
+
+def plans(device: torch.device) -> list[dict[str, Any]]:
+    """Return which kernels run each recipe in a long call, and why another recipe does, if one does."""
+    chosen = [select(nominal_request(name, device)) for name in RECIPES]
+    return [
+        {
+            "recipe": plan.request.recipe,
+            "runs": plan.recipe,
+            "kernel": plan.kernel,
+            "quantizer": plan.quantizer,
+            "backward": plan.backward,
+            "numerics": plan.numerics,
+            "reason": plan.reason,
+        }
+        for plan in chosen
+    ]
+
+
+def errors(
+    device: torch.device, recipes: Sequence[str] = FORWARD_RECIPES, head_dims: Sequence[int] = HEAD_DIMS
+) -> list[dict[str, Any]]:
+    """Compare native kernels with exact attention in float64, beside the recipe's reference in PyTorch.
+
+    Returns:
+        Rows {recipe, head_dim, causal} with "kernel", "quantizer", "rel_l1" and "reference_rel_l1", which agree to some
+        percent where the kernel is right, and with causality "lse_error", the largest difference of the log-sum-exp
+        from float64's; or with "unavailable", the reason, where nothing runs the recipe natively, or the kernel fails.
+    """
+    rows = []
+    for name in recipes:
+        for head_dim in head_dims:
+            for is_causal in (False, True):
+                row = {"recipe": name, "head_dim": head_dim, "causal": is_causal}
+                try:
+                    row |= _errors_of(device, name, head_dim, is_causal)
+                except Exception as error:  # A kernel may fail in any way: its row says how.
+                    row["unavailable"] = measure.reason(error)
+                rows.append(row)
+    return rows
+
+
+def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool) -> dict[str, Any]:
+    shape = Shape("checked", CHECKED.batch, CHECKED.q_heads, CHECKED.kv_heads, CHECKED.tokens, head_dim)
+    inputs = measure.draw(shape, "biased", device)
+    call = Call(*inputs, get_recipe(recipe), is_causal=is_causal, scale=head_dim**-0.5, return_lse=is_causal)
+    plan = select(request_of(call), "error")
+    output, lse = ops.attention(*inputs, is_causal=is_causal, recipe=recipe, fallback="error", return_lse=is_causal)
+    expected, _ = reference.attention(*inputs, call.recipe, is_causal=is_causal)
+    truth, true_lse = exact.attention(*(x.double() for x in inputs), is_causal=is_causal)
+    found = {
+        "kernel": plan.kernel,
+        "quantizer": plan.quantizer,
+        "rel_l1": tensor_errors(truth, output.double()).rel_l1,
+        "reference_rel_l1": tensor_errors(truth, expected.double()).rel_l1,
+    }
+    return found | ({"lse_error": (lse - true_lse).abs().max().item()} if is_causal else {})
+
+
+def run(
+    device: torch.device,
+    write: Callable[[dict[str, Any]], None],
+    commit: str = "",
+    progress: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Report on a GPU.
+
+    Kernels that nobody has tried come last, after all else has been written: should one hang, the file is there.
+
+    Args:
+        device: a CUDA device.
+        write: called with the result so far, whenever there is more.
+        commit: of the source, for the record.
+        progress: called with a text for each part before it begins.
+
+    Returns:
+        Plain data: facts about the machine, "copy_bandwidth", "plans" (see `plans`), "errors" (see `errors`), and
+        "rows" as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels that wait to be tried have
+        "switch", what turns them on.
+    """
+    shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
+    providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
+    properties = torch.cuda.get_device_properties(device)
+    result: dict[str, Any] = {
+        **measure.facts(device, commit),
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "copy_bandwidth": measure.copy_bandwidth(device),
+        "plans": [],
+        "errors": [],
+        "rows": [],
+    }
+    for untried in (False, True):
+        with untried_kernels(untried), torch.cuda.device(device), torch.no_grad():
+            found = plans(device)
+            if untried:
+                before = {row["recipe"]: row["kernel"] for row in result["plans"]}
+                found = [row for row in found if row["kernel"] != before[row["recipe"]]]
+            recipes = [row["recipe"] for row in found if row["recipe"] in FORWARD_RECIPES]
+            names = {f"sage_hf:{recipe}" for recipe in recipes}
+            chosen = [one for one in providers if one.name in names or not untried]
+            switch = {"switch": SWITCH} if untried else {}
+            result["plans"] += [row | switch for row in found]
+            write(result)
+            progress("errors" + f", {SWITCH}" * untried)
+            result["errors"] += [row | switch for row in errors(device, recipes)]
+            write(result)
+            for shape in shapes if chosen else ():
+                progress(f"{shape.name}: {shape}" + f", {SWITCH}" * untried)
+                result["rows"] += [row | switch for row in measure.measure_shape(shape, chosen, device)]
+                write(result)
+    return result
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return the report's tables as text: errors, then speeds."""
+    kernels = [
+        [
+            row["recipe"],
+            row.get("kernel", "–"),
+            str(row["head_dim"]) + (", causal" if row["causal"] else ""),
+            *(f"{row[name]:.4f}" if name in row else "–" for name in ("rel_l1", "reference_rel_l1")),
+            row.get("unavailable", ""),
+        ]
+        for row in result["errors"]
+    ]
+    speeds = [
+        [
+            row["shape"],
+            row["provider"],
+            row.get("kernel", "–"),
+            f"{row['ms']:.3f}" if "ms" in row else "–",
+            f"{row['tflops']:.0f}" if "tflops" in row else row.get("unavailable", ""),
+        ]
+        for row in result["rows"]
+    ]
+    return "\n\n".join(
+        (
+            text_table(["recipe", "kernel", "head_dim", "error", "reference's", "why not"], kernels),
+            text_table(["shape", "provider", "kernel", "ms", "TFLOP/s"], speeds),
+        )
+    )

@@ -1,0 +1,199 @@
+"""Gates of VSA in diffusers' Wan transformers: `enable_vsa` adds them, and reads them from checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import logging
+from safetensors import safe_open
+from torch import nn
+
+from sage_hf.targets import DENOISERS
+
+from .errors import UnsupportedAttentionError
+from .parallel import splits_tokens
+from .processor import sage_of
+from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor
+
+logger = logging.get_logger(__name__)
+
+MODELS = ("WanTransformer3DModel",)
+_KEY = re.compile(rf"blocks\.\d+\.{GATE}\.(weight|bias)")
+
+
+class VSAHandle:
+    """Handle of `enable_vsa`.
+
+    Attributes:
+        loaded: number of blocks whose gate was read from a checkpoint; those of the others are 0.
+    """
+
+    def __init__(self, models: dict[str, Any], shared: VSAModel, loaded: int) -> None:
+        self._models = models
+        self._shared = shared
+        self._undo: list[Callable[[], None]] = []
+        self.loaded = loaded
+
+    @property
+    def sparsity(self) -> float:
+        """Return the share of tiles that the fine stage leaves out; it may be assigned between calls."""
+        return self._shared.sparsity
+
+    @sparsity.setter
+    def sparsity(self, sparsity: float) -> None:
+        self._shared.sparsity = _checked(sparsity)
+
+    def restore(self) -> None:
+        """Put back the attention from before, and remove the gates. A second call does nothing.
+
+        Raises:
+            RuntimeError: `sage_hf.apply` is still in force. Nothing is changed then.
+        """
+        if self._undo and any(sage_of(block.attn1) for model in self._models.values() for block in model.blocks):
+            raise RuntimeError("sage_hf.apply is in force on a model with VSA: restore its handle first")
+        while self._undo:
+            self._undo.pop()()
+
+
+def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str | Path | None = None) -> VSAHandle:
+    """Give the self-attention of Wan transformers VSA (arXiv 2505.13389), with a gate in each block.
+
+    Each block gets `to_gate_compress`, a Linear(dim, dim), as in FastVideo's checkpoints: `save_pretrained` keeps it,
+    while `from_pretrained` leaves out what the class does not know, so the gates are read again here. A gate that no
+    checkpoint has is 0: the model then attends to the chosen tiles alone, until it is trained. The fine stage is exact;
+    `sage_hf.apply(pipe_or_model, "sage2")` afterwards runs it, and cross-attention, in few bits.
+
+    Args:
+        pipe_or_model: a WanTransformer3DModel, or a pipeline with one or two.
+        sparsity: share of the tiles that the fine stage leaves out, in [0, 1).
+        checkpoint: the folder, safetensors file or Hub repository that has the gates; of a pipeline's folder, each
+            denoiser's subfolder. None: what `from_pretrained` read the model from, if gates lie there.
+
+    Returns:
+        A handle: `restore()` undoes the change, `loaded` counts the gates that were read.
+
+    Raises:
+        TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
+        ValueError: sparsity is not in [0, 1), the checkpoint has no gates, lacks some, or has gates of another size.
+        UnsupportedAttentionError: the model is no Wan transformer, has VSA already, has processors that replaced its
+            own, or runs under context parallelism.
+    """
+    models = _denoisers(pipe_or_model)
+    for model in models.values():
+        _check(model)
+    found = {name: _gates_of(model, name, checkpoint) for name, model in models.items()}
+    shared = VSAModel(_checked(sparsity))
+    handle = VSAHandle(models, shared, sum(len(gates) // 2 for gates in found.values()))
+    for name, model in models.items():
+        for number, block in enumerate(model.blocks):
+            key = f"blocks.{number}.{GATE}"
+            _add_gate(block, found[name].get(f"{key}.weight"), found[name].get(f"{key}.bias"))
+            handle._undo.append(partial(delattr, block, GATE))
+            handle._undo.append(partial(block.attn1.set_processor, block.attn1.processor))
+            block.attn1.set_processor(VSAProcessor(block, shared))
+        handle._undo.append(model.register_forward_pre_hook(shared.follow, with_kwargs=True).remove)
+    return handle
+
+
+def read_gates(source: Path) -> dict[str, torch.Tensor]:
+    """Return the gates' weights and biases by key, from a safetensors file or from all of a folder, sharded or not."""
+    files = sorted(source.glob("*.safetensors"), key=lambda path: len(path.name)) if source.is_dir() else [source]
+    gates: dict[str, torch.Tensor] = {}
+    for path in files:  # of two variants of a file, that with the shorter name
+        with safe_open(path, "pt") as file:
+            keys = [key for key in list(file.keys()) if _KEY.fullmatch(key) and key not in gates]
+            gates |= {key: file.get_tensor(key) for key in keys}
+    return gates
+
+
+def _denoisers(pipe_or_model: object) -> dict[str, Any]:
+    """Return the denoisers by their name in the pipeline, and a model alone as its "transformer"."""
+    if isinstance(pipe_or_model, nn.Module):
+        return {DENOISERS[0]: getattr(pipe_or_model, "_orig_mod", pipe_or_model)}
+    found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
+    models = {name: getattr(one, "_orig_mod", one) for name, one in found.items() if isinstance(one, nn.Module)}
+    if not models:
+        raise TypeError(f"expected a pipeline with a denoiser, or a model; got {type(pipe_or_model).__name__}")
+    return models
+
+
+def _check(model: Any) -> None:
+    if type(model).__name__ not in MODELS:
+        raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
+    if splits_tokens(getattr(model, "_parallel_config", None)):
+        raise UnsupportedAttentionError(NO_SHARDS)
+    for block in model.blocks:
+        if hasattr(block, GATE):
+            raise UnsupportedAttentionError("this model has VSA already: restore() its handle first")
+        if (family := type(block.attn1.processor).__name__) != "WanAttnProcessor":
+            raise UnsupportedAttentionError(f"self-attention has {family}: call enable_vsa first, and then set others")
+
+
+def _checked(sparsity: float) -> float:
+    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity must be in [0, 1); got {sparsity!r}")
+    return sparsity
+
+
+def _gates_of(model: Any, name: str, checkpoint: str | Path | None) -> dict[str, torch.Tensor]:
+    """Return a model's gates from the checkpoint, or from where the model came; none if none lie there.
+
+    Raises:
+        ValueError: the checkpoint that was given has none, or a checkpoint has not the gates of this model.
+    """
+    origin = model.config.get("_name_or_path") if checkpoint is None else checkpoint
+    gates = next((found for source in _sources(origin, name, checkpoint is None) if (found := read_gates(source))), {})
+    if not gates and checkpoint is not None:
+        raise ValueError(f"{checkpoint} has no keys blocks.N.{GATE}.weight in safetensors files")
+    if not gates:
+        return {}
+    for number, block in enumerate(model.blocks):
+        dim = block.attn1.inner_dim
+        for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
+            key = f"blocks.{number}.{GATE}.{part}"
+            if key not in gates:
+                raise ValueError(f"{origin} has gates, but not {key}")
+            if tuple(gates[key].shape) != shape:
+                raise ValueError(f"{origin}: {key} has shape {tuple(gates[key].shape)}; this model's is {shape}")
+    logger.info(f"read {len(model.blocks)} gates from {origin}")
+    return {key: gates[key] for key in gates if int(key.split(".")[1]) < len(model.blocks)}
+
+
+def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path]:
+    """Yield the folders, or the file, in which a denoiser's gates may lie: its subfolder first."""
+    if not origin:
+        return
+    path = Path(origin)
+    if not path.exists():
+        patterns = [f"{name}/*.safetensors", "diffusion_pytorch_model*.safetensors"]
+        try:
+            path = Path(snapshot_download(str(origin), allow_patterns=patterns, local_files_only=local))
+        except (LocalEntryNotFoundError, ValueError):
+            if local:
+                return
+            raise
+    if (path / name).is_dir():
+        yield path / name
+    yield path
+
+
+def _add_gate(block: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    """Add a gate like the block's projections; 0 without weights."""
+    query = block.attn1.to_q.weight
+    dtype = query.dtype if query.is_floating_point() else torch.get_default_dtype()
+    gate = nn.Linear(block.attn1.inner_dim, block.attn1.inner_dim, device=query.device, dtype=dtype)
+    with torch.no_grad():
+        for parameter, values in ((gate.weight, weight), (gate.bias, bias)):
+            if values is None:
+                parameter.zero_()
+            else:
+                parameter.copy_(values)
+    gate.train(block.training)
+    setattr(block, GATE, gate)

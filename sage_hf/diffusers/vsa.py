@@ -1,0 +1,135 @@
+"""VSA, trainable sparse attention, in the self-attention of diffusers' Wan transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sage_hf.sparse.grids import arguments_of, layout_of
+from sage_hf.sparse.order import TileOrder
+from sage_hf.sparse.vsa import tiles_kept, vsa_attention
+from sage_kernels import tracing
+
+from .errors import UnsupportedAttentionError
+
+GATE = "to_gate_compress"
+"""Name of a block's gate, as in FastVideo's checkpoints: `blocks.N.to_gate_compress.{weight,bias}`."""
+NO_SHARDS = (
+    "VSA chooses tiles among all tokens, and context parallelism gives a process a part of them: run this model "
+    "without enable_parallelism()"
+)
+
+
+class VSAModel:
+    """State that the VSA layers of one denoiser share.
+
+    Attributes:
+        sparsity: share of the tiles that the fine stage leaves out.
+        order: the order of the present call's tokens; None before any.
+    """
+
+    def __init__(self, sparsity: float) -> None:
+        self.sparsity = sparsity
+        self.order: TileOrder | None = None
+
+    @tracing.disable
+    def follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the order for a call of the denoiser: a forward pre-hook."""
+        layout = layout_of(denoiser)
+        assert layout is not None  # `enable_vsa` checked the model
+        arguments = arguments_of(denoiser, args, kwargs)
+        self.order = TileOrder.of(layout.grid(denoiser, arguments), arguments["hidden_states"].device)
+
+
+class VSAProcessor:
+    """Processor of a Wan block's self-attention by VSA; exact, unless `sage_hf.apply` chooses a recipe.
+
+    Attributes:
+        block: the transformer block, whose `to_gate_compress` makes the gate.
+        model: what it shares with the denoiser's other layers.
+    """
+
+    def __init__(self, block: nn.Module, model: VSAModel) -> None:
+        self.block = block
+        self.model = model
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attend with an exact fine stage; see `attend`."""
+        return self.attend(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def attend(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        recipe: str = "exact",
+        fallback: str | None = None,
+    ) -> torch.Tensor:
+        """Compute a block's self-attention from its normalised states (batch, tokens, dim).
+
+        Args:
+            attn: the WanAttention.
+            hidden_states: the normalised states, of which the gate is made too.
+            encoder_hidden_states, attention_mask: must be None.
+            rotary_emb: cosines and sines (1, tokens, 1, head_dim), each twice; None: no rotation.
+            recipe, fallback: of the fine stage, as in `sage_attention`.
+
+        Raises:
+            ValueError: there is a mask, or states of an encoder.
+            RuntimeError: the model's forward has not run, so the grid of tokens is not known.
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError("VSA is self-attention of all video tokens: it takes no mask and no encoder's states")
+        if self.model.order is None:
+            raise RuntimeError("VSA learns the grid of tokens from its model's forward: call the model, not its block")
+        if getattr(attn, "fused_projections", False):
+            query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        gate = getattr(self.block, GATE)(hidden_states)
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        query, key, value, gate = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value, gate))
+        if rotary_emb is not None:
+            query, key = rotate(query, *rotary_emb), rotate(key, *rotary_emb)
+        query, key, value, gate = (x.transpose(1, 2) for x in (query, key, value, gate))
+        order, sparsity = self.model.order, self.model.sparsity
+        output = vsa_attention(query, key, value, gate, order, sparsity, recipe=recipe, fallback=fallback)
+        output = output.transpose(1, 2).flatten(2).type_as(hidden_states)
+        return attn.to_out[1](attn.to_out[0](output))
+
+    def describe(self) -> str:
+        """Return what the latest call kept, as one line of text; "" before any call."""
+        if self.model.order is None:
+            return ""
+        tiles = self.model.order.tiles
+        kept = tiles_kept(tiles, self.model.sparsity)
+        return f"VSA: {kept} of {tiles} tiles of 4×4×4 tokens ({kept / tiles:.1%}), those with the best coarse scores"
+
+    @property
+    def _parallel_config(self) -> None:
+        """Return None: diffusers' `enable_parallelism` assigns to this attribute where it exists."""
+        return None
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: object) -> None:
+        if config is not None:
+            raise UnsupportedAttentionError(NO_SHARDS)
+
+
+def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs of channels (0, 1), (2, 3), … of x (batch, tokens, heads, head_dim), as Wan does."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosines[..., 0::2], sines[..., 1::2]
+    return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1).flatten(-2).type_as(x)

@@ -1,0 +1,80 @@
+"""Reading of `sparse_attention_config`, which NVIDIA ModelOpt writes into a model's config.json.
+
+Its skip-softmax leaves out a tile of scores whose largest one lies below the running maximum by more than a threshold,
+calibrated as a · exp(b · target_sparsity) / tokens: decided inside the kernel, after Q·Kᵀ. A router here decides
+before it. So the share, the layers and the steps are taken over, and the threshold is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from huggingface_hub.utils import logging
+
+from .config import Sparse
+
+KEY = "sparse_attention_config"
+_SKIP_SOFTMAX = ("skip_softmax", "softmax_skip")
+
+logger = logging.get_logger(__name__)
+
+
+def settings_for(sparse: Sparse | Literal["model"] | None, model: Any, layers: Iterable[str]) -> Sparse | None:
+    """Return the settings of `SageConfig.sparse` for one denoiser; see `sparse_of_model`."""
+    return sparse_of_model(model.config, layers) if sparse == "model" else sparse
+
+
+def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
+    """Return the settings that follow from a model's `sparse_attention_config`; what they leave out is logged.
+
+    `target_sparsity` becomes `keep`, its complement; layers of `ignore` become dense ones; `initial_disabled_steps`
+    becomes `dense_steps`. Fields are read from the group of skip-softmax (ModelOpt 0.45), or from beside the groups
+    (earlier). The router and its smallest number of tokens are our defaults.
+
+    Args:
+        config: the model's configuration.
+        layers: names of its attention layers.
+
+    Raises:
+        ValueError: there is no such configuration, it has no group of skip-softmax, or no target_sparsity.
+    """
+    shipped = config.get(KEY)
+    if not isinstance(shipped, Mapping):
+        raise ValueError(f'sparse: this model ships no {KEY}: give the settings instead of "model"')
+    groups = shipped.get("config_groups")
+    named = groups if isinstance(groups, Mapping) else {}
+    algorithms = {name: _algorithm(group) for name, group in named.items()}
+    skipping = [name for name, algorithm in algorithms.items() if algorithm in _SKIP_SOFTMAX]
+    if not skipping:
+        found = ", ".join(map(str, algorithms.values())) or "no group"
+        raise ValueError(f"sparse: {KEY} has {found}, and only skip_softmax can be taken over")
+    left_out = [f"the group {name} ({algorithms[name]})" for name in named if name != skipping[0]]
+    fields = {**shipped, **named[skipping[0]]}
+    sparsity = _of_prefill(fields.get("target_sparsity", fields.get("target_sparse_ratio")))
+    if sparsity is None:
+        raise ValueError(f"sparse: {KEY} has no target_sparsity, so the share of tiles to keep must be given: keep")
+    if not isinstance(sparsity, (int, float)) or not 0 <= sparsity < 1:
+        raise ValueError(f"sparse: {KEY}.target_sparsity must be in [0, 1); got {sparsity!r}")
+    names, dense = list(layers), []
+    for pattern in fields.get("ignore") or ():
+        if any(fnmatchcase(name, pattern) for name in names):
+            dense.append(pattern)
+        else:
+            left_out.append(f"the ignored layer {pattern!r}, which is none of this model's attention layers")
+    if fields.get("disabled_until_timestep"):
+        left_out.append("disabled_until_timestep: give dense_steps, a number of steps")
+    left_out.append("its threshold: a router chooses as many tiles instead")
+    logger.warning(f"of {KEY} this is left out: {'; '.join(left_out)}")
+    steps = fields.get("initial_disabled_steps") or 0
+    return Sparse(keep=round(1 - sparsity, 9), dense_steps=steps, dense_layers=tuple(dense))
+
+
+def _algorithm(group: object) -> object:
+    return group.get("algorithm", group.get("sparse_algo")) if isinstance(group, Mapping) else group
+
+
+def _of_prefill(value: object) -> Any:
+    """Return the number of the prefill phase, where phases have numbers of their own."""
+    return value.get("prefill") if isinstance(value, Mapping) else value

@@ -1,0 +1,211 @@
+"""The CUDA NVFP4 forward without FP4 hardware: emulated products stand for the instructions that need it.
+
+All else is what runs on compute capability 12.x: copies, barriers, fragments, masks, the softmax, the heavy keys.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_hf import sage_attention
+from sage_kernels import exact, prepared
+from sage_kernels.cuda import delta_scores, nvfp4_forward, padding
+from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
+from sage_kernels.recipe import get_recipe
+from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
+from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
+from tests.helpers.triton_calls import new_call
+
+# Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
+# across a rounding boundary: their errors against float64 agree to a few percent.
+RATIO = 1.05
+
+
+def random_inputs(q_len, kv_len, q_heads, kv_heads, head_dim, batch=2, v_head_dim=None, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(heads, tokens, bias, channels=head_dim):
+        mean = torch.randn(batch, heads, 1, channels, generator=generator, device="cuda") * bias
+        return (torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda") + mean).to(dtype)
+
+    # Keys grow, so that maxima do until late in a row.
+    key = random(kv_heads, kv_len, 2) * torch.linspace(0.3, 1, kv_len, device="cuda")[:, None]
+    return random(q_heads, q_len, 1), key.to(dtype), random(kv_heads, kv_len, 1, v_head_dim or head_dim)
+
+
+def error(x, true):
+    return ((x.double() - true).abs().sum() / true.abs().sum()).item()
+
+
+def check(inputs, recipe, return_lse=False, valid=None, **options):
+    call = new_call(*inputs, recipe, return_lse=return_lse, valid=valid, **options)
+    quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
+    output, lse = nvfp4_forward.attend(call, quantizer, native=False)
+    mask = None if valid is None else valid[:, None, None]
+    expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, mask=mask, **options)
+    true, _ = exact.attention(*inputs, mask=mask, **options)
+    assert error(output, true) <= RATIO * error(expected, true)
+    if return_lse:
+        torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        ("plain", {}),
+        ("sage3", {}),
+        ("sage3", {"return_lse": True}),
+        ("sage3", {"is_causal": True}),
+        ("sage3", {"is_causal": True, "causal_offset": 37, "return_lse": True}),
+        ("sage3_paper", {"return_lse": True}),
+        ("sage3_paper", {"is_causal": True}),
+    ],
+    ids=str,
+)
+def test_the_kernel_has_the_recipe_s_error(recipe, options, head_dim):
+    sage3 = get_recipe("sage3")
+    recipe = replace(sage3, smooth_q=False, heavy_keys=0) if recipe == "plain" else get_recipe(recipe)
+    check(random_inputs(300, 700, 4, 2, head_dim), recipe, **options)
+
+
+@pytest.mark.parametrize(
+    "q_len, kv_len, head_dim, v_head_dim, dtype",
+    [
+        (1, 65, 128, 128, torch.bfloat16),
+        (128, 192, 128, 128, torch.float16),
+        (129, 1100, 80, 72, torch.bfloat16),
+        (700, 700, 40, 64, torch.float16),
+        (257, 64, 64, 64, torch.bfloat16),
+    ],
+)
+def test_any_length_and_head_dim(q_len, kv_len, head_dim, v_head_dim, dtype):
+    inputs = random_inputs(q_len, kv_len, 6, 2, head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    for options in ({"return_lse": True}, {"is_causal": True, "causal_offset": kv_len - q_len}):
+        check(inputs, get_recipe("sage3"), **options)
+
+
+def keys_that_exist(kind, kv_len):
+    key = torch.arange(kv_len, device="cuda")
+    if kind == "holes":
+        return torch.rand(2, kv_len, generator=torch.Generator("cuda").manual_seed(1), device="cuda") > 0.3
+    if kind == "left":
+        return torch.stack((key >= 137, key >= 0))
+    if kind == "none":
+        return torch.stack((key < 0, key < 300))
+    return torch.stack((key < 530, key < 40)) if kind == "right" else (key % 7 != 0)[None]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["right", "left", "holes", "shared", "none"])
+def test_keys_that_do_not_exist(kind, head_dim):
+    # Without the search for scales, which Triton's quantiser compiles for long.
+    recipe = replace(get_recipe("sage3"), scale_steps=(), key_scale_steps=())
+    inputs = random_inputs(300, 700, 4, 2, head_dim)
+    valid = keys_that_exist(kind, 700)
+    check(inputs, recipe, valid=valid, return_lse=True)
+    check(inputs, recipe, valid=valid, is_causal=True, causal_offset=390)
+
+
+def test_spans_are_those_of_triton():
+    kinds = [*(keys_that_exist(kind, 5000) for kind in ("right", "left", "holes", "shared", "none"))]
+    for valid in (*kinds, torch.ones(1, 3, dtype=torch.bool, device="cuda")):
+        found, expected = padding.read_padding(valid), TritonQuantizer().read_padding(valid)
+        assert torch.equal(found.spans, expected.spans) and torch.equal(found.valid, expected.valid)
+
+
+def test_what_keys_that_do_not_exist_hold_does_not_matter():
+    query, key, value = random_inputs(200, 400, 2, 2, 64)
+    valid = keys_that_exist("holes", 400)
+    recipe = replace(get_recipe("sage3"), scale_steps=(), key_scale_steps=())
+    outputs = []
+    for filler in (0.0, torch.nan):
+        there = valid[:, None, :, None]
+        filled = (torch.where(there, x, filler) for x in (key, value))
+        call = new_call(query, *filled, recipe, valid=valid)
+        outputs.append(nvfp4_forward.attend(call, TritonQuantizer(), native=False)[0])
+    assert torch.equal(*outputs)
+
+
+def test_more_items_than_multiprocessors():
+    """A block works through several items, whose tiles its producer brings ahead."""
+    inputs = random_inputs(1000, 900, 16, 4, 64, batch=5)
+    for options in ({}, {"is_causal": True, "return_lse": True}):
+        check(inputs, get_recipe("sage3"), **options)
+
+
+def test_a_small_workspace_gives_the_same_bits(monkeypatch):
+    inputs = random_inputs(600, 500, 2, 1, 64, batch=3)
+    call = new_call(*inputs, "sage3", is_causal=True)
+    whole, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    for share in (0.0, 0.01, 0.02):
+        monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", share)
+        assert torch.equal(nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)[0], whole)
+
+
+def test_rows_without_a_key_are_zero():
+    inputs = random_inputs(300, 200, 2, 2, 64)
+    call = new_call(*inputs, "sage3", is_causal=True, causal_offset=-150, return_lse=True)
+    output, lse = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    assert output[:, :, :150].count_nonzero() == 0 and (lse[:, :, :150] == -torch.inf).all()
+    assert output[:, :, 150:].isfinite().all() and lse[:, :, 150:].isfinite().all()
+
+
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it():
+    query, key, value = random_inputs(140, 300, 2, 2, 64)
+    key[0, 0, 100, 5] = torch.nan
+    call = new_call(query, key, value, "sage3", is_causal=True)
+    output, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    expected, _ = reference.attention(query, key, value, get_recipe("sage3"), is_causal=True, block_n=128)
+    assert torch.equal(output.isnan(), expected.isnan())
+
+
+def test_equal_calls_give_equal_bits():
+    call = new_call(*random_inputs(1000, 1500, 8, 8, 128), "sage3", return_lse=True)
+    first = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+    for _ in range(5):
+        again = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("head_dim, tokens", [(64, 300), (128, 700), (72, 129)])
+def test_scores_of_means_are_those_of_triton(head_dim, tokens):
+    from sage_kernels.triton import delta_scores as of_triton
+
+    call = new_call(*random_inputs(2500, tokens, 4, 2, head_dim), "sage3")
+    operands = NVFP4Quantizer().quantize(call)
+    kv_rows = operands.key.shape[2]
+    found, expected = (torch.zeros(1, 4, 17, kv_rows, device="cuda") for _ in range(2))
+    delta_scores.delta_scores(operands, call.tail, 1, 1, 3, found)
+    of_triton.delta_scores(operands, call.tail, None, 1, 3, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "return_lse": True}], ids=str)
+def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, options):
+    def attend(self, call, quantizer):
+        return nvfp4_forward.attend(call, quantizer, native=False)
+
+    monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
+    monkeypatch.setattr(NVFP4Forward, "attend", attend)
+    repeated = []
+    original = prepared.LowBitCall.__call__
+    monkeypatch.setattr(
+        prepared.LowBitCall, "__call__", lambda self, *tensors: repeated.append(1) or original(self, *tensors)
+    )
+    select.cache_clear()
+    prepared.forget()
+    try:
+        for _ in range(5):
+            inputs = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+            found = sage_attention(*inputs, recipe="sage3", fallback="error", **options)
+            expected = nvfp4_forward.attend(new_call(*inputs, "sage3", **options), NVFP4Quantizer(), native=False)
+            assert torch.equal(found[0] if "return_lse" in options else found, expected[0])
+            if "return_lse" in options:
+                torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
+    finally:
+        select.cache_clear()
+        prepared.forget()
+    assert len(repeated) >= 2

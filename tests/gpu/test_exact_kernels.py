@@ -1,0 +1,140 @@
+"""The kernels of exact attention on a GPU: no error but rounding, 0 in rows without a key, and repeatable."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_hf import sage_attention
+from sage_kernels import dispatch, exact, prepared, registry
+from sage_kernels.call import Call, Mask
+from sage_kernels.prepared import TapedCall
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import exact_plan, get_exact
+
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Largest relative error of a number that is rounded to nearest, with 11 and 8 bits."""
+
+
+def draw_call(device, sizes, head_dim, kind="none", dtype=torch.bfloat16, scale=None, heads_first=False, seed=0):
+    """Sizes are (batch, q_heads, kv_heads, q_len, kv_len)."""
+    batch, q_heads, kv_heads, q_len, kv_len = sizes
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(heads, tokens):
+        size = (batch, heads, tokens, head_dim) if heads_first else (batch, tokens, heads, head_dim)
+        x = torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return x if heads_first else x.transpose(1, 2)
+
+    query, key, value = normal(q_heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len)
+    rows, columns = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
+    masks = {
+        "lengths": lambda: (columns < torch.linspace(kv_len // 3, 0, batch, device=device)[:, None])[:, None, None],
+        "hole": lambda: ((columns < kv_len // 5) | (columns >= kv_len - kv_len // 3))[None, None, None],
+        "window": lambda: ((rows - columns).abs() <= 100)[None, None],
+        "scattered": lambda: torch.rand(batch, q_heads, q_len, kv_len, generator=generator, device=device) < 0.01,
+        "bias": lambda: torch.randn(1, q_heads, q_len, kv_len, generator=generator, device=device, dtype=dtype),
+        "key bias": lambda: torch.randn(batch, 1, 1, kv_len, generator=generator, device=device).masked_fill(
+            columns % 3 == 0, -torch.inf
+        ),
+    }
+    kind, causal = kind.removeprefix("causal "), kind.startswith("causal ")
+    mask = masks[kind]() if kind in masks else None
+    options = {"is_causal": causal, "causal_offset": kv_len - q_len if causal else 0}
+    return Call(
+        *(query, key, value, get_recipe("exact"), Mask.of(mask, kv_len)), **options, scale=scale or head_dim**-0.5
+    )
+
+
+def run(call, name):
+    kernel = get_exact(name)
+    assert kernel.unsupported(dispatch.request_of(call)) == ""
+    output = kernel.attend(call)
+    # What a pool hands out next is this call's memory: poison it, so that an unwritten element shows.
+    torch.full_like(output, torch.nan)
+    return kernel.attend(call)
+
+
+def assert_rounded_twice(call, output):
+    """Weights are rounded relative to their row's largest, and so is the output: no other error shows."""
+    options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
+    options["mask"] = call.mask.tensor
+    truth, lse = exact.attention(call.query, call.key, call.value, **options)
+    magnitude, _ = exact.attention(call.query, call.key, call.value.abs(), **options)
+    empty = lse == -torch.inf
+    assert not output[empty].any()
+    bound = 1.1 * ROUNDING[output.dtype] * (magnitude + truth.abs()) + 1e-6
+    assert ((output.double() - truth).abs() <= bound)[~empty].all()
+
+
+MASKED = ("lengths", "hole", "window", "scattered", "bias", "key bias")
+SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 128, 256])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kind", [*MASKED, "causal none", *(f"causal {kind}" for kind in MASKED)])
+def test_masks_of_every_kind(device, kind, sizes, head_dim):
+    dtype = torch.float16 if sizes == SIZES[1] else torch.bfloat16
+    call = draw_call(device, sizes, head_dim, kind, dtype, heads_first=sizes == SIZES[2])
+    assert_rounded_twice(call, run(call, "exact_forward"))
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.05])
+def test_scales_of_either_sign(device, scale):
+    call = draw_call(device, (1, 2, 2, 200, 200), 64, "window", scale=scale)
+    assert_rounded_twice(call, run(call, "exact_forward"))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
+@pytest.mark.parametrize("kind", ["none", "lengths", "hole", "causal none", "causal lengths"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 8, 2, 1, 3000), (3, 4, 4, 5, 90), (1, 16, 1, 4, 20000), (2, 2, 2, 64, 1030)], ids=str
+)
+def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
+    call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[3] == 1)
+    assert_rounded_twice(call, run(call, "split_forward"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        ("exact_forward", "lengths", (2, 4, 4, 300, 300)),
+        ("exact_forward", "window", (1, 4, 4, 1000, 1000)),
+        ("exact_forward", "bias", (1, 4, 4, 300, 301)),
+        ("exact_forward", "causal none", (1, 4, 2, 100, 1000)),
+        ("split_forward", "lengths", (2, 8, 2, 1, 3000)),
+    ],
+)
+def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
+    call = draw_call(device, sizes, 64, kind)
+    plan = exact_plan(dispatch.request_of(call), kernel=name)
+    repeated = prepared.prepare(call, plan, call.mask.tensor)
+    assert isinstance(repeated, TapedCall)
+    other = draw_call(device, sizes, 64, kind, seed=1)
+    expected, _ = dispatch.run(other, plan)
+    output, _ = repeated(other.query, other.key, other.value, other.mask.tensor)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_3_where_it_is_installed(device, causal):
+    call = draw_call(device, (2, 8, 2, 300, 700), 128, "causal none" if causal else "none")
+    if reason := get_exact("fa3").unsupported(dispatch.request_of(call)):
+        pytest.skip(reason)
+    assert_rounded_twice(call, run(call, "fa3"))
+
+
+def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
+    call = draw_call(device, (2, 8, 2, 1, 3000), 128)
+    request = replace(dispatch.request_of(call), recipe="sage2")
+    if registry.exact_kernels(request):
+        assert registry.select(request).kernel == "split_forward"
+
+
+def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed):
+    for kv_len in (1000, 1001, 1002):
+        call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
+        for _ in range(3):
+            output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
+            assert_rounded_twice(call, output)

@@ -1,0 +1,97 @@
+"""Which calls FlashAttention 3 takes over from PyTorch, and how it is called."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import backends, dispatch, exact, flash3, prepared  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.call import Call
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import Request, exact_plan, get_exact
+
+REQUEST = Request(
+    *("sage2", "cuda", (9, 0), torch.bfloat16, 2, 8, 2, 64, 64, 128, 128, "none", False, False), aligned=True
+)
+
+
+@pytest.fixture
+def operator(monkeypatch):
+    """Stand-in for the operator: it keeps its options, and attends as the real one does."""
+    calls = []
+
+    def attend(query, key, value, softmax_scale, is_causal, num_splits):
+        calls.append((softmax_scale, is_causal, num_splits))
+        tensors = (x.transpose(1, 2) for x in (query, key, value))
+        options = {"is_causal": is_causal, "causal_offset": key.shape[1] - query.shape[1], "scale": softmax_scale}
+        output, lse = exact.attention(*tensors, **options)
+        return output.transpose(1, 2).to(query.dtype), lse
+
+    monkeypatch.setattr(flash3, "_operator", lambda: attend)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"capability": (8, 0)}, "Hopper"),
+        ({"dtype": torch.float32}, "float16"),
+        ({"aligned": False}, "aligned"),
+        ({"v_head_dim": 64}, "head_dim"),
+        ({"head_dim": 264, "v_head_dim": 264}, "head_dim"),
+        ({"mask": "keys"}, "masks"),
+        ({"return_lse": True}, "LSE"),
+        ({"packed": True}, "packed"),
+        ({"is_causal": True, "kv_len": 128}, "lower right"),
+        ({"is_causal": True, "shifted": True}, "lower right"),
+        ({"is_causal": True, "lower_right": True, "q_len": 128}, "lower right"),
+    ],
+)
+def test_it_is_asked_for_nothing_that_it_cannot_do(operator, facts, part):
+    assert part in get_exact("fa3").unsupported(replace(REQUEST, **facts))
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"is_causal": True}, {"is_causal": True, "lower_right": True, "kv_len": 128}, {"kv_len": 77}]
+)
+def test_it_serves_calls_without_a_mask(operator, facts):
+    assert get_exact("fa3").unsupported(replace(REQUEST, **facts)) == ""
+
+
+def test_without_a_package_it_serves_nothing(monkeypatch):
+    monkeypatch.setattr(flash3, "find_spec", lambda package: None)
+    flash3._operator.cache_clear()
+    assert "not installed" in get_exact("fa3").unsupported(REQUEST)
+    flash3._operator.cache_clear()
+
+
+def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
+    def fail(module):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(flash3, "find_spec", lambda package: package)
+    monkeypatch.setattr(flash3, "import_module", fail)
+    flash3._operator.cache_clear()
+    assert "not installed" in get_exact("fa3").unsupported(REQUEST)
+    flash3._operator.cache_clear()
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_its_output_is_that_of_the_call(operator, causal, scale):
+    query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 130, 64)
+    options = {"is_causal": causal, "causal_offset": 30 if causal else 0, "scale": scale}
+    call = Call(query, key, key, get_recipe("exact"), **options)
+    plan = exact_plan(dispatch.request_of(call), kernel="fa3")
+    expected, _ = exact.attention(query, key, key, **options)
+    output, _ = dispatch.run(call, plan)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    repeated, _ = prepared.prepare(call, plan, None)(query, key, key, None)
+    assert torch.equal(repeated, output)
+    assert operator == [(abs(scale), causal, 1)] * 2
+
+
+def test_keys_may_be_divided_for_few_queries(operator):
+    query, key = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 130, 64)
+    get_exact("fa3").attend(Call(query, key, key, get_recipe("exact")))
+    assert operator == [(1.0, False, 0)]

@@ -1,0 +1,100 @@
+"""The report on a GPU: what it holds, in which order it is written, and that it takes untried kernels last."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from sage_hf.app.cli import main
+from sage_hf.bench import measure, report
+from sage_kernels.cuda.registration import NVFP4_SWITCH
+from sage_kernels.recipe import RECIPES
+
+CPU = torch.device("cpu")
+
+
+def test_untried_kernels_are_switched_on_inside_and_the_environment_stays(monkeypatch):
+    for value in (None, "cuda", "0"):
+        monkeypatch.delenv(NVFP4_SWITCH, raising=False)
+        if value is not None:
+            monkeypatch.setenv(NVFP4_SWITCH, value)
+        for enabled in (False, True):
+            with report.untried_kernels(enabled):
+                assert os.environ.get(NVFP4_SWITCH) == ("cuda" if enabled else None)
+            assert os.environ.get(NVFP4_SWITCH) == value
+
+
+def test_every_recipe_has_a_plan_and_rows_of_errors_or_a_reason():
+    found = {row["recipe"]: row for row in report.plans(CPU)}
+    assert found.keys() == RECIPES.keys()
+    assert found["sage3"]["kernel"] == "reference"
+    rows = report.errors(CPU, head_dims=(64,))
+    assert {row["recipe"] for row in rows} == {"sage3", "sage3_paper", "sage2", "sage1"}
+    assert all("no native kernel" in row["unavailable"] for row in rows)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU for which one kernel waits to be tried."""
+    calls = []
+
+    def chosen(device):
+        kernel = "untried" if NVFP4_SWITCH in os.environ else "tried"
+        return [{"recipe": "sage3", "kernel": kernel}, {"recipe": "sage2", "kernel": "tried"}]
+
+    def errors(device, recipes):
+        calls.append(("errors", tuple(recipes)))
+        return [
+            {"recipe": one, "head_dim": 64, "causal": True, "kernel": "k", "rel_l1": 0.1, "reference_rel_l1": 0.1}
+            for one in recipes
+        ]
+
+    def measure_shape(shape, providers, device):
+        calls.append(("speeds", tuple(one.name for one in providers)))
+        return [measure.new_row(shape, one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
+
+    monkeypatch.setattr(report, "plans", chosen)
+    monkeypatch.setattr(report, "errors", errors)
+    monkeypatch.setattr(measure, "measure_shape", measure_shape)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(measure, "facts", lambda device, commit: {"gpu": "NVIDIA RTX 5090", "commit": commit})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device", lambda device: report.contextlib.nullcontext())
+    properties = type("Properties", (), {"multi_processor_count": 170, "total_memory": 2**35})
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    return calls
+
+
+def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "new" / "report.json"
+    assert main(["bench", "--report", str(path)]) == 0
+    parts = ["errors", *["speeds"] * len(report.SPEED_SHAPES)]
+    assert [what for what, _ in gpu] == 2 * parts
+    tried, untried = gpu[: len(parts)], gpu[len(parts) :]
+    assert tried[0][1] == ("sage3", "sage2") and untried[0][1] == ("sage3",)
+    assert untried[1][1] == ("sage_hf:sage3",) and len(tried[1][1]) == len(report.SPEED_PROVIDERS)
+    written = json.loads(path.read_text())
+    assert written["gpu"] == "NVIDIA RTX 5090" and written["multiprocessors"] == 170
+    for name in ("plans", "errors", "rows"):
+        switched = ["switch" in row for row in written[name]]
+        assert any(switched) and switched == sorted(switched)
+        assert written[name][-1]["switch"] == report.SWITCH
+    assert f"wrote {path}" in capsys.readouterr().out
+
+    # Should the untried kernel hang or crash, what was measured before is there.
+    def crash(device, recipes):
+        if recipes == ["sage3"]:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(report, "errors", crash)
+    assert main(["bench", "--report", str(path)]) == 130
+    assert len(json.loads(path.read_text())["rows"]) == len(report.SPEED_PROVIDERS) * len(report.SPEED_SHAPES)
+
+
+def test_a_report_takes_no_other_choices(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for others in (["--training"], ["--shapes", "4k-128"], ["--host"], ["--grid"]):
+        assert main(["bench", "--report", str(tmp_path / "x.json"), *others]) == 2
+        assert "--report" in capsys.readouterr().err
