@@ -22,7 +22,8 @@ from sage_kernels.recipe import RECIPES, Recipe
 from sage_kernels.reference import forward as reference
 
 PAPER, SAGE3, SAGE2 = RECIPES["sage3_paper"], RECIPES["sage3"], RECIPES["sage2"]
-SEARCHED = replace(PAPER, smooth_v=True, tensor_scale=True, scale_steps=SAGE3.scale_steps)
+STEPS = {"scale_steps": SAGE3.scale_steps, "key_scale_steps": SAGE3.key_scale_steps}
+SEARCHED = replace(PAPER, smooth_v=True, tensor_scale=True, **STEPS)
 
 # From the published recipe to ours, one choice at a time; then ours without one of its choices.
 VARIANTS: dict[str, Recipe] = {
@@ -35,7 +36,7 @@ VARIANTS: dict[str, Recipe] = {
     "+ denominators from quantised P": replace(SAGE3, balance=False),
     "+ balance (`sage3`)": SAGE3,
     "`sage3` without smooth Q": replace(SAGE3, smooth_q=False),
-    "`sage3` with two scales, amax to 6 or 4": replace(SAGE3, scale_steps=(4,)),
+    "`sage3` with two scales, amax to 6 or 4": replace(SAGE3, scale_steps=(4,), key_scale_steps=(4,)),
     "INT8·FP8, no smooth V": replace(SAGE2, smooth_v=False),
     "INT8·FP8, smooth V (`sage2`)": SAGE2,
     "INT8·FP16 (`sage1`)": RECIPES["sage1"],

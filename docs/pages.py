@@ -244,7 +244,8 @@ def recipes() -> str:
         gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
         rotated = "balanced, rotated" if recipe.balance else "rotated" if recipe.rotate else "as they are"
-        heavy = f"the first {recipe.heavy_keys}" if recipe.heavy_keys else "none"
+        chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"
+        heavy = f"{chosen} {recipe.heavy_keys}" if recipe.heavy_keys else "none"
         rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
     return "\n".join(rows)
 

@@ -106,10 +106,14 @@ class Explanation:
         names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.compiled)]
         for name in dict.fromkeys(names):
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
-                text.append(f"* {name}: the first {heavy} keys of each sequence in 16 bits, in calls with more keys")
-        if self.sparse:
+                which = f"{heavy} keys of each sequence in 16 bits, in calls with more keys: the first ones"
+                if RECIPES[name].heavy_choice == "heaviest":
+                    which += ", or heavier ones in their places "
+                    which += "where neither causality nor a mask of scores orders keys"
+                text.append(f"* {name}: {which}")
+        if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
-            text += [f"{layer}: {kept}" for layer, kept in self.sparse]
+        text += [f"{layer}: {kept}" for layer, kept in self.sparse]
         return "\n".join(text)
 
 

@@ -141,11 +141,20 @@ class Call:
 
     @property
     def heavy_keys(self) -> int:
-        """Return the number of keys, the first of each sequence, that are attended to in 16 bits.
+        """Return the number of keys of each sequence that are attended to in 16 bits, the first ones by place.
 
         Beside a block list there are none.
         """
         return self.recipe.heavy_keys if self.kv_len > self.recipe.heavy_keys and self.mask.blocks is None else 0
+
+    @property
+    def chooses_heavy_keys(self) -> bool:
+        """Return whether heavier keys may take the places of the first ones (`transforms.heavy_places`).
+
+        That is so where the order of keys does not matter but for which of them exist, and they are not packed.
+        """
+        ordered = self.is_causal or self.lengths is not None or self.mask.kind not in ("none", "keys")
+        return self.heavy_keys > 0 and self.recipe.heavy_choice == "heaviest" and not ordered
 
     @cached_property
     def tail(self) -> Call:

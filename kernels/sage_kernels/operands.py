@@ -46,6 +46,8 @@ class Statistics:
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
         balance: as key_mean, by which K is divided and Q multiplied (`transforms.balance`), 1 beyond head_dim; None
             without balance.
+        chosen: int32 (batch, kv_heads, heavy keys), the results of `transforms.heavy_places`; None where heavy keys are
+            the first ones.
     """
 
     key_mean: torch.Tensor
@@ -53,11 +55,12 @@ class Statistics:
     value_amax: torch.Tensor
     value_tensor_amax: torch.Tensor
     balance: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class HeavyKeys:
-    """The first keys of each sequence, which are attended to in 16 bits; in the caller's dtype.
+    """Keys of each sequence that are attended to in 16 bits; in the caller's dtype. They have the first places.
 
     Attributes:
         key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose. Channels are as many as the
@@ -75,7 +78,8 @@ class Int8Operands:
     """Q, K and V of the INT8 recipes.
 
     Operand batch is 1 for packed sequences, else the caller's; channels are head_dim rounded up to a power of two, rows
-    those of `layout.Sequences`; what lies beyond a sequence is 0. Beside heavy keys, K and V are those of `Call.tail`.
+    those of `layout.Sequences`; what lies beyond a sequence is 0. Beside heavy keys, K and V are those of `Call.tail`,
+    with the first keys in the places of those that are heavy instead.
 
     Attributes:
         query: int8 (operand batch, q_heads, rows, channels).

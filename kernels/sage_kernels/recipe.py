@@ -48,14 +48,17 @@ class Recipe:
         rotate: rotate Q and K along head_dim (transforms.rotate).
         balance: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
             (transforms.balance).
-        heavy_keys: number of keys, the first of each sequence, that are attended to in the caller's dtype. Where a
-            sequence begins with a sink, a key that holds much of every row's weight, P of the other keys then has a
-            scale of their own. A call without more keys than that has none, nor has one with a block list. Not with
-            `backward`.
+        heavy_keys: number of keys of a sequence that are attended to in the caller's dtype. If sinks, keys that hold
+            much of every row's weight, are among them, P of the other keys has a scale of its own. A call without more
+            keys than that has none, nor has one with a block list. Not with `backward`.
+        heavy_choice: which they are. "first": the first ones. "heaviest": those whose places keys with much larger
+            scores take (transforms.heavy_places), in calls in which the order of keys does not matter.
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
-        scale_steps: NVFP4 group-scale search in Q, K and V: codes from amax/6 to each further scale that is tried
-            (formats.nvfp4.best_scale); empty: no search.
+        scale_steps: NVFP4 group-scale search in Q and V: codes from amax/6 to each further scale that is tried
+            (formats.nvfp4.search_groups); empty: no search. Not without `tensor_scale`, which keeps elements within
+            the search's float16.
+        key_scale_steps: likewise in K, whose error grows most where scales are left out.
         denominator: divide rows by the sum of P before ("p") or after ("quantized_p") quantisation.
         backward: formats of the backward pass; None: the recipe has no gradients.
     """
@@ -69,8 +72,10 @@ class Recipe:
     rotate: bool = False
     balance: bool = False
     heavy_keys: int = 0
+    heavy_choice: Literal["first", "heaviest"] = "first"
     tensor_scale: bool = True
     scale_steps: tuple[int, ...] = ()
+    key_scale_steps: tuple[int, ...] = ()
     denominator: Literal["p", "quantized_p"] = "p"
     backward: Backward | None = None
 
@@ -95,13 +100,34 @@ RECIPES: dict[str, Recipe] = {
             smooth_v=True,
             rotate=True,
             balance=True,
-            scale_steps=(-1, 1, 2, 3, 4, 5, 6),
+            scale_steps=(-1, 1, 4, 5, 6),
+            key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
             heavy_keys=64,
+            heavy_choice="heaviest",
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
-        Recipe("sage2", qk="int8", pv="fp8", smooth_k=True, smooth_v=True, rotate=True, balance=True, heavy_keys=64),
-        Recipe("sage1", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, heavy_keys=64),
+        Recipe(
+            "sage2",
+            qk="int8",
+            pv="fp8",
+            smooth_k=True,
+            smooth_v=True,
+            rotate=True,
+            balance=True,
+            heavy_keys=64,
+            heavy_choice="heaviest",
+        ),
+        Recipe(
+            "sage1",
+            qk="int8",
+            pv="fp16",
+            smooth_k=True,
+            rotate=True,
+            balance=True,
+            heavy_keys=64,
+            heavy_choice="heaviest",
+        ),
         Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, backward=Backward()),
         Recipe(
             "sage_bwd_int8",
@@ -134,6 +160,6 @@ def without_remedies(recipe: Recipe) -> Recipe:
 
     It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
     """
-    remedies = {"heavy_keys", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
+    remedies = {"heavy_keys", "heavy_choice", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
     defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
     return replace(recipe, **defaults)

@@ -6,6 +6,8 @@ smooth  Subtract a mean. K's adds a constant to each row of scores, which softma
 rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, which leaves every dot product unchanged
         and spreads channels of large magnitude over all channels.
 balance Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
+exchange Let heavy keys change places with the first keys, which are attended to in 16 bits: the order of keys does not
+        matter where no query is kept from a key that another one sees.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ MAX_BALANCE = 8
 """Largest exponent of a factor of the balance."""
 MIN_VARIANCE = 2.0**-16
 """Least variance that is told from none, as a share of the squared mean: sums in float32 have no more bits."""
+HEAVY_QUERIES = 16
+"""Rows of Q, of all heads that share a head of K, whose mean decides which keys are heavy."""
+HEAVY_MARGIN = 2.0
+"""What the score of a key must exceed that of the one whose place it takes by."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -143,6 +149,59 @@ def balance(
 def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     mean = mean_of_tokens(x, valid).square()
     return torch.maximum(mean_of_tokens(x.square(), valid) - mean, mean * MIN_VARIANCE)
+
+
+def heavy_places(
+    query: torch.Tensor, key: torch.Tensor, places: int, scale: float, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the key that takes each of the first places, which are those of heavy keys.
+
+    A key may take place p if its number is p modulo `places`. Of these the one with the largest score, and the first
+    among equals, takes it, provided that this score exceeds that of key p by HEAVY_MARGIN; otherwise key p stays.
+    Scores are products with a mean query, times `scale`: that of rows 0, n, 2n … of all heads of Q that share the head
+    of K, one head after another, with n = ceil(number of rows / HEAVY_QUERIES). Elements that are not finite count as
+    0, a key whose score is not finite, or that does not exist, neither takes a place nor leaves its own.
+
+    Args:
+        query: float32 (batch, q_heads, q_len, head_dim).
+        key: float32 (batch, kv_heads, kv_len, head_dim), of which there are at least `places`.
+        places: keys that are heavy.
+        scale: factor of the scores.
+        valid: bool (batch or 1, 1, kv_len or 1, 1), which keys exist; None: all.
+
+    Returns:
+        int64 (batch, kv_heads, places), numbers of keys.
+    """
+    rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    sample = rows[:, :, :: -(-rows.shape[2] // HEAVY_QUERIES)]
+    mean = torch.where(sample.isfinite(), sample, 0.0).mean(2, keepdim=True) * scale
+    scores = (torch.where(key.isfinite(), key, 0.0) * mean).sum(-1)
+    exists = scores.isfinite()
+    if valid is not None:
+        exists = exists & valid[..., 0]
+    scores = torch.where(exists, scores, -torch.inf)
+    scores[..., :places] += HEAVY_MARGIN
+    scores = F.pad(scores, (0, -key.shape[2] % places), value=-torch.inf).unflatten(-1, (-1, places))
+    # Of equal maxima the first: torch.max promises none.
+    is_largest = scores == scores.amax(-2, keepdim=True)
+    number = torch.arange(scores.shape[-2], device=key.device)[:, None] * places
+    number = number + torch.arange(places, device=key.device)
+    chosen = torch.where(is_largest, number, key.shape[2] + places).amin(-2)
+    return torch.where(scores[..., 0, :] == -torch.inf, number[0], chosen)
+
+
+def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Let tokens change places: that of number p, for each p, with that of number chosen[…, p].
+
+    Args:
+        x: (batch, heads, tokens, channels).
+        chosen: the result of `heavy_places`.
+    """
+    index = torch.arange(x.shape[2], device=x.device).expand(*x.shape[:2], -1).contiguous()
+    places = index[..., : chosen.shape[-1]].clone()
+    index.scatter_(2, chosen, places)
+    index[..., : chosen.shape[-1]] = chosen
+    return x.gather(2, index.unsqueeze(-1).expand_as(x))
 
 
 @lru_cache(maxsize=16)

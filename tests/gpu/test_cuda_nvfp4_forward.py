@@ -102,7 +102,7 @@ def keys_that_exist(kind, kv_len):
 @pytest.mark.parametrize("kind", ["right", "left", "holes", "shared", "none"])
 def test_keys_that_do_not_exist(kind, head_dim):
     # Without the search for scales, which Triton's quantiser compiles for long.
-    recipe = replace(get_recipe("sage3"), scale_steps=())
+    recipe = replace(get_recipe("sage3"), scale_steps=(), key_scale_steps=())
     inputs = random_inputs(300, 700, 4, 2, head_dim)
     valid = keys_that_exist(kind, 700)
     check(inputs, recipe, valid=valid, return_lse=True)
@@ -119,7 +119,7 @@ def test_spans_are_those_of_triton():
 def test_what_keys_that_do_not_exist_hold_does_not_matter():
     query, key, value = random_inputs(200, 400, 2, 2, 64)
     valid = keys_that_exist("holes", 400)
-    recipe = replace(get_recipe("sage3"), scale_steps=())
+    recipe = replace(get_recipe("sage3"), scale_steps=(), key_scale_steps=())
     outputs = []
     for filler in (0.0, torch.nan):
         there = valid[:, None, :, None]

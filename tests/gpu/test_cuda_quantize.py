@@ -17,7 +17,7 @@ from sage_kernels.formats import int8
 from sage_kernels.language.padding import read_padding
 from sage_kernels.layout import heavy_order, natural_order, power_of_two, thread_order
 from sage_kernels.recipe import get_recipe
-from sage_kernels.transforms import balance, mean_of_tokens, rotate
+from sage_kernels.transforms import balance, exchange, heavy_places, mean_of_tokens, rotate
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 
@@ -164,18 +164,16 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
     inputs[1][0, 0, 5, 3], inputs[1][0, 0, 6, 3], inputs[2][0, 0, 7, 3] = torch.nan, torch.inf, -torch.inf
     inputs[1][:, :, 8, 4] = torch.finfo(dtype).max
     inputs[1][:, :, 64:, 4] -= 100
-    query, key, value = inputs = [lay_out(x, layout) for x in inputs]
-    recipe, without = replace(plain(pv), heavy_keys=64), plain(pv)
-    tail = (query, key[:, :, 64:], value[:, :, 64:])
+    _, key, value = inputs = [lay_out(x, layout) for x in inputs]
+    recipe = replace(plain(pv), heavy_keys=64, heavy_choice="first")
     for return_lse in (False, True):
         call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
         assert HopperQuantizer().serves(recipe)
-        expected = quantize.quantize_operands(triton_calls.new_call(*tail, without, return_lse=return_lse))
+        expected = triton_calls.quantize(call)
         actual = quantize.quantize_operands(call)
         assert differing(actual, expected) == []
-        assert not return_lse or torch.equal(actual.mean_score, expected.mean_score)
         # Statistics add in the reference's order.
-        mean = mean_of_tokens(tail[1].float())
+        mean = mean_of_tokens(key.float())
         smooth = key[:, :, :64].float() - mean
         limit = torch.finfo(dtype).max
         smooth = torch.where(smooth.isinf(), smooth, smooth.clamp(-limit, limit)).to(dtype)
@@ -232,11 +230,13 @@ def assert_like_the_reference(codes, scale, expected_codes, expected_scale, nois
 
 
 def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
-    """Check Q, K and the balance against the reference, given the call's Q, K (without heavy keys) and V.
+    """Check Q, K and the balance against the reference, given the call's Q, K and V.
 
     `valid` and `valid_queries`: bool (batch or 1, 1, tokens, 1), which keys and queries exist.
     """
     query, key, _ = (x.float() for x in inputs)
+    if valid is not None:
+        key = torch.where(valid, key, 0.0)
     channels, group = actual.query.shape[3], query.shape[1] // key.shape[1]
     ones = torch.ones(*key.shape[:2], 1, channels, device=query.device)
     if recipe.balance:
@@ -251,6 +251,9 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
     expected = codes_of_the_reference(query, ones.repeat_interleave(group, 1), 1)
     assert_like_the_reference(actual.query, actual.query_scale, *expected)
     smooth = key - mean if valid is None else torch.where(valid, key - mean, 0.0)
+    if actual.heavy is not None:
+        smooth = exchange(smooth, heavy_places(query, key, 64, query.shape[3] ** -0.5, valid))[:, :, 64:]
+        key = key[:, :, 64:]
     smooth = F.pad(smooth, (0, 0, 0, -key.shape[2] % 128))
     expected = codes_of_the_reference(smooth, 1 / ones, 16)
     # The kernel rotates K and its mean apart: two sums of `channels` terms, times channels ** -0.5.
@@ -289,20 +292,51 @@ def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device)
     recipe = with_fields(pv, rotate=True, balance=balanced, heavy_keys=choose.choice((0, 64)))
     assert HopperQuantizer().serves(recipe)
     heavy = 64 if 0 < recipe.heavy_keys < kv_len else 0
-    tail = (inputs[0], *(x[:, :, heavy:] for x in inputs[1:]))
+    plain_recipe = replace(recipe, rotate=False, balance=False)
     for return_lse in (False, True):
         actual = quantize.quantize_operands(triton_calls.new_call(*inputs, recipe, return_lse=return_lse))
-        expected = quantized(tail, pv, return_lse)
-        assert_rotated(actual, tail, recipe)
+        expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=return_lse))
+        assert_rotated(actual, inputs, recipe)
         assert [x for x in differing(actual, expected) if x.startswith("value")] == []
         assert (actual.heavy is not None) == bool(heavy)
+        assert not heavy or heavy_keys_agree(actual, expected)
         if return_lse:
-            query, mean = tail[0].float(), mean_of_tokens(tail[1].float()).repeat_interleave(group, 1)
+            query, mean = inputs[0].float(), mean_of_tokens(inputs[1].float()).repeat_interleave(group, 1)
             bound = (query.abs() * mean.abs()).sum(-1).nan_to_num(0.0, 0.0, 0.0) * 2.0**-23 * head_dim
             nan = ~expected.mean_score.isfinite()
             assert torch.equal(nan, ~actual.mean_score.isfinite())
             difference = (actual.mean_score - expected.mean_score).masked_fill(nan, 0.0).abs()
             assert (difference[:, :, :q_len] <= bound + 1e-37).all() and not actual.mean_score[:, :, q_len:].any()
+
+
+def heavy_keys_agree(actual, expected):
+    """Return whether the same keys are heavy, with the same bits; a NaN is like any other."""
+    pairs = ((actual.heavy.key, expected.heavy.key), (actual.heavy.value, expected.heavy.value))
+    return all(torch.equal(x.nan_to_num(777.0), y.nan_to_num(777.0)) for x, y in pairs)
+
+
+def test_sinks_anywhere_are_heavy(device):
+    """One in each part of a cluster's share of the keys, in the last ones, and behind keys that do not exist."""
+    query, key, value = draw(2, 3, 4165, 128, heads=6, q_len=300)
+    query += 1.0
+    for head, places in enumerate(((64, 900), (3, 4164, 2000), (130, 1290, 4097, 4100))):
+        key[:, head, places] = key[:, head].float().mean(-2).to(key.dtype)[:, None] + 4.0
+    recipe = with_fields("fp8")
+    for valid in (None, torch.rand(2, 4165, device=device) < 0.8):
+        call = triton_calls.new_call(query, key, value, recipe, valid=valid)
+        padding = None if valid is None else HopperQuantizer().read_padding(valid)
+        actual = quantize.quantize_operands(call, padding)
+        places = None if valid is None else valid[:, None, :, None]
+        chosen = heavy_places(query.float(), key.float(), 64, call.scale, places)
+        expected = key.gather(2, chosen[..., None].expand(-1, -1, -1, 128)).float() - mean_of_tokens(
+            key.float(), places
+        )
+        if valid is not None:
+            expected = torch.where(valid[:, None, :64, None], expected, 0.0)
+        order = heavy_order(128).to(device)
+        assert torch.equal(actual.heavy.key, expected.to(key.dtype)[..., order])
+        assert (chosen != torch.arange(64, device=device)).any()
+        assert_rotated(actual, (query, key, value), recipe, places)
 
 
 # What exists of keys 0 … n - 1, for each of the batch elements that the last number says.
@@ -346,14 +380,11 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
     expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
     differ = differing(actual, expected)
     if rotated:
-        tail = (inputs[0], *(x[:, :, heavy:] for x in inputs[1:]))
         queries = valid[:, None, :, None] if q_len == kv_len else None
-        assert_rotated(actual, tail, recipe, valid[:, None, heavy:, None], queries)
+        assert_rotated(actual, inputs, recipe, valid[:, None, :, None], queries)
         differ = [name for name in differ if name.startswith("value")]
     assert differ == []
-    if heavy:
-        for x, y in ((actual.heavy.key, expected.heavy.key), (actual.heavy.value, expected.heavy.value)):
-            assert torch.equal(x, y)
+    assert not heavy or heavy_keys_agree(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -380,7 +411,7 @@ def test_full_size_rotated(shape, device):
     first, second = (quantize.quantize_operands(triton_calls.new_call(*inputs, recipe)) for _ in range(2))
     assert differing(first, second) == [] and torch.equal(first.balance, second.balance)
     for head in range(0, shape[1], 8):  # the reference takes much memory
-        one = [x[:1, head : head + 1] for x in (inputs[0], inputs[1][:, :, 64:], inputs[2][:, :, 64:])]
+        one = [x[:1, head : head + 1] for x in inputs]
         of_head = {
             name: getattr(first, name)[:1, head : head + 1]
             for name in ("query", "query_scale", "key", "key_scale", "balance")

@@ -11,6 +11,7 @@ from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import select
+from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 
@@ -27,7 +28,9 @@ RECIPES = {
     "no rotation": replace(SAGE3, rotate=False, balance=False),
     "Q not smoothed": replace(SAGE3, smooth_q=False),
     "K and V not smoothed": replace(SAGE3, smooth_k=False, smooth_v=False),
-    "three scales": replace(SAGE3, scale_steps=(-1, 4)),
+    "three scales": replace(SAGE3, scale_steps=(-1, 4), key_scale_steps=(1, 2)),
+    "no search": replace(SAGE3, scale_steps=(), key_scale_steps=()),
+    "K searched": replace(SAGE3, scale_steps=()),
 }
 SIZES = [  # batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim
     (1, 4, 4, 1024, 1088, 128, 128),
@@ -67,10 +70,12 @@ def parts(operands):
     return found
 
 
-def check(inputs, recipe=SAGE3, return_lse=False):
-    call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
-    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
-    actual, expected = NVFP4Quantizer().quantize(call), triton_calls.quantize(call)
+def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
+    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
+    if valid is None:
+        assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    flags = None if valid is None else valid.int()
+    actual, expected = NVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
     assert parts(actual).keys() == parts(expected).keys()
     for name, y in parts(expected).items():
         x = parts(actual)[name]
@@ -124,6 +129,29 @@ def test_zeros_stay_zeros():
     query[:, :, 100:], key[:, :, 200:], value[:, :, 200:] = 0, 0, 0
     check((query, key, value))
     check([torch.zeros_like(x) for x in (query, key, value)])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 2, 500, 500, 128, 128), (2, 2, 2, 130, 520, 64, 64), (1, 2, 1, 70, 300, 80, 96)], ids=str
+)
+@pytest.mark.parametrize("kind", ["left", "right", "anywhere", "none", "shared"])
+def test_keys_that_do_not_count_decide_nothing(sizes, kind):
+    query, key, value = draw(*sizes)
+    batch, kv_len = sizes[0], sizes[4]
+    column, generator = torch.arange(kv_len, device="cuda"), torch.Generator("cuda").manual_seed(0)
+    valid = {
+        "left": (column >= 97).expand(batch, -1).clone(),
+        "right": (column < kv_len - 130).expand(batch, -1).clone(),
+        "anywhere": torch.rand(batch, kv_len, device="cuda", generator=generator) < 0.7,
+        "none": (column < 0).expand(batch, -1).clone(),
+        "shared": column[None] % 3 > 0,
+    }[kind]
+    if kind == "left":
+        valid[-1] = True  # a batch element without padding
+    key = torch.where(valid[:, None, :, None], key, 1e4)
+    value = torch.where(valid[:, None, :, None], value, torch.nan)
+    check((query, key, value), valid=valid)
+    check((query, key, value), RECIPES["no rotation"], valid=valid)
 
 
 def test_it_is_chosen_before_triton_s_but_not_for_masks():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact
+from sage_kernels import attention, exact
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
@@ -28,9 +28,12 @@ def run(inputs, recipe, **options):
 
 
 def check(inputs, name, result=None, **options):
-    """Assert the error of the kernel, or of that (output, lse), to be the reference's; return the relative error."""
+    """Assert the error of the kernel, or of that (output, lse), to be the reference's; return the relative error.
+
+    `name` may be a recipe.
+    """
     query, key, value = inputs
-    recipe = replace(RECIPES[name], heavy_keys=KEYS)
+    recipe = replace(RECIPES[name], heavy_keys=KEYS) if isinstance(name, str) else name
     output, lse = run(inputs, recipe, **options) if result is None else result
     expected, expected_lse = reference.attention(*inputs, recipe, **options)
     truth, _ = exact.attention(*inputs, **options)
@@ -74,6 +77,34 @@ def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(r
     output_rounding = torch.finfo(dtype).eps
     assert times * error <= (without - truth).abs().sum() / truth.abs().sum() + times * output_rounding
     check([x.to(device, dtype) for x in sink(1000, 1000, head_dim, heads=2)], recipe, is_causal=True)
+
+
+@pytest.mark.parametrize("recipe", FORWARD_ONLY)
+@pytest.mark.parametrize("at", [64, 4000, 8099])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sink_anywhere_is_like_one_at_the_front(recipe, at, dtype, device):
+    recipe = replace(RECIPES[recipe], heavy_keys=KEYS, heavy_choice="heaviest")
+    inputs = [x.to(device, dtype) for x in sink(256, 8100, 64, heads=2, at=at)]
+    error = check(inputs, recipe)
+    front = [x.index_select(2, torch.arange(8100, device=device).roll(-at)) for x in inputs[1:]]
+    assert error <= 1.1 * check((inputs[0], *front), recipe)
+    hidden = torch.ones(1, 1, 1, 8100, dtype=torch.bool, device=device)
+    hidden[..., at] = False
+    check(inputs, recipe, mask=hidden)
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "sage2", "sage3"])
+@pytest.mark.parametrize("at", [0, 64, 1000, 4095])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_that_are_chosen_attend_to_a_sink_anywhere(recipe, at, dtype, device):
+    """Those of the registry, whose quantisers are in CUDA where the GPU has them."""
+    query, key, value = (x.to(device, dtype) for x in sink(512, 4096, 128, heads=4, at=at))
+    key, value = key[:, ::2].contiguous(), value[:, ::2].contiguous()
+    output, _ = attention(query, key, value, recipe=recipe, fallback="emulate")
+    expected, _ = reference.attention(query, key, value, RECIPES[recipe])
+    truth, _ = exact.attention(query, key, value)
+    rounding = torch.finfo(dtype).eps * truth.abs().sum()
+    assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum() + rounding
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -136,7 +167,8 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(recipe, is_causal, 
         columns = slice(int(starts[1][index]), int(starts[1][index]) + count)
         alone = (inputs[0][:, :, rows], inputs[1][:, :, columns], inputs[2][:, :, columns])
         if count > KEYS:
-            check(alone, recipe, (output[:, :, rows], lse[:, :, rows]), is_causal=is_causal)
+            first = replace(RECIPES[recipe], heavy_keys=KEYS, heavy_choice="first")
+            check(alone, first, (output[:, :, rows], lse[:, :, rows]), is_causal=is_causal)
             continue
         # All its keys are heavy: what differs from exact attention are roundings to the inputs' dtype.
         truth, true_lse = exact.attention(*alone, is_causal=is_causal)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from sage_kernels import exact
+from sage_kernels import exact, transforms
 from sage_kernels.layout import Lengths, heavy_order
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
@@ -18,7 +18,7 @@ KEYS = 64
 CAPABILITY = {"int8": (8, 9), "nvfp4": (9, 0)}
 # Without the search for scales, which the interpreter is slow at.
 RECIPES = {
-    name: replace(get_recipe(name), heavy_keys=KEYS, scale_steps=())
+    name: replace(get_recipe(name), heavy_keys=KEYS, scale_steps=(), key_scale_steps=())
     for name in ("sage1", "sage2", "sage3", "sage3_paper")
 }
 
@@ -49,7 +49,7 @@ def distance(output, truth):
 
 def check(inputs, name, **options):
     """The error is the reference's, and so is the LSE, -inf where there is no key; return the output."""
-    recipe = RECIPES[name]
+    recipe = RECIPES[name] if isinstance(name, str) else name
     output, lse = run(inputs, recipe, **options)
     expected, expected_lse = reference.attention(*inputs, recipe, block_n=64, **options)
     truth, _ = exact.attention(*inputs, **options)
@@ -147,7 +147,8 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe
         columns = slice(starts[1][index], starts[1][index] + count)
         alone = (inputs[0][:, :, rows], inputs[1][:, :, columns], inputs[2][:, :, columns])
         if count > KEYS:
-            assert torch.equal(check(alone, recipe, **options), output[:, :, rows])
+            first = replace(RECIPES[recipe], heavy_choice="first")
+            assert torch.equal(check(alone, first, **options), output[:, :, rows])
             continue
         # All its keys are heavy.
         truth, true_lse = exact.attention(*alone, **options)
@@ -180,3 +181,36 @@ def test_beside_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe,
         distance(run(inputs, one)[0], truth).item() for one in (recipe, replace(recipe, heavy_keys=0))
     )
     assert without >= times * with_heavy
+
+
+@pytest.mark.parametrize("kind", ["none", "keys"])
+@pytest.mark.parametrize("recipe", ["sage2", "sage3"])
+def test_keys_with_much_larger_scores_take_the_first_places(recipe, kind):
+    """Grouped queries, a partial tile, sinks in the middle and at the end, some of which do not exist."""
+    query, key, value = draw(40, 203, batch=2, q_heads=4, kv_heads=2, head_dim=48)
+    query += 1.0
+    for place, size in ((70, 3.0), (130, 4.0), (202, 2.0)):
+        key[:, :, place] = size
+    mask = None if kind == "none" else (torch.arange(203) % 130 > 2).expand(2, 1, 1, 203)
+    valid = None if mask is None else mask.mT
+    operands = quantize(new_call(query, key, value, RECIPES[recipe]), None if mask is None else mask[:, 0, 0])
+    chosen = transforms.heavy_places(query, key, KEYS, 48**-0.5, valid)
+    assert set(chosen.unique().tolist()) >= ({70, 130, 202} if mask is None else {70, 202})
+    assert mask is None or not (chosen == 130).any()
+    of_head = chosen[..., None]
+    expected = key.gather(2, of_head.expand(-1, -1, -1, 48)) - transforms.mean_of_tokens(key, valid)
+    found = torch.empty_like(operands.heavy.key)
+    found[..., heavy_order(found.shape[-1])] = operands.heavy.key
+    exists = torch.tensor(True) if valid is None else valid[:, :, :KEYS]
+    assert torch.equal(found[..., :48], torch.where(exists, expected, 0.0))
+    values = value.gather(2, of_head.expand(-1, -1, -1, value.shape[3]))
+    assert torch.equal(operands.heavy.value, torch.where(exists, values, 0.0))
+    check((query, key, value), recipe, mask=mask)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage3"])
+def test_equal_keys_keep_their_places(recipe):
+    query, key, value = draw(20, 150)
+    key = key[:, :, :1].expand_as(key)
+    operands = quantize(new_call(query, key, value, RECIPES[recipe]))
+    assert torch.equal(operands.heavy.value, value[:, :, :KEYS])

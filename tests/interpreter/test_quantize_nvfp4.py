@@ -95,8 +95,8 @@ def test_operands_are_those_of_the_reference_for_every_recipe(name):
     recipes = {
         "sage3_paper": get_recipe("sage3_paper"),
         "no rotation": replace(SAGE3, rotate=False, smooth_q=False),
-        "balance": replace(SAGE3, balance=True, scale_steps=()),
-        "four over six": replace(SAGE3, scale_steps=(4,), smooth_v=False),
+        "balance": replace(SAGE3, balance=True, scale_steps=(), key_scale_steps=()),
+        "four over six": replace(SAGE3, scale_steps=(4,), key_scale_steps=(4,), smooth_v=False),
     }
     check(*random_inputs(130, 140, 64, 64), recipes[name])
 
@@ -146,7 +146,7 @@ def test_a_value_that_is_not_finite_spoils_what_it_spoils_in_the_reference(bad):
 
 
 def test_codes_and_scales_are_those_of_the_format():
-    """The bits themselves, zeros without a sign, not only the values."""
+    """The bits themselves, not only the values."""
     query, key, value = random_inputs(128, 128, 64, 64)
     operands = quantize(query, key, value)
     factor = transforms.balance(query.float(), key.float(), smooth_q=True) if SAGE3.balance else torch.ones(1)

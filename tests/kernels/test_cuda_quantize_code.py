@@ -28,6 +28,7 @@ FEATURES = {
     "heavy": Features(heavy_keys=64),
     "rotated": Features(rotate=True),
     "all": Features(rotate=True, balance=True, heavy_keys=64),
+    "chosen": Features(rotate=True, balance=True, heavy_keys=64, choice=True),
 }
 
 

@@ -1,6 +1,7 @@
 """Prepared calls on a GPU that runs nothing: what a repeated call does on its host, and when a call is repeated."""
 
 import contextlib
+import struct
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
-from sage_kernels import dispatch, exact, prepared, prepared_training, registry, tape
+from sage_kernels import dispatch, exact, prepared, prepared_training, registry, rehearsal, tape
 from sage_kernels.call import Call, Mask
+from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Plan
 from tests.helpers import fake_gpu
@@ -170,9 +172,28 @@ def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeyp
         statistics, quantize, attend = gpu.launched
         assert {launched.stream for launched in gpu.launched} == {stream}
         behind_heavy_keys = [x.data_ptr() + 64 * 64 * x.element_size() for x in (key, value)]
-        assert [statistics.word(0), statistics.word(1), statistics.word(3)] == [*behind_heavy_keys, query.data_ptr()]
+        assert [statistics.word(i) for i in (0, 1, 3)] == [x.data_ptr() for x in (key, value, query)]
         assert [quantize.word(0), quantize.word(1), quantize.word(2)] == [query.data_ptr(), *behind_heavy_keys]
         assert attend.word(3) == output.data_ptr()  # the head of a tensor map
+
+
+@pytest.mark.parametrize("quantizer", [quantize, quantize_nvfp4])
+@pytest.mark.usefixtures("gpu")
+def test_a_rehearsal_sees_every_buffer_of_a_quantiser(quantizer, monkeypatch):
+    """Others would be freed behind it, and read and written by every call."""
+    recipe = get_recipe("sage3" if quantizer is quantize_nvfp4 else "sage2")
+    with rehearsal.rehearsing() as rehearsed:
+        table = rehearsed.stand_in(torch.zeros(1))
+        monkeypatch.setattr(quantize_nvfp4, "search_table", lambda steps, device: table)
+        tensors = [rehearsed.stand_in(x) for x in draw()]
+        operands = quantizer.quantize_operands(Call(*tensors, recipe, scale=0.125))
+    assert operands.heavy is not None
+    launches = [launch for launch, _ in rehearsed.steps]
+    addresses = [
+        struct.unpack_from("<Q", launch.parameters, place)[0] for launch in launches for place in launch.addresses
+    ]
+    assert len(launches) == (3 if quantizer is quantize_nvfp4 else 2)
+    assert all(address == 0 or rehearsal.is_stand_in(address) for address in addresses)
 
 
 def test_each_call_allocates_its_output_and_its_buffers_anew(gpu):

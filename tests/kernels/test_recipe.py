@@ -28,11 +28,19 @@ def test_the_recipes_are_those_of_the_table():
             balance=True,
             tensor_scale=True,
             heavy_keys=64,
-            scale_steps=(-1, 1, 2, 3, 4, 5, 6),
+            heavy_choice="heaviest",
+            scale_steps=(-1, 1, 4, 5, 6),
+            key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
         ),
         "sage3_paper": Recipe(
-            "sage3_paper", **nvfp4_both, smooth_v=False, rotate=False, tensor_scale=False, scale_steps=()
+            "sage3_paper",
+            **nvfp4_both,
+            smooth_v=False,
+            rotate=False,
+            tensor_scale=False,
+            scale_steps=(),
+            key_scale_steps=(),
         ),
         "sage2": Recipe(
             "sage2",
@@ -43,10 +51,19 @@ def test_the_recipes_are_those_of_the_table():
             rotate=True,
             balance=True,
             heavy_keys=64,
+            heavy_choice="heaviest",
             denominator="p",
         ),
         "sage1": Recipe(
-            "sage1", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, heavy_keys=64, denominator="p"
+            "sage1",
+            qk="int8",
+            pv="fp16",
+            smooth_k=True,
+            rotate=True,
+            balance=True,
+            heavy_keys=64,
+            heavy_choice="heaviest",
+            denominator="p",
         ),
         "sage_bwd": Recipe(
             "sage_bwd",
@@ -85,33 +102,39 @@ def in_blocks(x, *options):
 
 
 def without_heavy(operands, recipe, key, value):
-    """Check the operands' heavy keys; return K and V of the others."""
+    """Check the operands' heavy keys, which are the first ones; return K and V of the others, without K's mean.
+
+    Means and scales are those of all keys: heavy values lie behind the others, in blocks of their own.
+    """
     heavy = recipe.heavy_keys
+    smooth_key, key_mean = transforms.smooth(key)
+    if recipe.smooth_v:
+        value = transforms.smooth_value(value)[0]
     if heavy == 0:
         assert operands.heavy is None
-        return key, value
-    assert torch.equal(operands.heavy.key, key[:, :, :heavy] - transforms.mean_of_tokens(key[:, :, heavy:]))
-    assert torch.equal(operands.heavy.value, value[:, :, :heavy])
-    return key[:, :, heavy:], value[:, :, heavy:]
+        return smooth_key, value
+    assert torch.equal(operands.heavy.key, key[:, :, :heavy] - key_mean)
+    return smooth_key[:, :, heavy:], torch.cat((value[:, :, heavy:], value[:, :, :heavy], value[:, :, :heavy]), -2)
 
 
 def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy_keys():
     query, key, value = draw(320)
-    operands = reference.quantize_operands(query, key, value, RECIPES["sage3"])
+    recipe = replace(RECIPES["sage3"], heavy_choice="first")
+    operands = reference.quantize_operands(query, key, value, recipe)
     assert torch.equal(operands.heavy.query, query)
-    key, value = without_heavy(operands, RECIPES["sage3"], key, value)
+    assert torch.equal(operands.heavy.value, value[:, :, :64])
     factor = transforms.balance(query, key, smooth_q=True)
+    key, value = without_heavy(operands, recipe, key, value)
     query = query[:, :, :256]  # whole blocks
     operands = replace(operands, query=operands.query[:, :, :256], query_mean=operands.query_mean[:, :, :2])
-    key, _ = transforms.smooth(key)
     query, query_mean = transforms.smooth_blocks(query, 128)
-    value = transforms.smooth_value(value)[0].mT
     assert torch.equal(operands.smooth_key, key)
     assert torch.equal(operands.query_mean, query_mean)
-    steps = RECIPES["sage3"].scale_steps
+    steps, key_steps = recipe.scale_steps, recipe.key_scale_steps
     assert torch.equal(operands.query, in_blocks(transforms.rotate(query * factor), steps))
-    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), steps))
-    assert torch.equal(operands.value * operands.value_scale, nvfp4.quantize(value, steps).dequantize().mT)
+    assert torch.equal(operands.key, in_blocks(transforms.rotate(key / factor), key_steps))
+    quantized = nvfp4.quantize(value.mT, steps).dequantize().mT
+    assert torch.equal(operands.value * operands.value_scale, quantized[:, :, :256])
 
 
 def test_sage3_paper_operands_are_smoothed_in_the_published_format():
@@ -127,11 +150,12 @@ def test_sage3_paper_operands_are_smoothed_in_the_published_format():
 
 @pytest.mark.parametrize("name", ["sage2", "sage1", "sage_bwd", "sage_bwd_int8"])
 def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
-    query, key, value = draw(256 + RECIPES[name].heavy_keys)
-    operands = reference.quantize_operands(query, key, value, RECIPES[name])
-    key, value = without_heavy(operands, RECIPES[name], key, value)
+    recipe = replace(RECIPES[name], heavy_choice="first")
+    query, key, value = draw(256 + recipe.heavy_keys)
+    operands = reference.quantize_operands(query, key, value, recipe)
     factor = transforms.balance(query, key)
-    query, key = transforms.rotate(query * factor), transforms.rotate(transforms.smooth(key)[0] / factor)
+    key, value = without_heavy(operands, recipe, key, value)
+    query, key = transforms.rotate(query * factor), transforms.rotate(key / factor)
     codes, scale = int8.quantize(query, 1)
     assert torch.equal(operands.query, codes.float())
     assert torch.equal(operands.query_scale, scale)
@@ -142,12 +166,12 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
             assert torch.equal(operands.key[..., tokens, :], codes.float())
             assert torch.equal(operands.key_scale[..., tokens, :], scale.float())
     if name == "sage2":
-        codes, scale = fp8.quantize_value(transforms.smooth_value(value)[0])
+        codes, scale = fp8.quantize_value(value)
     elif name == "sage_bwd_int8":
-        codes, scale = (part.mT for part in int8.quantize(transforms.smooth_value(value)[0].mT, 1))
+        codes, scale = (part.mT for part in int8.quantize(value.mT, 1))
     else:
         codes, scale = fp16.quantize(value)
-    assert torch.equal(operands.value, codes.float())
+    assert torch.equal(operands.value, codes.float()[:, :, :256])
     assert torch.equal(operands.value_scale, scale)
 
 

@@ -280,6 +280,7 @@ OTHERS = {
     "balance": True,
     "tensor_scale": False,
     "scale_steps": (-1, 1),
+    "key_scale_steps": (-1, 1),
     "denominator": "quantized_p",
 }
 INT8 = {"smooth_k", "smooth_v", "rotate", "balance"}
@@ -324,6 +325,14 @@ def test_heavy_keys_are_64_or_none_and_have_no_gradients(name):
         served = kernel.serves(replace(recipe, heavy_keys=0))
         assert kernel.serves(replace(recipe, heavy_keys=64)) == (served and recipe.backward is None)
         assert not kernel.serves(replace(recipe, heavy_keys=32))
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if "backward" not in name])
+def test_heavy_keys_are_the_heaviest_or_the_first(name):
+    """Every quantiser chooses them; to forward kernels, which get them as operands, it is all one."""
+    for recipe in RECIPES.values():
+        if KERNELS[name].serves(recipe) and recipe.heavy_keys:
+            assert all(KERNELS[name].serves(replace(recipe, heavy_choice=choice)) for choice in ("first", "heaviest"))
 
 
 def test_hoppers_quantiser_serves_the_means_that_it_takes():

@@ -184,3 +184,64 @@ def test_inputs_are_not_changed():
     before = x.clone()
     transforms.smooth(x), transforms.smooth_value(x), transforms.smooth_blocks(x, 128), transforms.rotate(x)
     assert torch.equal(x, before)
+
+
+def places_one_by_one(query, key, places, scale, valid):
+    """`heavy_places` of one head of K, in a loop; `query` is (rows, head_dim), `valid` has a bool for each key."""
+    step = -(-len(query) // transforms.HEAVY_QUERIES)
+    mean = query[::step].double().mean(0)
+    scores = [float(scale * mean @ x.double()) for x in key]
+    chosen = []
+    for place in range(places):
+        best, largest = place, scores[place] + transforms.HEAVY_MARGIN
+        for number in range(place + places, len(key), places):
+            if valid[place] and valid[number] and scores[number] > largest:
+                best, largest = number, scores[number]
+        chosen.append(best)
+    return chosen
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 64), (5, 65), (100, 200), (37, 1000)])
+def test_heavy_places_are_taken_by_the_keys_with_the_largest_scores(q_len, kv_len):
+    generator = torch.Generator().manual_seed(q_len)
+    query = torch.randn(2, 4, q_len, 32, generator=generator) + 1
+    key = torch.randn(2, 2, kv_len, 32, generator=generator) * 2
+    valid = torch.rand(2, 1, kv_len, 1, generator=generator) < 0.8
+    chosen = transforms.heavy_places(query, key, 64, 0.5, valid)
+    for batch in range(2):
+        for head in range(2):
+            rows = query[batch, 2 * head : 2 * head + 2].flatten(0, 1)
+            expected = places_one_by_one(rows, key[batch, head], 64, 0.5, valid[batch, 0, :, 0])
+            assert chosen[batch, head].tolist() == expected
+    assert (chosen % 64 == torch.arange(64)).all()
+
+
+def test_equal_keys_and_keys_that_are_not_clearly_heavier_take_no_place():
+    query, key = torch.ones(1, 1, 3, 16), torch.zeros(1, 1, 200, 16)
+    first = torch.arange(64)
+    assert torch.equal(transforms.heavy_places(query, key, 64, 1.0)[0, 0], first)
+    key[:, :, 70] = transforms.HEAVY_MARGIN / 16
+    assert torch.equal(transforms.heavy_places(query, key, 64, 1.0)[0, 0], first)
+    key[:, :, 134] = key[:, :, 198] = transforms.HEAVY_MARGIN / 8
+    expected = first.clone()
+    expected[6] = 134  # the first of equals
+    assert torch.equal(transforms.heavy_places(query, key, 64, 1.0)[0, 0], expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e38])
+def test_a_key_without_a_finite_score_neither_takes_nor_leaves_a_place(bad):
+    query, key = torch.ones(1, 1, 3, 16), torch.zeros(1, 1, 200, 16)
+    key[:, :, 70], key[:, :, 5], key[:, :, 69] = bad, bad, 100.0
+    first = torch.arange(64)
+    chosen = transforms.heavy_places(query, key, 64, 1e3)[0, 0]
+    # What is not finite counts as 0, and 0 is less than 100; products of 1e38 overflow.
+    first[5] = 5 if bad == 1e38 else 69
+    assert torch.equal(chosen, first)
+
+
+def test_exchanged_tokens_change_places_with_those_that_were_there():
+    x = torch.arange(200.0).view(1, 1, 200, 1).expand(1, 2, 200, 3)
+    chosen = torch.stack((torch.arange(64), torch.arange(64) + 64))[None]
+    found = transforms.exchange(x, chosen)
+    assert torch.equal(found[:, 0], x[:, 0])
+    assert torch.equal(found[0, 1, :, 0], torch.cat((x[0, 1, 64:128, 0], x[0, 1, :64, 0], x[0, 1, 128:, 0])))

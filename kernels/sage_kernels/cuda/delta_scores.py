@@ -12,7 +12,7 @@ from ..layout import BLOCK
 from ..operands import NVFP4Operands
 from . import tokens
 from .launch import Kernel, Source, launch
-from .parameters import ConstFloats, Floats, Int
+from .parameters import ConstFloats, ConstInts, Floats, Int
 from .tokens import Tokens
 
 THREADS = 128
@@ -25,6 +25,7 @@ class Arguments:
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
         key_mean: (batch, kv_heads, key_mean_channels), as in `operands.Statistics`.
+        chosen: (batch, kv_heads, places), as in `operands.Statistics`; None where heavy keys are the first ones.
         delta: (sequences, q_heads, delta_blocks, kv_rows), written for `blocks` of its blocks.
         first_sequence, first_block: whose scores are the first ones of `delta`.
         q_blocks: of BLOCK tokens of Q, in the operands.
@@ -34,6 +35,8 @@ class Arguments:
     query_tensor_scale: ConstFloats
     key_mean: ConstFloats
     key_tensor_scale: ConstFloats
+    chosen: ConstInts
+    places: Int
     delta: Floats
     q_heads: Int
     kv_heads: Int
@@ -57,9 +60,12 @@ class Parameters:
 
 
 @cache
-def kernel(channels: int, dtype: torch.dtype) -> Kernel:
-    """Return `delta_scores` for operands of so many channels, 64 or 128, and K of that dtype."""
-    macros = {**tokens.macros(channels, dtype), "BLOCK": BLOCK, "THREADS": THREADS}
+def kernel(channels: int, dtype: torch.dtype, choice: bool = False) -> Kernel:
+    """Return `delta_scores` for operands of so many channels, 64 or 128, and K of that dtype.
+
+    With `choice` heavy keys are not just the first ones.
+    """
+    macros = {**tokens.macros(channels, dtype), "BLOCK": BLOCK, "THREADS": THREADS, "CHOICE": choice}
     return Kernel(Source("delta_scores.cu", {"delta_scores": Parameters}, macros), "delta_scores", THREADS)
 
 
@@ -80,7 +86,7 @@ def delta_scores(
         CompileError: see `launch.launch`.
     """
     assert operands.query_mean is not None
-    key_mean = operands.statistics.key_mean
+    key_mean, chosen = operands.statistics.key_mean, operands.statistics.chosen
     _, q_heads, q_blocks, channels = operands.query_mean.shape
     kv_heads, blocks = key_mean.shape[1], min(delta.shape[2], q_blocks - first_block)
     arguments = Arguments(
@@ -88,6 +94,8 @@ def delta_scores(
         query_tensor_scale=operands.query_tensor_scale,
         key_mean=key_mean,
         key_tensor_scale=operands.key_tensor_scale,
+        chosen=chosen,
+        places=1 if chosen is None else chosen.shape[2],
         delta=delta,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -102,4 +110,5 @@ def delta_scores(
         key_mean_channels=key_mean.shape[2],
     )
     grid = sequences * q_heads * (delta.shape[3] // BLOCK)
-    launch(kernel(channels, call.key.dtype), grid, Parameters(Tokens.of(call.key), arguments), delta.device)
+    one = kernel(channels, call.key.dtype, chosen is not None)
+    launch(one, grid, Parameters(Tokens.of(call.key), arguments), delta.device)

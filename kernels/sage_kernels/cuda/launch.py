@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -172,6 +172,7 @@ class _Function:
             parameters=packed[self.packer.starts[0] :],
             starts=tuple(start - self.packer.starts[0] for start in self.packer.starts),
             addresses=tuple(place - self.packer.starts[0] for place in self.packer.addresses),
+            constants=tuple(_tensors_with_memory(parameters)),
         )
 
     @contextlib.contextmanager
@@ -188,6 +189,16 @@ class _Function:
     def checked(self, what: str, answer: tuple[Any, ...]) -> Any:
         """Return the value that the driver answers; RuntimeError, which names the kernel, for an error."""
         return checked(f"{self.kernel}: {what}", answer)
+
+
+def _tensors_with_memory(parameters: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among a kernel's parameters that are no stand-ins."""
+    for field in fields(parameters):
+        value = getattr(parameters, field.name)
+        if is_dataclass(value):
+            yield from _tensors_with_memory(value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, rehearsal.StandIn):
+            yield value
 
 
 def architecture(capability: tuple[int, int]) -> str:

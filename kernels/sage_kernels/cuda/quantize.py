@@ -15,10 +15,18 @@ from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
 from ..recipe import Recipe, get_recipe
 from ..registry import Request
-from ..transforms import BALANCE_QUERIES, MAX_BALANCE, MIN_MEAN, MIN_VARIANCE, rotation_signs
+from ..transforms import (
+    BALANCE_QUERIES,
+    HEAVY_MARGIN,
+    HEAVY_QUERIES,
+    MAX_BALANCE,
+    MIN_MEAN,
+    MIN_VARIANCE,
+    rotation_signs,
+)
 from . import tokens
 from .launch import Kernel, Source, launch
-from .parameters import Bytes, ConstBytes, Floats, HalfWords, Int, Ints, UInt32
+from .parameters import Bytes, ConstBytes, Float, Floats, HalfWords, Int, Ints, UInt32
 from .tokens import Tokens
 
 HALF_BLOCK = BLOCK // 2  # tokens of Q, K, or V in float16, that a block of the grid quantises
@@ -34,9 +42,12 @@ class Statistics:
     """Buffers that `statistics` writes and `quantize` reads, and their sizes. K and V have pairs of (batch, kv head).
 
     Attributes:
-        lines: (batch, kv_heads, STATISTIC_ROWS + 2 · blocks, CHANNELS).
+        lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sums, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
-        blocks: of BLOCK tokens of K and V.
+        chosen: (batch, kv_heads, HEAVY_KEYS), those of `operands.Statistics`; None where they are the first ones.
+        blocks: of BLOCK tokens of K and V, those in the places of heavy keys left out.
+        sums: of BLOCK tokens of all of K and V.
+        kv_len: keys, those in the places of heavy ones left out.
         valid: (batch or 1, keys), heavy ones included, 0 where a key does not exist; None without padding.
         valid_stride: from batch element to batch element.
     """
@@ -44,8 +55,10 @@ class Statistics:
     lines: Floats
     value_mean: Floats
     value_scale: Floats
+    chosen: Ints
     kv_heads: UInt32
     blocks: UInt32
+    sums: UInt32
     head_dim: Int
     v_head_dim: Int
     kv_len: Int
@@ -99,6 +112,7 @@ class Balance:
         factors: (batch, kv_heads, CHANNELS); None without balance.
         samples: rows of a head, at equal distances from the first one on.
         distance: of two of them.
+        softmax_scale: factor of the scores, by which heavy keys are chosen.
     """
 
     factors: Floats
@@ -106,11 +120,12 @@ class Balance:
     samples: UInt32
     distance: UInt32
     q_len: Int
+    softmax_scale: Float
 
 
 @dataclass(slots=True)
 class StatisticsParameters:
-    """Parameters of the kernel `statistics`."""
+    """Parameters of the kernel `statistics`, whose K and V are all."""
 
     key: Tokens
     value: Tokens
@@ -121,7 +136,7 @@ class StatisticsParameters:
 
 @dataclass(slots=True)
 class QuantizeParameters:
-    """Parameters of the kernel `quantize`."""
+    """Parameters of the kernel `quantize`, whose K and V begin behind the places of heavy keys."""
 
     query: Tokens
     key: Tokens
@@ -132,22 +147,30 @@ class QuantizeParameters:
 
 @dataclass(frozen=True)
 class Features:
-    """Transforms beside those of each recipe, with fields as in `Recipe`; `padded`: keys may not exist."""
+    """Transforms beside those of each recipe, with fields as in `Recipe`.
+
+    Attributes:
+        padded: keys may not exist.
+        choice: heavy keys are not just the first ones (`Call.chooses_heavy_keys`).
+    """
 
     rotate: bool = False
     balance: bool = False
     heavy_keys: int = 0
     padded: bool = False
+    choice: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, kv_len: int, padded: bool) -> Features:
+    def of(cls, recipe: Recipe, kv_len: int, padded: bool, is_causal: bool) -> Features:
         """Return those of a recipe with so many keys, which may not exist if `padded`."""
-        return cls(recipe.rotate, recipe.balance, recipe.heavy_keys if kv_len > recipe.heavy_keys else 0, padded)
+        heavy_keys = recipe.heavy_keys if kv_len > recipe.heavy_keys else 0
+        choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not is_causal
+        return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice)
 
-    @property
-    def statistic_rows(self) -> int:
+    def statistic_rows(self, channels: int) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
-        return self.factors_row + self.rotate + 2 * SHARERS * self.balance + self.padded
+        candidates = SHARERS * 2 * BLOCK // channels if self.choice else 0
+        return self.factors_row + self.rotate + 2 * SHARERS * self.balance + self.padded + candidates
 
     @property
     def factors_row(self) -> int:
@@ -172,6 +195,9 @@ def kernels(
         "BALANCE": features.balance,
         "HEAVY_KEYS": features.heavy_keys,
         "PADDED": features.padded,
+        "CHOICE": features.choice,
+        "HEAVY_QUERIES": HEAVY_QUERIES,
+        "HEAVY_MARGIN": HEAVY_MARGIN,
         "MAX_BALANCE": MAX_BALANCE,
         "MIN_VARIANCE": MIN_VARIANCE,
         **signs(channels),
@@ -181,7 +207,7 @@ def kernels(
         "KEYS_PER_SCALE": THREAD_TOKENS,
         "VALUE_CHANNELS": VALUE_CHANNELS,
         "SHARERS": SHARERS,
-        "STATISTIC_ROWS": features.statistic_rows,
+        "STATISTIC_ROWS": features.statistic_rows(channels),
         "STATISTICS_THREADS": statistics_threads,
         "QUANTIZE_THREADS": THREADS,
         "LARGEST_E4M3": E4M3_MAX,
@@ -205,9 +231,9 @@ def signs(channels: int) -> dict[str, int]:
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    features = Features.of(recipe, request.kv_len, request.mask == "keys")
+    features = Features.of(recipe, request.kv_len, request.mask == "keys", request.is_causal)
     if request.mask == "blocks":
-        features = replace(features, heavy_keys=0)
+        features = replace(features, heavy_keys=0, choice=False)
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
@@ -228,18 +254,20 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         CompileError: see `launch.launch`.
     """
     tail = call.tail
-    features = Features(call.recipe.rotate, call.recipe.balance, call.heavy_keys, padding is not None)
+    features = Features(
+        call.recipe.rotate, call.recipe.balance, call.heavy_keys, padding is not None, call.chooses_heavy_keys
+    )
     query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
     channels, pairs = power_of_two(head_dim), batch * kv_heads
-    q_blocks, blocks = ceil_div(q_len, BLOCK), ceil_div(kv_len, BLOCK)
+    q_blocks, blocks, sums = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
     q_shape, kv_shape = (batch, q_heads, q_blocks * BLOCK), (batch, kv_heads, blocks * BLOCK)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
 
-    lines = new(batch, kv_heads, features.statistic_rows + 2 * blocks, channels)
+    lines = new(batch, kv_heads, features.statistic_rows(channels) + 2 * sums, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
     heavy = None
@@ -264,12 +292,15 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     if heavy is not None:
         blocks_of_pair += 2
     key_tokens, value_tokens = Tokens.of(key), Tokens.of(value)
+    chosen = new(batch, kv_heads, features.heavy_keys, dtype=torch.int32) if features.choice else None
     found = Statistics(
         lines=lines,
         value_mean=operands.value_mean,
         value_scale=operands.value_scale,
+        chosen=chosen,
         kv_heads=kv_heads,
         blocks=blocks,
+        sums=sums,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         kv_len=kv_len,
@@ -303,11 +334,14 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         samples=ceil_div(q_len, distance),
         distance=distance,
         q_len=q_len,
+        softmax_scale=call.scale,
     )
     launch(
         statistics,
         2 * pairs * SHARERS,
-        StatisticsParameters(key=key_tokens, value=value_tokens, s=found, query=query_tokens, balance=balance),
+        StatisticsParameters(
+            key=Tokens.of(call.key), value=Tokens.of(call.value), s=found, query=query_tokens, balance=balance
+        ),
         query.device,
     )
     launch(

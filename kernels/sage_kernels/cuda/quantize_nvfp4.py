@@ -8,20 +8,29 @@ from functools import cache
 import torch
 
 from ..call import Call
-from ..formats.nvfp4 import GROUP, MAX_STEPS, search_table
-from ..layout import BLOCK, ceil_div, power_of_two
+from ..formats.nvfp4 import BIN_SHIFT, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
+from ..layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..operands import HeavyKeys, NVFP4Operands
 from ..operands import Statistics as FoundStatistics
 from ..recipe import Recipe, get_recipe
 from ..registry import Request
-from ..transforms import BALANCE_QUERIES, MAX_BALANCE, MIN_MEAN, MIN_VARIANCE, rotation_block
+from ..transforms import (
+    BALANCE_QUERIES,
+    HEAVY_MARGIN,
+    HEAVY_QUERIES,
+    MAX_BALANCE,
+    MIN_MEAN,
+    MIN_VARIANCE,
+    rotation_block,
+)
 from . import tokens
 from .launch import Kernel, Source, architecture, launch
-from .parameters import Bytes, ConstInts, Floats, HalfWords, Int, UInt32
+from .parameters import Bytes, ConstInts, Float, Floats, HalfWords, Int, Int64, Ints, UInt32
 from .quantize import signs
 from .tokens import Tokens
 
 REDUCE_THREADS = 256
+EARLY_CAPABILITY = (9, 0)  # from which on a kernel may start before the one that it waits for has ended
 RESIDENT_THREADS = 1024  # of a multiprocessor, at least, that run `quantize`
 THREAD_ELEMENTS = 32  # of Q, K or V, that a thread of `quantize` has
 KEY_LINES, VALUE_LINES = 2, 4  # of statistics of a block of K or of a head's sample of Q, and of a block of V
@@ -32,13 +41,21 @@ class Statistics:
     """Buffers that `reduce` and `means` write, and sizes. K and V have pairs of (batch, kv head).
 
     Attributes:
-        lines: (batch, kv_heads, 6 · blocks + 2 · q_heads / kv_heads, CHANNELS).
-        factors: (batch, kv_heads, 3, CHANNELS): what Q and K are multiplied by, and what is added to K then.
+        lines: (batch, kv_heads, 6 · sums + 2 · q_heads / kv_heads, CHANNELS).
+        factors: (batch, kv_heads, 4, CHANNELS): what Q and K are multiplied by, what is added to K then, and zeros.
         key_mean, balance, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
+        scores: (batch, kv_heads, sums · BLOCK), products of K with a mean query; None where heavy keys are the first.
+        chosen: as in `operands.Statistics`, or None.
         pairs: batch · kv_heads.
-        blocks: of BLOCK tokens of K and V.
+        blocks: of BLOCK tokens of K and V, those in the places of heavy keys left out.
+        sums: of BLOCK tokens of all of K and V.
+        kv_len: keys, those in the places of heavy ones left out.
+        keys: all.
+        valid: (batch or 1, keys), 0 for keys that do not count; None: all do.
+        valid_stride: from batch element to batch element.
         samples: rows of a head of Q that decide the balance, `sample_distance` apart, from the first one on.
+        softmax_scale: factor of the scores, by which heavy keys are chosen.
     """
 
     lines: Floats
@@ -49,16 +66,23 @@ class Statistics:
     value_amax: Floats
     value_tensor_amax: Floats
     value_tensor_scale: Floats
+    scores: Floats
+    chosen: Ints
     pairs: UInt32
     q_heads: UInt32
     kv_heads: UInt32
     blocks: UInt32
+    sums: UInt32
     head_dim: Int
     v_head_dim: Int
     q_len: Int
     kv_len: Int
+    keys: Int
     samples: Int
     sample_distance: Int
+    softmax_scale: Float
+    valid: ConstInts
+    valid_stride: Int64
 
 
 @dataclass(slots=True)
@@ -66,7 +90,7 @@ class Operands:
     """Buffers that `quantize` writes: those of `operands.NVFP4Operands` and of its heavy keys, if there are any.
 
     Attributes:
-        search: `nvfp4.search_table`; None without a search.
+        search, key_search: `nvfp4.search_table` for Q and V, and for K.
         q_blocks: of BLOCK tokens of Q.
     """
 
@@ -83,6 +107,7 @@ class Operands:
     heavy_key: HalfWords
     heavy_value: HalfWords
     search: ConstInts
+    key_search: ConstInts
     q_blocks: UInt32
 
 
@@ -116,7 +141,14 @@ class QuantizeParameters:
 
 @cache
 def kernels(
-    channels: int, rotation: int, dtype: torch.dtype, recipe: Recipe, heavy_keys: int, return_lse: bool
+    channels: int,
+    rotation: int,
+    dtype: torch.dtype,
+    recipe: Recipe,
+    heavy_keys: int,
+    choice: bool,
+    padded: bool,
+    return_lse: bool,
 ) -> tuple[Kernel, Kernel, Kernel]:
     """Return `reduce`, `means` and `quantize`.
 
@@ -126,6 +158,8 @@ def kernels(
         dtype: of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: of the call.
+        choice: they are not just the first ones (`Call.chooses_heavy_keys`).
+        padded: keys may be left out.
         return_lse: whether Q's products with K's mean are written.
     """
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
@@ -139,6 +173,10 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
+        "CHOICE": choice,
+        "PADDED": padded,
+        "HEAVY_QUERIES": HEAVY_QUERIES,
+        "HEAVY_MARGIN": HEAVY_MARGIN,
         "MEAN_SCORE": return_lse,
         "SMOOTH_Q": recipe.smooth_q,
         "SMOOTH_K": recipe.smooth_k,
@@ -146,8 +184,13 @@ def kernels(
         "BALANCE": recipe.balance,
         "TENSOR_SCALE": recipe.tensor_scale,
         "SEARCHED": len(recipe.scale_steps),
-        "MAX_STEPS": MAX_STEPS,
         "STEPS": ",".join(map(str, recipe.scale_steps or (0,))),
+        "KEY_SEARCHED": len(recipe.key_scale_steps),
+        "KEY_STEPS": ",".join(map(str, recipe.key_scale_steps or (0,))),
+        "MAX_STEPS": MAX_STEPS,
+        "FIRST_BIN": FIRST_BIN,
+        "BIN_SHIFT": BIN_SHIFT,
+        "SEARCH_LIMIT": SEARCH_LIMIT,
         "MIN_MEAN": MIN_MEAN,
         "MIN_VARIANCE": MIN_VARIANCE,
         "MAX_BALANCE": MAX_BALANCE,
@@ -170,18 +213,21 @@ def unavailable(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
     rotation = _rotation(recipe, request.head_dim)
-    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, request.return_lse)
+    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not request.is_causal
+    padded = request.mask != "none"
+    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.return_lse)
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))
 
 
-def quantize_operands(call: Call) -> NVFP4Operands:
+def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     Args:
         call: one that `registration.NVFP4Quantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
-            other strides multiples of 16 bytes; no mask.
+            other strides multiples of 16 bytes.
+        valid: int32 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -190,7 +236,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = tail.value.shape
     channels, pairs, device = power_of_two(head_dim), batch * kv_heads, query.device
-    q_blocks, blocks = ceil_div(q_len, BLOCK), ceil_div(kv_len, BLOCK)
+    q_blocks, blocks, sums = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
@@ -208,6 +254,7 @@ def quantize_operands(call: Call) -> NVFP4Operands:
         new(batch, kv_heads, channels),
         new(batch, kv_heads),
         new(batch, kv_heads, channels) if recipe.balance else None,
+        new(batch, kv_heads, call.heavy_keys, dtype=torch.int32) if call.chooses_heavy_keys else None,
     )
     q_rows, rows = q_blocks * BLOCK, blocks * BLOCK
     operands = NVFP4Operands(
@@ -229,24 +276,31 @@ def quantize_operands(call: Call) -> NVFP4Operands:
     sample_distance = ceil_div(q_len, BALANCE_QUERIES)
     samples = ceil_div(q_len, sample_distance) if recipe.balance else 0
     statistics = Statistics(
-        lines=new(pairs, (KEY_LINES + VALUE_LINES) * blocks + KEY_LINES * (q_heads // kv_heads), channels),
-        factors=new(pairs, 3, channels),
+        lines=new(pairs, (KEY_LINES + VALUE_LINES) * sums + KEY_LINES * (q_heads // kv_heads), channels),
+        factors=new(pairs, 4, channels),
         key_mean=found.key_mean,
         balance=found.balance,
         value_mean=found.value_mean,
         value_amax=found.value_amax,
         value_tensor_amax=found.value_tensor_amax,
         value_tensor_scale=operands.value_tensor_scale,
+        scores=new(pairs, sums * BLOCK) if found.chosen is not None else None,
+        chosen=found.chosen,
         pairs=pairs,
         q_heads=q_heads,
         kv_heads=kv_heads,
         blocks=blocks,
+        sums=sums,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         q_len=q_len,
         kv_len=kv_len,
+        keys=call.kv_len,
         samples=samples,
         sample_distance=sample_distance,
+        softmax_scale=call.scale,
+        valid=valid,
+        valid_stride=stride_of(valid),
     )
     written = Operands(
         query=operands.query,
@@ -262,15 +316,31 @@ def quantize_operands(call: Call) -> NVFP4Operands:
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
         search=search_table(recipe.scale_steps, device),
+        key_search=search_table(recipe.key_scale_steps, device),
         q_blocks=q_blocks,
     )
     reduce, means, quantize = kernels(
-        channels, _rotation(recipe, head_dim), query.dtype, recipe, call.heavy_keys, call.return_lse
+        channels,
+        _rotation(recipe, head_dim),
+        query.dtype,
+        recipe,
+        call.heavy_keys,
+        call.chooses_heavy_keys,
+        valid is not None,
+        call.return_lse,
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.balance else 0
-    launch(reduce, 2 * pairs * blocks + sampled, ReduceParameters(query=q, key=k, value=v, s=statistics), device)
-    launch(means, 2 * pairs, MeansParameters(s=statistics), device)
+    everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
+    launch(reduce, 2 * pairs * sums + sampled, everything, device)
+    early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
+    launch(means, 2 * pairs, MeansParameters(s=statistics), device, dependent=early)
     quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
-    launch(quantize, quantized, QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written), device)
+    launch(
+        quantize,
+        quantized,
+        QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written),
+        device,
+        dependent=early,
+    )
     return operands

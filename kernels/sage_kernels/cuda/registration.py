@@ -7,6 +7,7 @@ import os
 import torch
 
 from ..call import Call
+from ..formats.nvfp4 import MAX_STEPS
 from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
@@ -71,7 +72,9 @@ class NVFP4Quantizer:
 
     def serves(self, recipe: Recipe) -> bool:
         """Serve everything in NVFP4 with up to 7 scales beside the nearest, and 0 or 64 heavy keys."""
-        return _serves_nvfp4(recipe) and len(recipe.scale_steps) <= quantize_nvfp4.MAX_STEPS
+        steps = (recipe.scale_steps, recipe.key_scale_steps)
+        searched = all(len(one) <= MAX_STEPS and set(one) <= set(range(-4, 12)) for one in steps)
+        return _serves_nvfp4(recipe) and searched
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -92,11 +95,11 @@ class NVFP4Quantizer:
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
     ) -> NVFP4Operands:
         """Quantise; see `quantize_nvfp4.quantize_operands`."""
-        return quantize_nvfp4.quantize_operands(call)
+        return quantize_nvfp4.quantize_operands(call, None if valid is None else valid.int())
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Refuse: a request with a mask is not served."""
-        raise ValueError(f"{self.name} reads no masks")
+        """Refuse: NVFP4's forward kernels read masks by tiles, which say which keys count."""
+        raise ValueError(f"{self.name} finds no spans of keys")
 
 
 class HopperForward:
@@ -193,13 +196,15 @@ def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
     transforms = ("smooth_k", "smooth_v", "rotate", "balance")
-    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "backward")
+    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
 
 
 def _serves_nvfp4(recipe: Recipe) -> bool:
     formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, nvfp4_forward.HEAVY_KEYS)
     transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
-    return formats and recipe.is_plain_but_for(*transforms, "scale_steps", "heavy_keys")
+    return formats and recipe.is_plain_but_for(
+        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice"
+    )
 
 
 def _unsupported(request: Request) -> str:

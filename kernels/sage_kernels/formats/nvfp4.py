@@ -4,8 +4,8 @@ The group scale maps the group's amax to 6, the largest e2m1 value (arXiv 2505.1
 scale often fits the other 15 elements better; trying several and keeping the one of least squared error costs time only
 in the quantiser (arXiv 2512.02010 tries two, amax to 6 and to 4).
 
-The search decides by errors in float16, which GPUs compute two at a time (`best_scale`): with the same scales its
-choice is as good as by errors in float32.
+The search works in float16, which GPUs compute two at a time (`search_groups`): with the same scales its choice is as
+good as by errors in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ LARGEST_E4M3_CODE = 0x7E
 FLOAT32_EXPONENT = 0x7F800000
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LEAST_NORMAL_E4M3_CODE = 8
-MANTISSAS = 8
-"""Mantissas of e4m3, which with a step decide the ratio of two normal scales."""
 
 
 @dataclass(frozen=True)
@@ -80,125 +78,152 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, ...] = ()) -> tuple[to
 
     Args:
         x: float32 (..., n), n a multiple of 16, already divided by the tensor scale.
-        scale_steps: besides e4m3(amax/6), the e4m3 scales that lie so many codes above it are tried (`best_scale`).
+        scale_steps: besides e4m3(amax/6), the e4m3 scales that lie so many codes above it are tried (`search_groups`).
 
     Returns:
         (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN where the
         group holds a non-finite value. The element is x divided by the *rounded* scale.
     """
     groups = x.unflatten(-1, (-1, GROUP))
+    if scale_steps:
+        return search_groups(groups, scale_steps)
     amax = groups.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax, torch.nan)
-    scale = round_to_e4m3(amax * (1 / E2M1_MAX))
-    if scale_steps:
-        scale = best_scale(groups, amax, scale, scale_steps)
-    scale = scale.float()
-    return round_to_e2m1(groups * _reciprocal(scale)), scale
+    scale = round_to_e4m3(amax * (1 / E2M1_MAX)).float()
+    # A scale rounds to 0 only where all elements are below 1/4, which rounds to 0 unscaled.
+    inverse = 1 / torch.where(scale == 0, 1.0, scale)
+    return round_to_e2m1(groups * inverse) + 0.0, scale  # 0 has no sign
 
 
-def best_scale(
-    groups: torch.Tensor, amax: torch.Tensor, nearest: torch.Tensor, scale_steps: tuple[int, ...]
-) -> torch.Tensor:
-    """Return the scale of each group with the least squared error, of the nearest and those `scale_steps` codes above.
+def search_groups(groups: torch.Tensor, scale_steps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise groups with the scale of the least squared error, of the nearest and those `scale_steps` codes above.
 
-    Errors are float16 numbers, and each operation rounds to nearest even, to float16's subnormals too. With s the
-    nearest scale, c a candidate, and ratios from `search_ratios`:
+    All is computed in float16, each operation rounding to nearest even, to float16's subnormals too:
 
-        y_i = float16(|x_i| · (1/s · 1/8))             element i, times 1/8: at most 0.8
-        q_i = y_i · float16(s/c · 2⁻¹¹)                 |x_i| / c · 2⁻¹⁴, in which e2m1's 0.5 is a subnormal of float16
+        h_i = float16(x_i)
+        v   = max |h_i| · (1/6) in float32              its e4m3 number, ties away from 0, is the nearest scale s
+        y_i = h_i · float16(1/s · 1/8)                  element i, times 1/8: at most 0.8
+        q_i = y_i · float16(s/c · 2⁻¹¹)                 x_i / c · 2⁻¹⁴, in which e2m1's 0.5 is a subnormal of float16
         q_i = (bits of q_i + 0x100) & 0xFE00            rounded to e2m1, ties away from 0
-        d_i = fma(q_i, float16(c/s · 2¹¹), -y_i)        the error
-        e   = fma(d_i, d_i, e), from 0 on               over even i, and over odd i; the two are added
+        d_i = fma(q_i, float16(c/s · 2¹¹), -y_i)        the error of a candidate c, with the ratios of `search_ratios`
+        e   = fma(d_i, d_i, e), from 0 on               over i with i & 2 = 0, and over the others; the two are added
 
-    The least e wins; among equals the nearest scale, then the first of the steps. A candidate is left out where it or
-    the nearest scale is subnormal, where it exceeds 448, and where amax · 1/c ≥ 7, which would round to 8.
+    The least e wins; among equals the nearest scale, then the first of the steps. The winner's q_i are the elements. A
+    candidate is left out where it is subnormal or exceeds 448, and where max |x_i| / c could be 7, which rounds to 8:
+    judged by v rounded up to its leading five bits. Where v is below 2⁻⁶, s is the next subnormal above and no other is
+    tried. Where v is 464 or more, the group counts as one that holds a non-finite value.
 
     Args:
         groups: float32 (..., 16).
-        amax: float32 (..., 1), NaN where the group holds a non-finite value.
-        nearest: float8_e4m3fn (..., 1), amax / 6 rounded.
         scale_steps: multiples of one code, other than 0.
 
     Returns:
-        float8_e4m3fn (..., 1).
+        as `round_groups`.
     """
-    codes = nearest.view(torch.uint8).int()
-    y = (groups.abs() * (_reciprocal(nearest.float()) * 0.125)).half()
-    searched = (codes >= LEAST_NORMAL_E4M3_CODE) & (codes <= LARGEST_E4M3_CODE)
-    ratios = search_ratios(scale_steps).to(groups.device)[codes % MANTISSAS]
-    best, least = codes, _squared_error(y, *_SAME_SCALE)
+    groups = (groups + 0.0).half()  # no -0 but where elements round to it
+    amax = groups.abs().amax(-1, keepdim=True).float()
+    finite = amax < SEARCH_LIMIT
+    sixth = torch.where(finite, amax, 0.0) * (1 / E2M1_MAX)
+    bins = ((sixth.view(torch.int32) >> BIN_SHIFT) - FIRST_BIN).clamp(min=0)
+    codes = _nearest_codes().to(groups.device)[bins]
+    y = groups * (1 / _decode(codes) * 0.125).half()
+    ratios = search_ratios(scale_steps).to(groups.device)[bins]
+    same = search_ratios((0,)).to(groups.device)[-1]
+    best, up, least = codes, same[..., 0].expand(codes.shape), _squared_error(y, *same.unbind(-1))
     for number, step in enumerate(scale_steps):
-        code = codes + step
-        allowed = searched & (code >= LEAST_NORMAL_E4M3_CODE) & (code <= LARGEST_E4M3_CODE)
-        candidate = code.clamp(0, LARGEST_E4M3_CODE).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        allowed &= amax * _reciprocal(candidate) < E2M1_MAX + 1
-        error = _squared_error(y, *ratios[..., number, :].unbind(-1))
-        better = allowed & (error < least)
-        best, least = torch.where(better, code, best), torch.where(better, error, least)
-    return best.to(torch.uint8).view(torch.float8_e4m3fn)
+        ratio = ratios[..., number, :]
+        error = _squared_error(y, *ratio.unbind(-1))
+        better = error < least  # not where the ratio is NaN
+        best, least = torch.where(better, codes + step, best), torch.where(better, error, least)
+        up = torch.where(better, ratio[..., 0], up)
+    elements = _round_magnitudes(y * up).float() * 2.0**14
+    return torch.where(finite, elements, torch.nan), torch.where(finite, _decode(best), torch.nan)
 
 
-_SAME_SCALE = (2.0**-11, 2.0**11)
+BIN_SHIFT = 19
+"""Bits of a float32 number behind the four that follow its leading one."""
+FIRST_BIN = ((127 - 9) << 4) - 1
+"""The leading bits of what is just below 2⁻⁹, e4m3's least number."""
+BINS = ((127 + 8) << 4) + 13 - FIRST_BIN
+"""Leading bits of v in `search_groups`: those of all below 2⁻⁹ together, and up to 464."""
+SEARCH_LIMIT = 464 * E2M1_MAX
+
+
+def _nearest_codes() -> torch.Tensor:
+    """Return the codes of the nearest scale by the leading bits of v, int32 (BINS,)."""
+    leading = torch.arange(BINS) + FIRST_BIN
+    subnormal = ((leading << BIN_SHIFT).int().view(torch.float32) * 512).int() + 1
+    normal = (leading + 1 >> 1) - ((127 - 7) << 3)
+    return torch.where(leading < (127 - 6) << 4, subnormal, normal.clamp(max=LARGEST_E4M3_CODE)).int()
 
 
 @lru_cache(maxsize=8)
 def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
-    """Return what `best_scale` multiplies by: float16 (8, steps, 2) of s/c · 2⁻¹¹ and c/s · 2¹¹.
+    """Return what `search_groups` multiplies by: float16 (BINS, steps, 2) of s/c · 2⁻¹¹ and c/s · 2¹¹.
 
-    The first index is the lowest three bits of the code of s. A quotient is rounded to float32, then to float16.
+    The first index is that of the leading bits of v. A quotient is rounded to float32, then to float16. Candidates that
+    are left out have NaN.
     """
-    scales = torch.arange(LARGEST_E4M3_CODE + 1, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    nearest = torch.arange(64, 64 + MANTISSAS)[:, None]
-    s, c = scales[nearest], scales[nearest + torch.tensor(scale_steps)]
-    return torch.stack((s / c * _SAME_SCALE[0], c / s * _SAME_SCALE[1]), -1).half()
+    leading = torch.arange(BINS)[:, None] + FIRST_BIN
+    codes, steps = _nearest_codes()[:, None], torch.tensor(scale_steps, dtype=torch.int32)
+    candidates = codes + steps
+    s, c = _decode(codes), _decode(candidates.clamp(LEAST_NORMAL_E4M3_CODE, LARGEST_E4M3_CODE))
+    amax = (leading + 1 << BIN_SHIFT).int().view(torch.float32) * E2M1_MAX
+    allowed = (candidates >= LEAST_NORMAL_E4M3_CODE) & (candidates <= LARGEST_E4M3_CODE)
+    allowed &= (leading >= (127 - 6) << 4) & ((steps >= 0) | (amax < (E2M1_MAX + 1) * c))
+    ratios = torch.stack((s / c * 2.0**-11, c / s * 2.0**11), -1).half()
+    return torch.where(allowed[..., None], ratios, torch.nan)
 
 
 MAX_STEPS = 7
 """Scales besides the nearest that kernels can try."""
-STEPS_ROW = 128
+STEPS_ROW = BINS
 """Row of `search_table` that holds the steps."""
 
 
 @lru_cache(maxsize=16)
 def search_table(scale_steps: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return what kernels that search read: int32 (129, 8), a row for each code of the nearest scale s.
+    """Return what kernels that search read: int32 (BINS + 1, 8), a row for each first index of `search_ratios`.
 
-    A row has for each step the ratios of `search_ratios` as the lower and upper half of a word, NaN where the scale is
-    left out whatever the group; and in its last word the bits of 1/s, float32, 1 where s is 0. Row 128 has the steps.
+    The first word of a row has float16(1/s · 1/8) in the lower half and the code of s in the upper one; then come for
+    each step the ratios of `search_ratios` as the lower and upper half of a word. The last row has the steps, from the
+    second word on.
 
     Raises:
         ValueError: there are more than 7 steps.
     """
     if len(scale_steps) > MAX_STEPS:
         raise ValueError(f"{len(scale_steps)} scale_steps are not supported: kernels try up to {MAX_STEPS}")
-    codes = torch.arange(STEPS_ROW)
-    table = torch.zeros(STEPS_ROW + 1, MAX_STEPS + 1, dtype=torch.int32)
-    for number, step in enumerate(scale_steps):
-        code = codes + step
-        allowed = (codes >= LEAST_NORMAL_E4M3_CODE) & (code >= LEAST_NORMAL_E4M3_CODE) & (code <= LARGEST_E4M3_CODE)
-        ratios = torch.where(allowed[:, None], search_ratios(scale_steps)[codes % MANTISSAS, number], torch.nan)
-        table[:STEPS_ROW, number] = ratios.view(torch.int32).squeeze(-1)
-        table[STEPS_ROW, number] = step
-    scales = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    table[:STEPS_ROW, MAX_STEPS] = _reciprocal(scales).view(torch.int32)
+    table = torch.zeros(BINS + 1, MAX_STEPS + 1, dtype=torch.int32)
+    codes = _nearest_codes()
+    table[:BINS, 0] = codes << 16 | (1 / _decode(codes) * 0.125).half().view(torch.int16)
+    if scale_steps:
+        table[:BINS, 1 : 1 + len(scale_steps)] = search_ratios(scale_steps).view(torch.int32).squeeze(-1)
+        table[STEPS_ROW, 1 : 1 + len(scale_steps)] = torch.tensor(scale_steps, dtype=torch.int32)
     return table.to(device)
 
 
-def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    # A scale rounds to 0 only where all elements are below 1/4, which rounds to 0 unscaled.
-    return 1 / torch.where(scale == 0, 1.0, scale)
+def _decode(codes: torch.Tensor) -> torch.Tensor:
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def _squared_error(y: torch.Tensor, up: torch.Tensor | float, down: torch.Tensor | float) -> torch.Tensor:
-    """Return the error e of `best_scale`, float16 (..., 1), given y and the ratios, (..., 1) or numbers."""
-    up, down = (torch.as_tensor(ratio, dtype=torch.float16, device=y.device) for ratio in (up, down))
-    q = ((y * up).view(torch.int16) + 0x100 & -0x200).view(torch.float16)
-    # A float32 product of two float16 numbers is exact, and so is this difference: see the ranges in `best_scale`.
-    d = (q.float() * down.float() - y.float()).half()
-    error = d[..., 0:2] * d[..., 0:2]
-    for pair in range(2, GROUP, 2):
-        error = _fused(d[..., pair : pair + 2], error)
-    return error[..., 0:1] + error[..., 1:2]
+def _round_magnitudes(q: torch.Tensor) -> torch.Tensor:
+    """Round float16 numbers, times 2¹⁴, to e2m1 as `search_groups` does."""
+    return (q.view(torch.int16) + 0x100 & -0x200).view(torch.float16)
+
+
+def _squared_error(y: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return the error e of `search_groups`, float16 (..., 1), given y and the ratios, (..., 1)."""
+    # A float32 product of two float16 numbers is exact, and so is this difference: see the ranges in `search_groups`.
+    d = (_round_magnitudes(y * up).float() * down.float() - y.float()).half()
+    first, second = d.unflatten(-1, (-1, 2, 2)).unbind(-2)
+    sums = []
+    for part in (first.flatten(-2), second.flatten(-2)):
+        error = part[..., :1] * part[..., :1]
+        for i in range(1, part.shape[-1]):
+            error = _fused(part[..., i : i + 1], error)
+        sums.append(error)
+    return sums[0] + sums[1]
 
 
 def _fused(d: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
@@ -231,9 +256,8 @@ def quantize(
     elements, scale = round_groups(x / tensor_scale, scale_steps)
     elements = elements.flatten(-2).contiguous()
     magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=x.device)
-    codes = (
-        torch.bucketize(elements.abs().nan_to_num(), magnitudes).to(torch.uint8) | (elements < 0).to(torch.uint8) << 3
-    )
+    numbers = elements.nan_to_num()
+    codes = torch.bucketize(numbers.abs(), magnitudes).to(torch.uint8) | numbers.signbit().to(torch.uint8) << 3
     pairs = codes.unflatten(-1, (-1, 2))
     return NVFP4Tensor(pairs[..., 0] | pairs[..., 1] << 4, scale.squeeze(-1).to(torch.float8_e4m3fn), tensor_scale)
 

@@ -5,6 +5,17 @@ import triton.language as tl
 
 
 @triton.jit
+def tail_source(token, chosen, KEYS: tl.constexpr):
+    """Return where tokens of the tail lie, which is behind KEYS places of heavy keys and counts from there.
+
+    In place of a token that is heavy the tail has the one whose place that has taken. `chosen` points to the heavy
+    tokens of the (batch, kv head).
+    """
+    place = token % KEYS
+    return tl.where(tl.load(chosen + place) == token + KEYS, place - KEYS, token)
+
+
+@triton.jit
 def load_tokens(
     x,
     valid,
@@ -17,6 +28,7 @@ def load_tokens(
     stride_channel,
     HAS_VALID: tl.constexpr,
     valid_step=1,
+    source=None,
 ):
     """Load tokens of a sequence in float32, zeros for those that do not count; return (values, which tokens count).
 
@@ -26,10 +38,13 @@ def load_tokens(
         token: indices in the sequence, (tokens,).
         channel: indices (n,), of which those below `channels` exist.
         valid_step: elements of `valid` from one token to the next.
+        source: where these tokens lie, if not at their indices (`tail_source`).
     """
     counts = token < length
     if HAS_VALID:
         counts = counts & (tl.load(valid + token * valid_step, mask=counts, other=0) != 0)
-    offset = (start + token).to(tl.int64)[:, None] * stride_token + channel.to(tl.int64)[None, :] * stride_channel
+    if source is None:
+        source = token
+    offset = (start + source).to(tl.int64)[:, None] * stride_token + channel.to(tl.int64)[None, :] * stride_channel
     inside = counts[:, None] & (channel < channels)[None, :]
     return tl.load(x + offset, mask=inside, other=0.0).to(tl.float32), counts

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from .. import transforms
 from ..blocks import BlockList
 from ..call import PADDING_BIAS
-from ..exact import apply_mask, rows_per_chunk, unexpanded
+from ..exact import apply_mask, key_mask, rows_per_chunk, unexpanded
 from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
 from ..layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
@@ -98,42 +98,57 @@ def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def quantize_operands(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, valid: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    valid: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> Operands:
     """Transform and quantise Q, K and V.
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
-        recipe: a low-bit recipe; its `heavy_keys`, if there are more, become `Operands.heavy`.
+        recipe: a low-bit recipe; its `heavy_keys`, if there are more, become `Operands.heavy`. With `heavy_choice`
+            "heaviest" tokens of K and V change places first (`transforms.exchange`), within this function.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
             the balance.
+        scale: factor of the scores, by which heavy keys are chosen; default head_dim ** -0.5.
     """
-    dtype, heavy = query.dtype, None
+    dtype, heavy, heavy_value = query.dtype, None, None
     valid_queries = valid if query.shape[-2] == key.shape[-2] else None
     query, key, value = query.float(), key.float(), value.float()
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
-    if 0 < recipe.heavy_keys < key.shape[-2]:
-        (heavy_key, key), (heavy_value, value) = (x.tensor_split((recipe.heavy_keys,), -2) for x in (key, value))
-        valid = valid if valid is None or valid.shape[-2] == 1 else valid[..., recipe.heavy_keys :, :]
-        heavy = Heavy(query, heavy_key, heavy_value, dtype)
     query_mean = smooth_key = key_mean = value_mean = balance = None
     if recipe.balance:
         balance = transforms.balance(query, key, valid, valid_queries, recipe.smooth_q)
     if recipe.smooth_k:
-        key, key_mean = transforms.smooth(key, valid)
+        key_mean = transforms.mean_of_tokens(key, valid)
     if recipe.smooth_v:
-        value, value_mean = transforms.smooth_value(value, valid)
+        _, value_mean = transforms.smooth_value(value, valid)
+    if heavy_keys := recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0:
+        if recipe.heavy_choice == "heaviest":
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            chosen = transforms.heavy_places(query, key, heavy_keys, scale, valid)
+            key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+        heavy_key, heavy_value = key[..., :heavy_keys, :], value[..., :heavy_keys, :]
+        if key_mean is not None:
+            heavy_key = (heavy_key - key_mean).to(dtype).float()
+        heavy = Heavy(query, heavy_key, heavy_value, dtype)
+    if key_mean is not None:
+        key = key - key_mean
+    if value_mean is not None:
+        value = value - value_mean
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
+    (_, key), (smooth_heavy, value) = (x.tensor_split((heavy_keys,), -2) for x in (key, value))
     pad = -key.shape[-2] % BLOCK_N
     key, value = F.pad(key, (0, 0, 0, pad)), F.pad(value, (0, 0, 0, pad))
     if recipe.smooth_q:
         query, query_mean = transforms.smooth_blocks(query, BLOCK_M)
         smooth_key = key
-    if heavy is not None and key_mean is not None:
-        heavy = replace(heavy, key=(heavy.key - key_mean).to(dtype).float())
     if balance is not None:
         key, query = key / balance, query * balance.repeat_interleave(query.shape[1] // key.shape[1], 1)
     channels = query.shape[-1]
@@ -146,14 +161,14 @@ def quantize_operands(
         key_parts = int8.quantize(thread_order(key), THREAD_TOKENS, torch.bfloat16)
         query, (key, key_scale) = query_codes.float(), (natural_order(part).float() for part in key_parts)
     else:
-        query, query_scale = _quantize_nvfp4(query, recipe)
-        key, key_scale = _quantize_nvfp4(key, recipe)
+        query, query_scale = _quantize_nvfp4(query, recipe, recipe.scale_steps)
+        key, key_scale = _quantize_nvfp4(key, recipe, recipe.key_scale_steps)
     return Operands(
         query,
         query_scale,
         key,
         key_scale,
-        *_quantize_value(value, recipe),
+        *_quantize_value(value, smooth_heavy, recipe),
         query_mean,
         smooth_key,
         key_mean,
@@ -190,6 +205,8 @@ def attention(
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
             all keys, listed or not. Beside a list no key is heavy.
 
+    Where order matters, with causality or a mask that says more than which keys exist, heavy keys are the first ones.
+
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
         v_head_dim); (batch, q_heads, q_len) float32. A row that may attend to nothing gives output 0 and lse -inf.
@@ -208,9 +225,11 @@ def attention(
         mask = mask[(None,) * (4 - mask.dim())]
     if blocks is not None:
         recipe = replace(recipe, heavy_keys=0)
+    if is_causal or (mask is not None and key_mask(mask, kv_len) is None):
+        recipe = replace(recipe, heavy_choice="first")
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    operands = quantize_operands(query, key, value, recipe, valid_keys(mask))
+    operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale)
     output, lse = attend(
         operands,
         recipe,
@@ -367,16 +386,28 @@ def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the dequantised values of Q or K in NVFP4, and 1 as the scale of each token."""
     tokens = x.shape[-2]
     blocks = F.pad(x, (0, 0, 0, -tokens % BLOCK_M)).unflatten(-2, (-1, BLOCK_M))
-    values = nvfp4.quantize_dequantize(blocks, recipe.scale_steps, _tensor_scale(blocks, recipe))
+    values = nvfp4.quantize_dequantize(blocks, scale_steps, _tensor_scale(blocks, recipe))
     return values.flatten(-3, -2)[..., :tokens, :], x.new_ones(*x.shape[:-1], 1)
 
 
-def _quantize_value(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the element values of V and the scale of each channel, the factor of the output."""
+def _quantize_value(value: torch.Tensor, heavy: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the element values of V and the scale of each channel, the factor of the output.
+
+    Args:
+        value: (batch, kv_heads, tokens, v_head_dim), a multiple of BLOCK_N tokens.
+        heavy: that of heavy keys, which count in the scale; perhaps none.
+    """
+    tokens = value.shape[-2]
+    value = torch.cat((value, F.pad(heavy, (0, 0, 0, -heavy.shape[-2] % BLOCK_N))), -2)
+    elements, scale = _quantize_all_values(value, recipe)
+    return elements[..., :tokens, :], scale
+
+
+def _quantize_all_values(value: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     if recipe.pv == "fp8":
         codes, scale = fp8.quantize_value(value)
         return codes.float(), scale

@@ -17,9 +17,11 @@ _SERVED_BY_FORWARD = (
     "rotate",
     "tensor_scale",
     "scale_steps",
+    "key_scale_steps",
     "denominator",
     "balance",
     "heavy_keys",
+    "heavy_choice",
 )
 
 

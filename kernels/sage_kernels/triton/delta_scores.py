@@ -14,9 +14,10 @@ import triton.language as tl
 from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.sequences import operand_row, sequence_range
-from ..language.tokens import load_tokens
+from ..language.tokens import load_tokens, tail_source
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
+from .quantize.heavy import heavy_count
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -47,19 +48,21 @@ def delta_scores(
     split = key.dtype != torch.float32 and channels <= 128
     if split:
         hopper = key.is_cuda and torch.cuda.get_device_capability(key.device)[0] == 9
-        means, keys = max(16, min(64 if hopper else 32, power_of_two(blocks))), 128  # elsewhere 64 means spill
+        means = max(16, min(64 if hopper else 32, power_of_two(blocks)))  # elsewhere 64 means spill
     else:
-        means, keys = 16, 64 if channels <= 128 else 32  # twice keys · channels float32 in shared memory: 64 KiB
+        means = 16
+    keys, tiles = 64 if channels <= 128 else 32, 16 if split else 1
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
         delta_scores_of_means,
-        (ceil_div(columns, keys), ceil_div(blocks, means), pairs),
+        (ceil_div(columns, tiles * keys), ceil_div(blocks, means), pairs),
         query_mean=operands.query_mean,
         query_tensor_scale=operands.query_tensor_scale,
         key=key,
         key_mean=key_mean,
         key_tensor_scale=operands.key_tensor_scale,
         delta=delta,
+        chosen=operands.statistics.chosen,
         valid=valid,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
@@ -80,12 +83,14 @@ def delta_scores(
         CHANNELS=channels,
         BLOCK_M=means,
         BLOCK_N=keys,
+        TILES=tiles,
         SPLIT=split,
+        HEAVY=heavy_count(operands.statistics),
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         num_warps=4,
-        num_stages=1,
+        num_stages=3 if split else 1,
     )
 
 
@@ -97,6 +102,7 @@ def delta_scores_of_means(
     key_mean,
     key_tensor_scale,
     delta,
+    chosen,
     valid,
     q_ranges,
     kv_ranges,
@@ -120,46 +126,61 @@ def delta_scores_of_means(
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
     SPLIT: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the scores of BLOCK_M blocks' means and BLOCK_N keys of one (batch, q head)."""
-    first_column, pair = tl.program_id(0) * BLOCK_N, tl.program_id(2)
+    """Compute the scores of BLOCK_M blocks' means and up to TILES times BLOCK_N keys of one (batch, q head)."""
+    first_column, pair = tl.program_id(0) * (TILES * BLOCK_N), tl.program_id(2)
     batch, head = first_sequence + (pair // q_heads).to(tl.int64), (pair % q_heads).to(tl.int64)
     kv_head, kv_heads = head // group, q_heads // group
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     k_start, kv_len, k_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    # Whole blocks of keys are written, what is missing of the last one as zeros.
+    tiles = tl.minimum((tl.cdiv(kv_len, BLOCK_ROWS) * BLOCK_ROWS - first_column) // BLOCK_N, TILES)
+    if tiles <= 0:
+        return
     block = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (block < blocks) & (first_block + block < tl.cdiv(q_len, BLOCK_ROWS))
     row = operand_row(batch, head, q_heads, q_blocks, q_operand_start // BLOCK_ROWS, PACKED) + first_block + block
     channel = tl.arange(0, CHANNELS)
     mean = tl.load(query_mean + row[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0)
-    factor = tl.load(query_tensor_scale + row, mask=inside, other=1.0)
-    if first_column < kv_len:
-        # The operand holds this token at this position.
-        position = tl.arange(0, BLOCK_N)
-        token = first_column + position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
-        if HAS_VALID:
-            valid += batch * valid_stride
-        key += batch * stride_batch + kv_head * stride_head
+    k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
+    k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
+    if SPLIT:
+        high = mean.to(key.dtype.element_ty)
+        low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
+        shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
+    # Tensor scales are powers of two: their reciprocals are exact, as products with them are.
+    factor = 1.0 / tl.load(query_tensor_scale + row, mask=inside, other=1.0)
+    key_tensor_scale += operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
+    if HAS_VALID:
+        valid += batch * valid_stride
+    key += batch * stride_batch + kv_head * stride_head
+    # The operand holds this token at this position.
+    position = tl.arange(0, BLOCK_N)
+    token = position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
+    delta += (pair.to(tl.int64) * blocks + block)[:, None] * columns + position[None, :]
+    if HEAVY > 0:
+        chosen += (batch * kv_heads + kv_head) * HEAVY
+    for tile in tl.range(0, tiles):
+        column = first_column + tile * BLOCK_N
+        source = column + token
+        if HEAVY > 0:
+            source = tail_source(column + token, chosen, HEAVY)
         k, counts = load_tokens(
-            key, valid, k_start, token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID
-        )
-        k_mean = key_mean + (batch * kv_heads + kv_head) * key_mean_channels + channel
-        k_mean = tl.load(k_mean, mask=channel < key_mean_channels, other=0.0)
+            key, valid, k_start, column + token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID,
+            source=source,
+        )  # fmt: skip
         if SPLIT:
-            high = mean.to(key.dtype.element_ty)
-            low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
             keys = tl.trans(k.to(key.dtype.element_ty))
             scores = tl.dot(low, keys, acc=tl.dot(high, keys))
-            shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
             scores = tl.where(counts[None, :], scores - shift[:, None], 0.0)
         else:
             k = tl.where(counts[:, None], k - k_mean[None, :], 0.0)
             scores = tl.dot(mean, tl.trans(k), input_precision="tf32x3")
-        k_block = operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
-        scores = scores / factor[:, None] / tl.load(key_tensor_scale + k_block + first_column // BLOCK_ROWS)
-        into = delta + (pair.to(tl.int64) * blocks + block)[:, None] * columns + first_column + position[None, :]
-        tl.store(into, scores, mask=inside[:, None])
+        scores = scores * factor[:, None] * (1.0 / tl.load(key_tensor_scale + column // BLOCK_ROWS))
+        tl.store(delta + column, scores, mask=inside[:, None])

@@ -58,7 +58,16 @@ DEVICE void sync_cluster() {
 }
 
 // Let the stream's next kernel start, if its launch allows it, as soon as all blocks of this one have called or ended.
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Before Hopper launches do not allow it.
+DEVICE void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Wait until the stream's previous kernel is over, and see all that it wrote.
-DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

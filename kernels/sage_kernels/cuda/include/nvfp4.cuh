@@ -1,15 +1,17 @@
 // Quantise groups of 16 numbers to NVFP4 with the bits of `formats/nvfp4.py`: the search for a scale, codes and scales.
 //
-// The host gives MAX_STEPS; SEARCHED, the number of `Recipe.scale_steps`; STEPS, these with commas between (0 where
-// there are none); and the table of `nvfp4.search_table`.
+// The host gives MAX_STEPS; FIRST_BIN, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q and V, the
+// number of steps (KEY_SEARCHED, SEARCHED), these with commas between (KEY_STEPS, STEPS; 0 where there are none) and
+// the table of `nvfp4.search_table`.
 #pragma once
 #include "numbers.cuh"
 
 constexpr int GROUP = 16;
 constexpr uint32 LARGEST_SCALE_CODE = 0x7E, NAN_SCALE_CODE = 0x7F, LEAST_NORMAL_CODE = 8;
-static_assert(MAX_STEPS == 7, "MAX_STEPS and the reciprocal must be a row of the table, 32 bytes");
+static_assert(MAX_STEPS == 7, "MAX_STEPS and the factor must be a row of the table, 32 bytes");
 static_assert(SEARCHED >= 0 && SEARCHED <= MAX_STEPS, "SEARCHED steps must fit a row of the table");
-constexpr int SCALE_STEPS[] = {STEPS};
+static_assert(KEY_SEARCHED >= 0 && KEY_SEARCHED <= MAX_STEPS, "KEY_SEARCHED steps must fit a row of the table");
+static_assert(BIN_SHIFT == 19, "a bin must be float32's leading bits, four behind the first");
 
 // What the GPU converts by itself.
 #if __CUDA_ARCH__ >= 1000
@@ -18,11 +20,35 @@ constexpr bool NATIVE_E2M1 = true;
 constexpr bool NATIVE_E2M1 = false;
 #endif
 
-// A row of the search's table, for a nearest scale s: for each step the ratios s/c · 2⁻¹¹ (lower half) and c/s · 2¹¹ in
-// float16, NaN where c is not tried; then 1/s, 1 where s is 0.
+// A row of the search's table, for the leading bits of a sixth of the group's amax: float16(1/s / 8) of the nearest
+// scale s in the lower half, the code of s in the upper one; then for each step the ratios s/c · 2⁻¹¹ (lower half) and
+// c/s · 2¹¹ in float16, NaN where c is not tried.
 struct alignas(32) SearchRow {
-  uint32 ratios[MAX_STEPS];
-  float inverse;
+  uint32 words[MAX_STEPS + 1];
+};
+constexpr uint32 SAME_RATIOS = 0x68001000;  // 2⁻¹¹ and 2¹¹
+
+// The scales that are tried beside the nearest.
+template <bool OF_KEY>
+struct Steps {
+  static constexpr int COUNT = OF_KEY ? KEY_SEARCHED : SEARCHED;
+  // The steps, from 0 on, 4 bits each, above the least one.
+  static constexpr int LEAST = 4;
+  static constexpr uint32 packed() {
+    constexpr int of_key[] = {KEY_STEPS}, others[] = {STEPS};
+    uint32 y = LEAST;
+    for (int i = 0; i < COUNT; i++) y |= static_cast<uint32>((OF_KEY ? of_key[i] : others[i]) + LEAST) << 4 * (i + 1);
+    return y;
+  }
+  static constexpr bool fit() {
+    constexpr int of_key[] = {KEY_STEPS}, others[] = {STEPS};
+    for (int i = 0; i < COUNT; i++) {
+      const int step = OF_KEY ? of_key[i] : others[i];
+      if (step < -LEAST || step > 15 - LEAST) return false;
+    }
+    return true;
+  }
+  static_assert(fit(), "steps must be -4 to 11");
 };
 
 DEVICE uint32 multiply_halves(uint32 a, uint32 b) {
@@ -90,41 +116,84 @@ DEVICE float least_power_of_two(float largest, float& inverse) {
   return __int_as_float(127 + exponent << 23);
 }
 
-// Return the code of the scale that `nvfp4.best_scale` chooses.
+// Return the larger magnitudes of both halves, NaN where one is.
+DEVICE uint32 larger_halves(uint32 a, uint32 b) {
+  uint32 y;
+  asm("{ .reg .b32 x, z; abs.f16x2 x, %1; abs.f16x2 z, %2; max.NaN.f16x2 %0, x, z; }" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+DEVICE float half_of(uint32 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(static_cast<uint16>(x)));
+  return y;
+}
+
+// Pack a group's elements, times `factor`, as float16: words of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7, … Zeros
+// lose their sign.
+DEVICE void pack_group(const float (&x)[GROUP], float factor, uint32 (&halves)[GROUP / 2]) {
+#pragma unroll
+  for (int i = 0; i < GROUP / 2; i++) {
+    const int first = i / 2 * 4 + i % 2;
+    halves[i] = pack_float16(__fmaf_rn(x[first], factor, 0.0f), __fmaf_rn(x[first + 2], factor, 0.0f));
+  }
+}
+
+// Return the largest magnitude of packed elements, NaN where one is.
+DEVICE float largest_half(const uint32 (&halves)[GROUP / 2]) {
+  uint32 y = halves[0];
+#pragma unroll
+  for (int i = 1; i < GROUP / 2; i++) y = larger_halves(y, halves[i]);
+  y = larger_halves(y, y >> 16 | y << 16);
+  return half_of(y & 0x7FFF);
+}
+
+// Return the codes of eight elements, given as float16 times 2^-14 in the order of `pack_group`.
+DEVICE uint32 codes_of_halves(const uint32* halves) {
+  uint32 y[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) y[i] = halves[i] + 0x01000100;
+  const uint32 even = __byte_perm(y[0], y[2], 0x7531), odd = __byte_perm(y[1], y[3], 0x7531);
+  const uint32 lower = even >> 1 & 0x07070707 | even >> 4 & ~0x07070707;
+  const uint32 upper = odd << 3 & 0x70707070 | odd & ~0x70707070;
+  return lower & 0x0F0F0F0F | upper & 0xF0F0F0F0;
+}
+
+// Quantise a group with the scale that `nvfp4.search_groups` chooses: return its codes, and its scale's.
 //
-// largest: of the magnitudes, times `inverse`, which is what elements are multiplied by first.
-DEVICE uint32 best_scale(const float (&x)[GROUP], float largest, uint32 nearest, float inverse,
-                         const SearchRow* table) {
-  const uint4* row = reinterpret_cast<const uint4*>(table + nearest);
+// halves: the elements in the order of `pack_group`. largest: of their magnitudes, NaN where one is.
+template <bool OF_KEY>
+DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const SearchRow* table, uint32& scale) {
+  using S = Steps<OF_KEY>;
+  const bool finite = largest < static_cast<float>(SEARCH_LIMIT);
+  const float sixth = __fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f);
+  const uint4* row =
+      reinterpret_cast<const uint4*>(table + max(__float_as_int(sixth) >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN);
   const uint4 low = __ldg(row), high = __ldg(row + 1);
   const uint32 ratios[MAX_STEPS + 1] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  const float to_y = __fmul_rn(__fmul_rn(__uint_as_float(ratios[MAX_STEPS]), 0.125f), inverse);
-  uint32 y[GROUP / 2];
 #pragma unroll
-  for (int i = 0; i < GROUP / 2; i++)
-    y[i] = pack_float16(__fmul_rn(fabsf(x[2 * i]), to_y), __fmul_rn(fabsf(x[2 * i + 1]), to_y));
-  // Return the error in both halves, whose bits order as errors do, given the ratios of a row.
-  auto error_of = [&](uint32 ratio) {
+  for (int i = 0; i < GROUP / 2; i++) halves[i] = multiply_by_lower(halves[i], ratios[0]);
+  // Return the error in the upper half, whose bits order as errors do, above four times the candidate's number.
+  auto error_of = [&](uint32 ratio, uint32 number) {
     uint32 error;
 #pragma unroll
     for (int i = 0; i < GROUP / 2; i++) {
-      const uint32 q = multiply_by_lower(y[i], ratio) + 0x01000100 & 0xFE00FE00;
-      const uint32 d = fma_by_upper(q, ratio, negate_halves(y[i]));
+      const uint32 q = multiply_by_lower(halves[i], ratio) + 0x01000100 & 0xFE00FE00;
+      const uint32 d = fma_by_upper(q, ratio, negate_halves(halves[i]));
       error = i == 0 ? multiply_halves(d, d) : fma_halves(d, d, error);
     }
-    return sum_of_halves(error);
+    return __byte_perm(sum_of_halves(error), 4 * number, 0x3254);
   };
-  uint32 least = error_of(0x68001000);  // 2⁻¹¹ and 2¹¹
-  int best = 0;
+  uint32 least = error_of(SAME_RATIOS, 0);
 #pragma unroll
-  for (int i = 0; i < SEARCHED; i++) {
-    const uint32 error = error_of(ratios[i]);
-    bool better = error < least;
-    if (SCALE_STEPS[i] < 0)  // a scale that is no smaller always fits
-      better &= __fmul_rn(largest, __ldg(&table[max(static_cast<int>(nearest) + SCALE_STEPS[i], 0)].inverse)) < 7.0f;
-    if (better) best = SCALE_STEPS[i], least = error;
-  }
-  return nearest + best;
+  for (uint32 i = 1; i <= S::COUNT; i++) least = min(least, error_of(ratios[i], i));
+  const uint32 best = least & 0x1F;
+  const uint32 ratio = best == 0 ? SAME_RATIOS : __ldg(reinterpret_cast<const uint32*>(row) + best / 4);
+  scale = (ratios[0] >> 16) + (S::packed() >> best & 0xF) - S::LEAST;
+#pragma unroll
+  for (int i = 0; i < GROUP / 2; i++) halves[i] = multiply_by_lower(halves[i], ratio);
+  uint2 codes = make_uint2(codes_of_halves(halves), codes_of_halves(halves + 4));
+  if (!finite) scale = NAN_SCALE_CODE, codes = make_uint2(0, 0);
+  return codes;
 }
 
 // Encode eight numbers times `factor`, which are below 7, as e2m1, the first in the lowest bits; 0 has no sign.
@@ -160,16 +229,15 @@ DEVICE uint32 e2m1_codes(const float* x, float factor) {
 #endif
 }
 
-// Quantise a group: return its codes, and its scale's.
+// Quantise a group without a search: return its codes, and its scale's.
 //
-// largest: of the magnitudes, NaN where one is. inverse: a power of two, at most 2^±100, by which elements are
-// multiplied.
-DEVICE uint2 quantize_group(float (&x)[GROUP], float largest, float inverse, const SearchRow* table, uint32& scale) {
+// x: changed. largest: of the magnitudes, NaN where one is.
+DEVICE uint2 quantize_group(float (&x)[GROUP], float largest, uint32& scale) {
   const bool finite = largest < INFINITE;
-  const float scaled = __fmul_rn(finite ? largest : 0.0f, inverse);
-  scale = e4m3_code(__fmul_rn(scaled, 1.0f / 6.0f));
-  if (SEARCHED > 0) scale = best_scale(x, scaled, scale, inverse, table);
-  const float factor = __fmul_rn(__ldg(&table[scale].inverse), inverse);
+  scale = e4m3_code(__fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f));
+  const float value = scale < LEAST_NORMAL_CODE ? __fmul_rn(static_cast<float>(scale), 1.0f / 512)
+                                                : __int_as_float(scale + (127 - 7 << 3) << 20);
+  const float factor = scale == 0 ? 1.0f : __frcp_rn(value);
   if (!NATIVE_E2M1 && (scale < LEAST_NORMAL_CODE || scale == LARGEST_SCALE_CODE)) {  // a coarse one, or saturated
     const float most = __fdividef(6.0f, factor);
 #pragma unroll

@@ -60,8 +60,8 @@ struct Reduced {
 };
 
 // CAREFUL leaves out what is not there or not finite; otherwise there are 128 tokens, all finite.
-template <bool CAREFUL, int WARPS, bool SQUARES, bool EXTREMA>
-DEVICE void reduce_tokens(const Reader& reader, Partial<WARPS, SQUARES, EXTREMA>& partial) {
+template <bool CAREFUL, typename AnyReader, int WARPS, bool SQUARES, bool EXTREMA>
+DEVICE void reduce_tokens(const AnyReader& reader, Partial<WARPS, SQUARES, EXTREMA>& partial) {
   using Shape = Partial<WARPS, SQUARES, EXTREMA>;
   constexpr int LOADS = Shape::LOADS, APART = Shape::ROWS_AT_ONCE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -125,8 +125,8 @@ DEVICE float sum_of_warps(const float (&x)[WARPS][CHANNELS]) {
 }
 
 // Reduce 128 tokens, of which the reader is at the thread's first; all threads call, those of channels get the result.
-template <int WARPS, bool SQUARES, bool EXTREMA>
-DEVICE Reduced reduce_block(const Reader& reader, bool careful, Partial<WARPS, SQUARES, EXTREMA>& partial) {
+template <typename AnyReader, int WARPS, bool SQUARES, bool EXTREMA>
+DEVICE Reduced reduce_block(const AnyReader& reader, bool careful, Partial<WARPS, SQUARES, EXTREMA>& partial) {
   const int channel = threadIdx.x;
   Reduced found = {};
   auto add_warps = [&] {

@@ -51,10 +51,10 @@ struct Reader {
     left -= tokens;
   }
 
-  // Load token `number`, which nobody reads again if it is the LAST time.
+  // Load token `number`, from some channels behind the reader's, which nobody reads again if it is the LAST time.
   template <bool LAST>
-  DEVICE void load(int number, bool exists, uint32 (&x)[4]) const {
-    const uint4* at = reinterpret_cast<const uint4*>(from + number * stride);
+  DEVICE void load(int number, bool exists, uint32 (&x)[4], int channels = 0) const {
+    const uint4* at = reinterpret_cast<const uint4*>(from + number * stride + channels);
     const uint4 y = !exists ? make_uint4(0, 0, 0, 0) : LAST ? __ldcs(at) : *at;
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }

@@ -7,6 +7,7 @@
 #include "parameters.cuh"
 #include "tokens.cuh"
 
+ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 static_assert(BLOCK == 128 && THREADS == 128, "THREADS must be 4 warps, for the 32 keys of a BLOCK each");
 
 constexpr int SECTIONS = CHANNELS / 32;  // of which a thread has 8 channels
@@ -26,11 +27,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scores(DELTA_SCORES_
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
     const int place = lane / 4, token = first_key + block * 2 + place / 2 * 8 + place % 2;
+    int source = token;  // or the key that has lost its place to this one, which is heavy
+    if (CHOICE && a.chosen[kv_pair * a.places + token % a.places] == token + a.places)
+      source = token % a.places - a.places;
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++) {
       uint4 x = make_uint4(0, 0, 0, 0);
       if (token < a.kv_len && section * 32 + 8 * quad < a.head_dim)
-        x = *reinterpret_cast<const uint4*>(keys + token * key.token_stride + section * 32);
+        x = *reinterpret_cast<const uint4*>(keys + source * key.token_stride + section * 32);
       k[block][section][0] = x.x, k[block][section][1] = x.y, k[block][section][2] = x.z, k[block][section][3] = x.w;
     }
   }

@@ -24,7 +24,7 @@ def heavy_keys(
 
     Args:
         call: the whole call.
-        statistics: those of `call.tail`.
+        statistics: those of the call.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all do.
         channels, v_channels: of the operands, head_dim rounded up to a power of two.
     """
@@ -42,6 +42,7 @@ def heavy_keys(
         key=key,
         value=value,
         key_mean=statistics.key_mean,
+        chosen=statistics.chosen,
         heavy_key=heavy.key,
         heavy_value=heavy.value,
         valid=valid,
@@ -63,11 +64,17 @@ def heavy_keys(
     return heavy
 
 
+def heavy_count(statistics: Statistics) -> int:
+    """Return the number of heavy keys that were chosen, 0 where they are the first ones or none."""
+    return 0 if statistics.chosen is None else statistics.chosen.shape[-1]
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def copy_heavy_keys(
     key,
     value,
     key_mean,
+    chosen,
     heavy_key,
     heavy_value,
     valid,
@@ -103,16 +110,21 @@ def copy_heavy_keys(
     value += batch * value_stride_batch + head * value_stride_head
     place = tl.arange(0, CHANNELS)
     channel = heavy_channel(place)
+    source = token
+    if chosen is not None:
+        source = tl.load(chosen + pair * KEYS + token)
     k, exists = load_tokens(
-        key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID
-    )
+        key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID,
+        source=source,
+    )  # fmt: skip
     mean = tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)
     row = pair * KEYS + token
     into = heavy_key + row[:, None] * CHANNELS + place[None, :]
     tl.store(into, tl.where(exists[:, None], k - mean[None, :], 0.0).to(heavy_key.dtype.element_ty))
     v_channel = tl.arange(0, V_CHANNELS)
     v, _ = load_tokens(
-        value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID
-    )
+        value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID,
+        source=source,
+    )  # fmt: skip
     into = heavy_value + row[:, None] * V_CHANNELS + v_channel[None, :]
     tl.store(into, v.to(heavy_value.dtype.element_ty))

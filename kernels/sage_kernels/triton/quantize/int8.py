@@ -17,10 +17,10 @@ from ...language.int8 import int8_scale, magnitude, round_to_int8
 from ...language.launch import INTERPRETED, UNSPECIALIZED, launch, strides
 from ...language.rotation import channel_factor, rotate, rotation_matrix, sign_bits
 from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens
+from ...language.tokens import load_tokens, tail_source
 from ...layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...operands import Int8Operands, Statistics
-from .heavy import heavy_keys
+from .heavy import heavy_count, heavy_keys
 from .statistics import token_statistics
 from .value import quantize_value
 
@@ -39,7 +39,7 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
     batch, tail, rotates = call.batch, call.tail, call.recipe.rotate
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail, counts, valid if call.q_len == call.kv_len else None)
+    statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
     codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, call.return_lse)
     key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, rotates, counts)
     value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, counts, call.recipe.pv)
@@ -138,7 +138,7 @@ def quantize_key(
     Args:
         key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: K's mean, and the balance.
+        statistics: K's mean, the balance, and the heavy keys, whose places others have here.
         rotates: rotate channels.
         valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
 
@@ -159,6 +159,7 @@ def quantize_key(
         key=key,
         codes=codes,
         scale=scale,
+        chosen=statistics.chosen,
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -169,6 +170,7 @@ def quantize_key(
         **strides("", batch_strides(key, sequences)),
         valid_stride=stride_of(valid),
         CHANNELS=channels,
+        HEAVY=heavy_count(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -261,6 +263,7 @@ def quantize_key_int8(
     key_mean,
     balance,
     matrix,
+    chosen,
     valid,
     ranges,
     tokens,
@@ -277,6 +280,7 @@ def quantize_key_int8(
     CHANNELS: tl.constexpr,
     SIGN_BITS: tl.constexpr,
     TILES: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -303,9 +307,13 @@ def quantize_key_int8(
             mean = tl.reshape(rotate((mean * inverse_factor)[None, :], CHANNELS, SIGN_BITS), (CHANNELS,))
         for tile in range(count):
             token = (block * TILES + tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            source = token
+            if HEAVY > 0:
+                source = tail_source(token, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
             x, counts = load_tokens(
-                base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID
-            )
+                base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID,
+                source=source,
+            )  # fmt: skip
             if matrix is not None:
                 x = tl.dot(x.to(rotation.dtype), rotation) * CHANNELS**-0.5
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)

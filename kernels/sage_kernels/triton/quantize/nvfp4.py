@@ -13,19 +13,20 @@ from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encod
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.rotation import channel_factor, rotate, sign_bits
 from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens
+from ...language.tokens import load_tokens, tail_source
 from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...operands import NVFP4Operands, Statistics
 from ...recipe import Recipe
 from ...transforms import rotation_block
-from .heavy import heavy_keys
+from .heavy import heavy_count, heavy_keys
 from .statistics import is_finite, reduce_block, token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_CHANNELS = 64  # of the FP4 matrix instructions
-LARGEST_CODE = tl.constexpr(0x7E)
 STEPS_ROW = tl.constexpr(nvfp4.STEPS_ROW)
 MAX_STEPS = tl.constexpr(nvfp4.MAX_STEPS)
+BIN_SHIFT, FIRST_BIN = tl.constexpr(nvfp4.BIN_SHIFT), tl.constexpr(nvfp4.FIRST_BIN)
+SEARCH_LIMIT = tl.constexpr(nvfp4.SEARCH_LIMIT)
 ONE_SIXTH = tl.constexpr(1 / 6)
 # 448 · 6 = 1.3125 · 2¹¹
 LIMIT_EXPONENT = tl.constexpr(11)
@@ -42,7 +43,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     recipe, batch, tail = call.recipe, call.batch, call.tail
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
-    statistics = token_statistics(tail, counts, valid if call.q_len == call.kv_len else None)
+    statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
     )
@@ -95,6 +96,7 @@ def _quantize_tokens(
     mean = x.new_empty((*tensor_scale.shape, channels), dtype=torch.float32) if smooth_blocks else None
     score = x.new_empty(shape, dtype=torch.float32) if mean_score else None
     rotation = rotation_block(head_dim + -head_dim % GROUP_SIZE)
+    steps = recipe.scale_steps if is_query else recipe.key_scale_steps
     launch(
         quantize_tokens_nvfp4,
         (sequences.blocks, batch * heads),
@@ -106,7 +108,8 @@ def _quantize_tokens(
         key_mean=statistics.key_mean,
         balance=statistics.balance,
         mean_score=score,
-        search=nvfp4.search_table(recipe.scale_steps, x.device),
+        chosen=None if is_query else statistics.chosen,
+        search=nvfp4.search_table(steps, x.device),
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -124,7 +127,8 @@ def _quantize_tokens(
         SMOOTH=recipe.smooth_q if is_query else recipe.smooth_k,
         MEAN_SCORE=mean_score,
         TENSOR_SCALE=recipe.tensor_scale,
-        STEPS=len(recipe.scale_steps),
+        STEPS=len(steps),
+        HEAVY=0 if is_query else heavy_count(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -158,6 +162,7 @@ def _quantize_value(
         tensor_scale=tensor_scale,
         value_mean=statistics.value_mean,
         value_tensor_amax=statistics.value_tensor_amax,
+        chosen=statistics.chosen,
         search=nvfp4.search_table(recipe.scale_steps, value.device),
         valid=valid,
         ranges=sequences.ranges,
@@ -172,6 +177,7 @@ def _quantize_value(
         SMOOTH=recipe.smooth_v,
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(recipe.scale_steps),
+        HEAVY=heavy_count(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -192,10 +198,10 @@ def least_power_of_two(amax):
 
 
 @triton.jit
-def decode_with_reciprocal(code):
-    """Decode e4m3 codes to (scale, 1 / scale) in float32; the reciprocal of 0 is 1."""
+def reciprocal(code):
+    """Return the float32 reciprocals of e4m3 scales by their codes; that of 0 is 1."""
     scale = decode_e4m3(code).to(tl.float32)
-    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0, 1.0, scale))
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0, 1.0, scale))
 
 
 @triton.jit
@@ -219,67 +225,101 @@ def split_groups(x):
 
 
 @triton.jit
+def halves_of_words(words):
+    """Return the lower and the upper halves of int32 words as float16."""
+    return words.to(tl.int16).to(tl.float16, bitcast=True), (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def round_magnitude(q):
+    """Return the bits of float16 numbers, times 2¹⁴, rounded to e2m1 as `nvfp4.search_groups` does, int16."""
+    return (q.to(tl.int16, bitcast=True) + 0x100) & -0x200
+
+
+@triton.jit
 def squared_error(y, up, down):
-    """Return the errors of groups by `nvfp4.best_scale`: y, sixteen float16 (rows, groups), and the ratios likewise."""
+    """Return the errors of `nvfp4.search_groups`: y, sixteen float16 (rows, groups), and the ratios likewise."""
     sums = ()
-    for i in tl.static_range(16):
-        bits = (y[i] * up).to(tl.int16, bitcast=True) + 0x100
-        d = tl.fma((bits & -0x200).to(tl.float16, bitcast=True), down, -y[i])
-        if i < 2:
-            sums += (d * d,)
-        else:
-            sums = (sums[1], tl.fma(d, d, sums[0]))
+    for half in tl.static_range(2):
+        error = tl.zeros_like(y[0])
+        for i in tl.static_range(8):
+            x = y[i // 2 * 4 + i % 2 + 2 * half]
+            d = tl.fma(round_magnitude(x * up).to(tl.float16, bitcast=True), down, -x)
+            error = tl.fma(d, d, error)
+        sums += (error,)
     return sums[0] + sums[1]
 
 
 @triton.jit
-def inverse_of(search, code):
-    """Load the reciprocals of scales, 1 for 0, by their codes (int32) from `nvfp4.search_table`."""
-    return tl.load(search + (code + 1) * (MAX_STEPS + 1) - 1).to(tl.float32, bitcast=True)
+def search_groups(x, search, STEPS: tl.constexpr):
+    """Quantise groups by `nvfp4.search_groups`.
+
+    Args:
+        x: sixteen float32 (rows, groups), divided by the tensor scale.
+        search: `nvfp4.search_table`.
+
+    Returns:
+        (low, high, scale): int32 (rows, groups), eight codes each, and the scale's, uint8.
+    """
+    h = ((x[0] + 0.0).to(tl.float16),)
+    for i in tl.static_range(1, 16):
+        h += ((x[i] + 0.0).to(tl.float16),)  # type: ignore[assignment]
+    amax = tl.abs(h[0])
+    for i in tl.static_range(1, 16):
+        amax = max_or_nan(amax, tl.abs(h[i]))
+    amax = amax.to(tl.float32)
+    finite = amax < SEARCH_LIMIT
+    sixth = tl.where(finite, amax, 0.0) * ONE_SIXTH
+    row = tl.maximum(sixth.to(tl.int32, bitcast=True) >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN
+    row = search + row * (MAX_STEPS + 1)
+    word = tl.load(row)
+    inverse, _ = halves_of_words(word)
+    y = (h[0] * inverse,)
+    for i in tl.static_range(1, 16):
+        y += (h[i] * inverse,)  # type: ignore[assignment]
+    code, up = word >> 16, tl.zeros_like(inverse) + 2.0**-11
+    least = squared_error(y, up.to(tl.float16), (tl.zeros_like(inverse) + 2.0**11).to(tl.float16))
+    best, up = code, up.to(tl.float16)
+    # Loop at run time: unrolled, it takes the compiler several times as long.
+    for number in range(STEPS):
+        ratio_up, ratio_down = halves_of_words(tl.load(row + number + 1))
+        error = squared_error(y, ratio_up, ratio_down)
+        better = error < least  # not where the ratio is NaN
+        best = tl.where(better, code + tl.load(search + STEPS_ROW * (MAX_STEPS + 1) + number + 1), best)
+        least, up = tl.where(better, error, least), tl.where(better, ratio_up, up)
+    low, high = tl.zeros_like(best), tl.zeros_like(best)
+    for i in tl.static_range(8):
+        low |= e2m1_code(y[i] * up) << 4 * i
+        high |= e2m1_code(y[i + 8] * up) << 4 * i
+    return low, high, tl.where(finite, best, E4M3_NAN).to(tl.uint8)
 
 
 @triton.jit
-def best_scale(magnitude, amax, nearest, search, STEPS: tl.constexpr):
-    """Return the uint8 scale of each group (16 of (rows, groups)) that `nvfp4.best_scale` chooses."""
-    best = tl.minimum(nearest.to(tl.int32), LARGEST_CODE)  # that of NaN is not searched
-    first = best
-    inverse = inverse_of(search, first) * 0.125
-    y = ((magnitude[0] * inverse).to(tl.float16),)
-    for i in tl.static_range(1, 16):
-        y += ((magnitude[i] * inverse).to(tl.float16),)  # type: ignore[assignment]
-    same = tl.zeros_like(amax)
-    least = squared_error(y, (same + 2.0**-11).to(tl.float16), (same + 2.0**11).to(tl.float16))
-    # Loop at run time: unrolled, it takes the compiler several times as long.
-    for number in range(STEPS):
-        ratio = tl.load(search + first * (MAX_STEPS + 1) + number)
-        up = ratio.to(tl.int16).to(tl.float16, bitcast=True)
-        error = squared_error(y, up, (ratio >> 16).to(tl.int16).to(tl.float16, bitcast=True))
-        code = first + tl.load(search + STEPS_ROW * (MAX_STEPS + 1) + number)
-        inverse = inverse_of(search, tl.minimum(tl.maximum(code, 0), LARGEST_CODE))
-        better = (error < least) & (amax * inverse < 7.0)
-        best = tl.where(better, code, best)
-        least = tl.where(better, error, least)
-    return tl.where(nearest == E4M3_NAN, nearest, best.to(tl.uint8))
+def e2m1_code(q):
+    """Return the int32 e2m1 codes of float16 numbers times 2¹⁴, rounded by `round_magnitude`."""
+    bits = round_magnitude(q).to(tl.int32)
+    return ((bits >> 9) & 7) | ((bits >> 12) & 8)
 
 
 @triton.jit
 def quantize_groups(x, search, STEPS: tl.constexpr):
     """Quantise float32 (rows, 16·n) by `nvfp4.round_groups`: int64 (rows, n) of sixteen codes, uint8 scales."""
     x = split_groups(x)
-    magnitude = (tl.abs(x[0]),)
-    for i in tl.static_range(1, 16):
-        magnitude += (tl.abs(x[i]),)  # type: ignore[assignment]
-    amax = magnitude[0]
-    for i in tl.static_range(1, 16):
-        amax = max_or_nan(amax, magnitude[i])
-    best = encode_e4m3(tl.where(is_finite(amax), amax, float("nan")) * ONE_SIXTH)
     if STEPS > 0:
-        best = best_scale(magnitude, amax, best, search, STEPS)
-    _, inverse = decode_with_reciprocal(best)
-    low, high = tl.zeros_like(amax).to(tl.int32), tl.zeros_like(amax).to(tl.int32)
-    for i in tl.static_range(8):
-        low |= encode_e2m1(round_to_e2m1(magnitude[i] * inverse), x[i]) << 4 * i
-        high |= encode_e2m1(round_to_e2m1(magnitude[i + 8] * inverse), x[i + 8]) << 4 * i
+        low, high, best = search_groups(x, search, STEPS)
+    else:
+        magnitude = (tl.abs(x[0]),)
+        for i in tl.static_range(1, 16):
+            magnitude += (tl.abs(x[i]),)  # type: ignore[assignment]
+        amax = magnitude[0]
+        for i in tl.static_range(1, 16):
+            amax = max_or_nan(amax, magnitude[i])
+        best = encode_e4m3(tl.where(is_finite(amax), amax, float("nan")) * ONE_SIXTH)
+        inverse = reciprocal(best)
+        low, high = tl.zeros_like(amax).to(tl.int32), tl.zeros_like(amax).to(tl.int32)
+        for i in tl.static_range(8):
+            low |= encode_e2m1(round_to_e2m1(magnitude[i] * inverse), x[i]) << 4 * i
+            high |= encode_e2m1(round_to_e2m1(magnitude[i + 8] * inverse), x[i + 8]) << 4 * i
     codes = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
     return tl.where(best == E4M3_NAN, 0, codes), best
 
@@ -294,6 +334,7 @@ def quantize_tokens_nvfp4(
     key_mean,
     balance,
     mean_score,
+    chosen,
     search,
     valid,
     ranges,
@@ -316,6 +357,7 @@ def quantize_tokens_nvfp4(
     MEAN_SCORE: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -331,9 +373,14 @@ def quantize_tokens_nvfp4(
     x += batch * stride_batch + head * stride_head
     if HAS_VALID:
         valid += batch * valid_stride
+    token_of_sequence = block * BLOCK_ROWS + token
+    source = token_of_sequence
+    if HEAVY > 0:
+        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
     tile, counts = load_tokens(
-        x, valid, start, block * BLOCK_ROWS + token, length, channel, channels, stride_token, stride_channel, HAS_VALID
-    )
+        x, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
+        source=source,
+    )  # fmt: skip
     kv_pair = batch * (heads // group) + head // group
     key_mean += kv_pair * key_mean_channels + channel
     if MEAN_SCORE:
@@ -387,6 +434,7 @@ def quantize_value_nvfp4(
     tensor_scale,
     value_mean,
     value_tensor_amax,
+    chosen,
     search,
     valid,
     ranges,
@@ -404,6 +452,7 @@ def quantize_value_nvfp4(
     SMOOTH: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -418,18 +467,14 @@ def quantize_value_nvfp4(
     value += batch * stride_batch + head * stride_head
     if HAS_VALID:
         valid += batch * valid_stride
+    token_of_sequence = block * BLOCK_ROWS + token
+    source = token_of_sequence
+    if HEAVY > 0:
+        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
     tile, counts = load_tokens(
-        value,
-        valid,
-        start,
-        block * BLOCK_ROWS + token,
-        length,
-        channel,
-        channels,
-        stride_token,
-        stride_channel,
-        HAS_VALID,
-    )
+        value, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
+        source=source,
+    )  # fmt: skip
     head_index = batch * kv_heads + head
     if SMOOTH:
         shift = tl.load(value_mean + head_index * mean_channels + channel, mask=channel < mean_channels, other=0.0)

@@ -25,16 +25,18 @@ MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
 BALANCE_QUERIES = tl.constexpr(transforms.BALANCE_QUERIES)
 MAX_BALANCE = tl.constexpr(transforms.MAX_BALANCE)
 MIN_VARIANCE = tl.constexpr(transforms.MIN_VARIANCE)
+HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)
+HEAVY_MARGIN = tl.constexpr(transforms.HEAVY_MARGIN)
 PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
 
 def token_statistics(
     call: Call, valid: torch.Tensor | None = None, valid_queries: torch.Tensor | None = None
 ) -> Statistics:
-    """Compute the statistics of K and V, and the balance of K and Q.
+    """Compute the statistics of K and V, and the balance of K and Q; choose the heavy keys.
 
     Args:
-        call: its recipe's smooth_k, smooth_v and balance decide which are taken; not empty.
+        call: its recipe's smooth_k, smooth_v and balance, and `chooses_heavy_keys`, decide which are taken; not empty.
         valid: int32 (batch or 1, kv_len), 0 where a key does not count; None: all count.
         valid_queries: likewise (batch or 1, q_len), for the rows of Q that decide the balance.
     """
@@ -54,8 +56,12 @@ def token_statistics(
     def new(*shape: int) -> torch.Tensor:
         return key.new_empty(shape, dtype=torch.float32)
 
+    group = call.query.shape[1] // kv_heads
+    scores = new(pairs, blocks * BLOCK) if call.chooses_heavy_keys else None
+
     def reduce_blocks(x: torch.Tensor, *shape: int, extrema: bool = False, squares: bool = False) -> torch.Tensor:
         parts = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, *shape)
+        scored = None if extrema else scores
         launch(
             block_statistics,
             (blocks * pairs,),
@@ -63,12 +69,18 @@ def token_statistics(
             valid=valid,
             ranges=sequences.ranges,
             parts=parts,
+            query=None if scored is None else call.query,
+            scores=scored,
+            softmax_scale=call.scale,
             tokens=sequences.tokens,
+            q_len=q_sequences.tokens,
+            group=group,
             blocks=blocks,
             operand_blocks=operand_blocks,
             kv_heads=kv_heads,
             channels=x.shape[-1],
             **strides("", batch_strides(x, sequences)),
+            **strides("query", (0, 0, 0, 0) if scored is None else batch_strides(call.query, q_sequences)),
             valid_stride=valid_stride,
             CHANNELS=shape[-1],
             EXTREMA=extrema,
@@ -85,6 +97,7 @@ def token_statistics(
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
         new(batch, kv_heads, k_channels) if recipe.balance else None,
+        None if scores is None else key.new_empty((batch, kv_heads, call.heavy_keys), dtype=torch.int32),
     )
     lengths: dict[str, Any] = {
         "tokens": sequences.tokens,
@@ -92,7 +105,7 @@ def token_statistics(
         "operand_blocks": operand_blocks,
         "valid_stride": valid_stride,
     }
-    if recipe.smooth_k or recipe.balance:
+    if recipe.smooth_k or recipe.balance or scores is not None:
         of_queries = None
         if recipe.balance:
             of_queries = _query_squares(call, valid_queries, q_sequences, k_channels)
@@ -106,9 +119,13 @@ def token_statistics(
             mean=statistics.key_mean,
             balance=statistics.balance,
             query_squares=of_queries,
-            group=call.query.shape[1] // kv_heads,
+            scores=scores,
+            chosen=statistics.chosen,
+            group=group,
+            blocks=blocks,
             **lengths,
             CHANNELS=k_channels,
+            HEAVY=call.heavy_keys,
             **shared,
         )
     if not recipe.smooth_k:
@@ -235,13 +252,33 @@ def all_true(x):
     return tl.min(x.to(tl.int32), 0) == 1
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit
+def mean_query(query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr):
+    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,).
+
+    `query` points to the first head that shares the head of K.
+    """
+    rows = tl.cast(q_len, tl.int64) * group
+    step = tl.cdiv(rows, HEAVY_QUERIES)
+    row, channel = tl.arange(0, HEAVY_QUERIES) * step, tl.arange(0, CHANNELS)
+    at = query + (row // q_len * stride_head + row % q_len * stride_token)[:, None]
+    inside = (row < rows)[:, None] & (channel < channels)[None, :]
+    x = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(tl.where(is_finite(x), x, 0.0), 0) / tl.cdiv(rows, step).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def block_statistics(
     x,
     valid,
     ranges,
     parts,
+    query,
+    scores,
+    softmax_scale,
     tokens,
+    q_len,
+    group,
     blocks,
     operand_blocks,
     kv_heads,
@@ -250,6 +287,10 @@ def block_statistics(
     stride_head,
     stride_token,
     stride_channel,
+    query_stride_batch,
+    query_stride_head,
+    query_stride_token,
+    query_stride_channel,
     valid_stride,
     CHANNELS: tl.constexpr,
     EXTREMA: tl.constexpr,
@@ -260,7 +301,9 @@ def block_statistics(
 ):
     """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS).
 
-    With SQUARES, sums of squares follow each block's sums: (…, operand blocks, 2, CHANNELS).
+    With SQUARES, sums of squares follow each block's sums: (…, operand blocks, 2, CHANNELS). With `scores`, which are
+    float32 (batch, kv_heads, blocks, 128), write the tokens' products with the mean of `query`: -inf where they do not
+    count.
     """
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch = pair // kv_heads
@@ -294,6 +337,20 @@ def block_statistics(
         tl.store(parts + (part * 2 + 1) * CHANNELS + channel, squares)
     else:
         tl.store(parts + part * CHANNELS + channel, total)
+    if scores is not None:
+        query += batch * query_stride_batch + pair % kv_heads * group * query_stride_head
+        mean = mean_query(
+            query, q_len, group, channels, query_stride_head, query_stride_token, query_stride_channel, CHANNELS
+        )
+        mean *= softmax_scale
+        for half in tl.static_range(2):
+            token = first + half * (BLOCK_ROWS // 2) + tl.arange(0, BLOCK_ROWS // 2)
+            tile, counts = load_tokens(
+                x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
+            )
+            score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
+            into = scores + pair * blocks * BLOCK_ROWS + token
+            tl.store(into, tl.where(counts & is_finite(score), score, float("-inf")))
 
 
 @triton.jit
@@ -329,17 +386,24 @@ def key_statistics(
     mean,
     balance,
     query_squares,
+    scores,
+    chosen,
     group,
+    blocks,
     tokens,
     kv_heads,
     operand_blocks,
     valid_stride,
     CHANNELS: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the mean of K of one (batch, kv head) from the sums of its blocks; and the balance, if it is wanted."""
+    """Compute the mean of K of one (batch, kv head) from the sums of its blocks.
+
+    Compute the balance too, if it is wanted, and choose HEAVY keys if there are `scores`.
+    """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -366,6 +430,18 @@ def key_statistics(
         ratio = tl.minimum(tl.maximum(ratio, 2.0 ** (-4 * MAX_BALANCE)), 2.0 ** (4 * MAX_BALANCE))
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
         tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
+    if scores is not None:
+        place, row = tl.arange(0, HEAVY), tl.arange(0, 16)
+        scores += pair * blocks * BLOCK_ROWS
+        own = tl.load(scores + place)
+        largest, number = own + HEAVY_MARGIN, place
+        for first in range(HEAVY, blocks * BLOCK_ROWS, 16 * HEAVY):
+            token = first + row[:, None] * HEAVY + place[None, :]
+            others = tl.load(scores + token, mask=token < blocks * BLOCK_ROWS, other=float("-inf"))
+            heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
+            number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
+            largest = tl.maximum(largest, heaviest)
+        tl.store(chosen + pair * HEAVY + place, tl.where(own == float("-inf"), place, number))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -16,9 +16,10 @@ from ...language.int8 import round_to_int8
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import operand_row, sequence_range
 from ...language.tiles import operand_token
-from ...language.tokens import load_tokens
+from ...language.tokens import load_tokens, tail_source
 from ...layout import BLOCK, Sequences, batch_strides, ceil_div, power_of_two, stride_of
 from ...operands import VALUE_DTYPES, Statistics
+from .heavy import heavy_count
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
@@ -46,7 +47,7 @@ def quantize_value(
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: V's mean and extrema.
+        statistics: V's mean and extrema, and the heavy keys, whose places others have here.
         valid: int32 or uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
         pv: "fp8" (e4m3) or "int8", with a scale per channel; or "fp16", with one per (batch, head).
 
@@ -72,6 +73,7 @@ def quantize_value(
         scale=scale,
         value_mean=statistics.value_mean,
         value_amax=amax,
+        chosen=statistics.chosen,
         valid=valid,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
@@ -83,6 +85,7 @@ def quantize_value(
         valid_stride=stride_of(valid),
         CHANNELS=channels,
         CHUNK=min(channels, CHUNK),
+        HEAVY=heavy_count(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -98,6 +101,7 @@ def quantize_value_8bit(
     scale,
     value_mean,
     value_amax,
+    chosen,
     valid,
     ranges,
     tokens,
@@ -112,6 +116,7 @@ def quantize_value_8bit(
     valid_stride,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -133,9 +138,13 @@ def quantize_value_8bit(
         base = value + batch * stride_batch + head * stride_head
         if HAS_VALID:
             valid += batch * valid_stride
+        source = token
+        if HEAVY > 0:
+            source = tail_source(token, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
         x, counts = load_tokens(
-            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
-        )
+            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
+            source=source,
+        )  # fmt: skip
         x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)
         inverse = tl.div_rn(tl.full(channel_scale.shape, 1.0, tl.float32), channel_scale)
         x = x * tl.where(channel_scale < SMALLEST_SCALE, 0.0, inverse)[None, :]
@@ -165,6 +174,7 @@ def quantize_value_fp16(
     scale,
     value_mean,
     value_amax,
+    chosen,
     valid,
     ranges,
     tokens,
@@ -179,6 +189,7 @@ def quantize_value_fp16(
     valid_stride,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    HEAVY: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -197,9 +208,13 @@ def quantize_value_fp16(
         base = value + batch * stride_batch + head * stride_head
         if HAS_VALID:
             valid += batch * valid_stride
+        source = token
+        if HEAVY > 0:
+            source = tail_source(token, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
         x, counts = load_tokens(
-            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID
-        )
+            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
+            source=source,
+        )  # fmt: skip
         x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)
         row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
         into = values + row[:, None] * CHANNELS + channel[None, :]

@@ -1,0 +1,411 @@
+// Statistics of K and V, and of a sample of Q: means, extrema, the balance, and which keys are heavy. A cluster takes
+// those of K of a pair, another one those of V; its blocks share the tokens.
+#pragma once
+#include "barrier.cuh"
+#include "key_value.cuh"
+#include "rotation.cuh"
+
+// The threads of a block hold 8 rows: tokens, or sums of tokens, whose index differs by multiples of 8. Rows of a warp
+// differ by WARPS.
+constexpr int WARPS = 8 / ROWS;
+
+// Sum the elements from `at` on that lie STEP apart, by a tree of halves.
+template <int STEP = 1, int N>
+DEVICE float tree_sum(const float (&x)[N], int at = 0) {
+  if constexpr (STEP == N)
+    return x[at];
+  else
+    return __fadd_rn(tree_sum<2 * STEP>(x, at), tree_sum<2 * STEP>(x, at + STEP));
+}
+
+// Sum the rows of a warp, in the tree's order.
+DEVICE float sum_of_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance >= LANES; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+
+// What is known of 128 tokens, in the block's shared memory, by warp.
+struct Partial {
+  float sum[WARPS][CHANNELS];
+  uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
+  uint32 rejected[WARPS][CHANNELS / 2];          // ones where an element is not finite
+  float squares[BALANCE ? WARPS : 1][CHANNELS];  // sums of them
+};
+
+// Sum squares of rows, by channel and warp: `load` gives a row by number, of those of the thread from 0 on. A square
+// that is not finite counts as 0.
+template <typename Load>
+DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][CHANNELS]) {
+  constexpr int LOADED = 4;  // at once
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float squares[8] = {};
+#pragma unroll 1
+  for (int first = 0; first < rows; first += LOADED) {
+    uint32 x[LOADED][4];
+#pragma unroll
+    for (int i = 0; i < LOADED; i++) load(first + i, x[i]);
+#pragma unroll
+    for (int i = 0; i < LOADED; i++)
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        const float y = channel_of(x[i], c), square = __fmul_rn(y, y);
+        squares[c] = __fadd_rn(squares[c], is_finite(square) ? square : 0.0f);
+      }
+  }
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    const float sum = sum_of_warp(squares[c]);
+    if (lane < LANES) sums[warp][lane * 8 + c] = sum;
+  }
+}
+
+// Scores of a thread's tokens, of the 128 that a block reduces.
+constexpr int SCORES = 16 / LANES;
+DEVICE int scored_token(int i) {
+  return (threadIdx.x % LANES * SCORES + i) * 8 + threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
+}
+
+// Add the scores of 16 tokens over the LANES that hold them: each lane gets those of SCORES.
+DEVICE void share_scores(const float (&of_lane)[16], float (&scores)[SCORES]) {
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) x[i] = of_lane[i];
+#pragma unroll
+  for (int distance = LANES / 2, left = 8; distance > 0; distance /= 2, left /= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < left; i++) {
+      const float kept = upper ? x[i + left] : x[i], given = upper ? x[i] : x[i + left];
+      x[i] = __fadd_rn(kept, __shfl_xor_sync(~0u, given, distance));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) scores[i] = x[i];
+}
+
+// Reduce 128 tokens of K, or of V. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
+// With CHOICE, find K's products with a mean query.
+template <bool OF_VALUE, bool CAREFUL>
+DEVICE void reduce_tokens(const KeyReader& reader, const float* mean_query, Partial& partial, float (&scores)[SCORES]) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL, SCORED = CHOICE && !OF_VALUE;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32 x[16][4];
+#pragma unroll
+  for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
+  float products[16] = {};
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    uint32 largest, smallest, rejected = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      uint32 pair = x[i][w], low = pair, high = pair;
+      if (CAREFUL) {
+        const uint32 bad = not_finite(pair), absent = reader.has(i * 8) ? bad : ~0u;
+        rejected |= bad;
+        x[i][w] = pair & ~bad;
+        high = pair & ~absent | (EXPONENTS | 0x80008000) & absent;
+        low = pair & ~absent | EXPONENTS & absent;
+      }
+      if (!OF_VALUE) continue;
+      largest = i == 0 ? high : larger(largest, high);
+      smallest = i == 0 ? low : smaller(smallest, low);
+    }
+    float sum[2], squares[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float y[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        y[i] = half ? second_of(x[i][w]) : first_of(x[i][w]);
+        if (SQUARES) squares[half] = __fmaf_rn(y[i], y[i], squares[half]);
+        if (SCORED) products[i] = __fmaf_rn(y[i], mean_query[lane % LANES * 8 + w * 2 + half], products[i]);
+      }
+      sum[half] = sum_of_warp(tree_sum(y));
+      if (SQUARES) squares[half] = sum_of_warp(squares[half]);
+    }
+#pragma unroll
+    for (int distance = 16; OF_VALUE && distance >= LANES; distance /= 2) {
+      largest = larger(largest, __shfl_xor_sync(~0u, largest, distance));
+      smallest = smaller(smallest, __shfl_xor_sync(~0u, smallest, distance));
+      if (CAREFUL) rejected |= __shfl_xor_sync(~0u, rejected, distance);
+    }
+    if (lane < LANES) {
+      const int at = lane * 4 + w;
+      reinterpret_cast<float2*>(partial.sum[warp])[at] = make_float2(sum[0], sum[1]);
+      if (SQUARES) reinterpret_cast<float2*>(partial.squares[warp])[at] = make_float2(squares[0], squares[1]);
+      if (!OF_VALUE) continue;
+      partial.largest[warp][at] = largest;
+      partial.smallest[warp][at] = smallest;
+      partial.rejected[warp][at] = rejected;
+    }
+  }
+  if (SCORED) share_scores(products, scores);
+}
+
+// Sum channel `threadIdx.x` of the tokens or sums that the block reduced.
+template <int N>
+DEVICE float total_of_warps(const float (&sum)[N][CHANNELS]) {
+  float x[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = sum[i][threadIdx.x];
+  return tree_sum(x);
+}
+
+// The keys that a block finds to be the heaviest, in a pair's lines: those with the largest score among tokens whose
+// numbers are the same modulo BLOCK. Of two keys the first is preferred.
+struct Candidates {
+  float scores[BLOCK];
+  int keys[BLOCK];
+};
+static_assert(sizeof(Candidates) == 2 * BLOCK * 4, "Candidates must fill their lines");
+constexpr int NO_KEY = 0x7FFFFFFF;
+
+DEVICE Candidates& candidates(const Statistics& s, uint32 pair, uint32 sharer) {
+  return *reinterpret_cast<Candidates*>(line(s, pair, HEAVIEST + sharer * (2 * BLOCK / CHANNELS)));
+}
+
+DEVICE bool is_heavier(float score, int key, float than, int other) {
+  return score > than || score == than && key < other;
+}
+
+// Find the mean query by which heavy keys are chosen, times the scores' factor, as `transforms.heavy_places` says.
+DEVICE void find_mean_query(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, float* mean,
+                            Partial& partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
+  const uint32 rows = group * b.q_len, distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES;
+  uint32 x[2][4];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / b.q_len;
+    const Reader reader(query, batch, first_head + head, row % b.q_len, b.q_len, lane % LANES * 8, s.head_dim);
+    reader.load<false>(0, row < rows && reader.left > 0, x[i]);
+  }
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    const float y = channel_of(x[0], c), z = channel_of(x[1], c);
+    const float sum = sum_of_warp(__fadd_rn(is_finite(y) ? y : 0.0f, is_finite(z) ? z : 0.0f));
+    if (lane < LANES) partial.sum[warp][lane * 8 + c] = sum;
+  }
+  __syncthreads();
+  const float count = (rows + distance - 1) / distance;
+  mean[threadIdx.x] = __fmul_rn(__fdiv_rn(total_of_warps(partial.sum), count), b.softmax_scale);
+  __syncthreads();
+}
+
+// Choose a pair's heavy keys from the candidates of all sharers; a block's first threads call, one for each place.
+DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
+  float largest = -INFINITE;
+  int chosen = NO_KEY;
+#pragma unroll
+  for (int i = 0; i < SHARERS * (BLOCK / PLACES); i++) {
+    const Candidates& some = candidates(s, pair, i % SHARERS);
+    const int at = place + i / SHARERS * PLACES;
+    const float score = some.scores[at];
+    const int key = some.keys[at];
+    if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
+  }
+  s.chosen[pair * PLACES + place] = chosen;
+}
+
+struct Found {
+  float largest, smallest;
+  bool finite;  // all are
+  float squares;
+  int count;  // of tokens that exist, if some may not
+};
+
+// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
+// `threadIdx.x`, and the sum of K's squares; with CHOICE write K's candidates for heavy keys.
+template <bool OF_VALUE>
+DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, uint32 pair, const uint8* valid, float* sums,
+                           const float* mean_query, Partial& partial) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE, SCORED = CHOICE && !OF_VALUE;
+  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
+  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
+  float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
+  bool finite = true;
+  int count = 0, heaviest[SCORES];
+  float heaviest_score[SCORES];
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
+#pragma unroll 1
+  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
+    bool careful = (block + 1) * BLOCK > tokens;
+    float scores[SCORES];
+    if (PADDED) {
+      int exist = 0;
+      for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
+        exist += __syncthreads_count(token < tokens && valid[token]);
+      careful |= exist < BLOCK;
+      count += exist;
+    }
+    if (!careful) {
+      reduce_tokens<OF_VALUE, false>(reader, mean_query, partial, scores);
+      __syncthreads();
+      bool exceeds = !is_finite(total_of_warps(partial.sum));
+      if (SQUARES) exceeds |= !is_finite(total_of_warps(partial.squares));
+      careful = __syncthreads_or(exceeds);
+    }
+    if (careful) {
+      reduce_tokens<OF_VALUE, true>(reader, mean_query, partial, scores);
+      if (SQUARES)  // read again: a thread lacks registers for this beside the other
+        sum_squares(
+            16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
+    }
+#pragma unroll
+    for (int i = 0; SCORED && i < SCORES; i++) {
+      const int token = block * BLOCK + scored_token(i);
+      const bool exists = !careful || token < tokens && (!PADDED || valid[token]);
+      const bool scored = exists && is_finite(scores[i]);
+      float score = scored ? scores[i] : -INFINITE;
+      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
+      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
+      if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
+    }
+    __syncthreads();
+    *sum = total_of_warps(partial.sum);
+    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
+    sum += SHARERS * CHANNELS;
+    reader.skip(SHARERS * BLOCK);
+#pragma unroll
+    for (int i = 0; OF_VALUE && i < WARPS; i++) {
+      auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
+      largest = fmaxf(largest, half(partial.largest[i]));
+      smallest = fminf(smallest, half(partial.smallest[i]));
+      finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; SCORED && i < SCORES; i++) {
+    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
+    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
+  }
+  return {largest, smallest, finite, squares, count};
+}
+
+// Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
+// LANES channels each; all of a block's threads call, those of the first LANES get the mean.
+DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
+  __shared__ float partial[WARPS][LANES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * WARPS;
+  float total = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < blocks; first += BLOCK) {
+    float x[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int block = first + i * 8 + row;
+      x[i] = block < blocks ? sums[static_cast<int64>(block) * CHANNELS + lane % LANES] : 0.0f;
+    }
+    const float of_warp = sum_of_warp(tree_sum(x));
+    if (lane < LANES) partial[warp][lane] = of_warp;
+    __syncthreads();
+    float y[WARPS];
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) y[i] = partial[i][lane % LANES];
+    total = __fadd_rn(total, tree_sum(y));
+    __syncthreads();
+  }
+  return __fdiv_rn(total, tokens);
+}
+
+// Sum the squares of the block's share of a pair's sample of Q: those of channel `threadIdx.x`.
+DEVICE float squares_of_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair,
+                               Partial& partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
+  const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
+  // Where as many queries as keys may be padding, the same are.
+  const bool padded = PADDED && b.q_len == s.kv_len + HEAVY_KEYS;
+  sum_squares((rows + SHARERS * 8 - 1) / (SHARERS * 8),
+              [&](int i, uint32(&x)[4]) {
+                const uint32 row = first + i * SHARERS * 8, head = row / b.samples,
+                             token = row % b.samples * b.distance;
+                const bool exists = row < rows && (!padded || all_valid(s, batch)[token]);
+                const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
+                reader.load<false>(0, exists && reader.left > 0, x);
+              },
+              partial.squares);
+  __syncthreads();
+  const float total = total_of_warps(partial.squares);
+  __syncthreads();
+  return total;
+}
+
+// Return a sum of counts by sharer, at least 1.
+DEVICE float total_count(const float* counts) {
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < SHARERS; i++) total += counts[i];
+  return fmaxf(total, 1.0f);
+}
+
+// Return the number of sampled queries of a head that exist.
+DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair) {
+  if (!PADDED || b.q_len != s.kv_len + HEAVY_KEYS) return b.samples;
+  int count = 0;
+  for (uint32 i = threadIdx.x % 32; i < b.samples; i += 32)
+    count += all_valid(s, pair / s.kv_heads)[i * b.distance] != 0;
+  return max(__reduce_add_sync(~0u, count), 1);
+}
+
+// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean, and how many keys
+// and queries were counted. Squares are summed in another order than there: where the logarithm lies between two
+// integers it may be the other one.
+DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, float keys, float queries) {
+  float of_key = 0.0f, of_query = 0.0f;
+#pragma unroll
+  for (int i = 0; i < SHARERS; i++) {
+    of_key = __fadd_rn(of_key, line(s, pair, SQUARES + i)[channel]);
+    of_query = __fadd_rn(of_query, line(s, pair, SQUARES + SHARERS + i)[channel]);
+  }
+  of_key = __fdiv_rn(of_key, keys);
+  of_query = __fdiv_rn(of_query, queries);
+  const float square = __fmul_rn(mean, mean);
+  const float variance = fmaxf(__fsub_rn(of_key, square), __fmul_rn(square, MIN_VARIANCE));
+  if (!(of_query > 0.0f && variance > 0.0f)) return 0;
+  const float exponent = rintf(log2f(__fdiv_rn(variance, of_query)) * 0.25f);
+  return static_cast<int>(fminf(fmaxf(exponent, -MAX_BALANCE), MAX_BALANCE));
+}
+
+// Return the place of a channel's factor of Q, or of K, in a pair's line: both have 8 channels in turn, so that what a
+// lane wants lies as far apart as its channels of ROTATED_MEAN do.
+DEVICE int factor_number(int channel, bool of_key) { return channel / 8 * 16 + of_key * 8 + channel % 8; }
+
+// Return in 16 bits 2^exponent with the sign of a channel in the rotation.
+DEVICE uint16 factor(int exponent, uint32 channel) {
+  const uint32 all[4] = {SIGNS_0, SIGNS_1, SIGNS_2, SIGNS_3};
+  uint32 signs = all[0];
+#pragma unroll
+  for (int i = 1; i < CHANNELS / 32; i++)
+    if (channel / 32 == i) signs = all[i];
+  return (FLOAT16 ? exponent + 15 << 10 : exponent + 127 << 7) | (signs >> channel % 32 & 1) << 15;
+}
+
+// Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
+// channel that they have in those of the first LANES threads.
+DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean,
+                             float keys) {
+  uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));
+  float queries = 0.0f;
+  if (BALANCE && threadIdx.x < 32) queries = sampled_queries(s, b, pair) * (b.q_heads / s.kv_heads);
+  if (threadIdx.x < LANES) {
+    const int exponent = BALANCE ? balance_exponent(s, pair, channel, mean, keys, queries) : 0;
+    if (BALANCE) b.factors[pair * CHANNELS + channel] = exp2_of_integer(exponent);
+    factors[factor_number(channel, false)] = factor(exponent, channel);
+    factors[factor_number(channel, true)] = factor(-exponent, channel);
+  }
+  __syncwarp();
+  sync_cluster();
+  if (blockIdx.x % SHARERS != 0) return;
+  float x = -__fmul_rn(line(s, pair, KEY_MEAN)[threadIdx.x], float_of(factors[factor_number(threadIdx.x, true)]));
+#pragma unroll
+  for (int distance = 1; distance < SECTION; distance *= 2) {
+    const float other = __shfl_xor_sync(~0u, x, distance);
+    x = threadIdx.x & distance ? __fsub_rn(other, x) : __fadd_rn(x, other);
+  }
+  line(s, pair, ROTATED_MEAN)[threadIdx.x] = x;
+}

@@ -1,0 +1,74 @@
+// K and V as the kernels of quantize.cu read them, and where a pair of (batch, kv head) has its statistics.
+#pragma once
+#include "tokens.cuh"
+
+constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
+constexpr int PLACES = HALF_BLOCK;                // of heavy keys, if there are any
+constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
+
+enum Line {
+  KEY_MEAN,
+  VALUE_INVERSE,  // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
+  EXTREMA,        // of V, by sharer: largest, smallest, and 1 where all are finite
+  ROTATED_MEAN = EXTREMA + 3 * SHARERS,      // minus K's mean, balanced, and rotated in each section
+  FACTORS = ROTATED_MEAN + ROTATE,           // in 16 bits, with the rotation's signs: see `factor_number`
+  SQUARES = FACTORS + ROTATE,                // of K and then of the sample of Q, by sharer: sums
+  COUNTS = SQUARES + 2 * SHARERS * BALANCE,  // of tokens that exist, by sharer: of K, then of V
+  HEAVIEST = COUNTS + PADDED,                // of the keys of each sharer: see `Candidates`
+  SUMS = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS  // of K's blocks of 128 tokens, then of V's
+};
+static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
+
+DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
+  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sums) + number) * CHANNELS;
+}
+
+// Return which keys of a batch element exist, from its first one on, be it heavy or not.
+DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
+  return s.valid + batch * static_cast<int64>(s.valid_stride);
+}
+
+// Reads keys, or values, of which some may not exist: those behind the places of heavy ones, or all with `before` 0.
+struct KeyReader : Reader {
+  const uint8* valid;
+
+  DEVICE KeyReader(const Tokens& x, const Statistics& s, uint32 pair, int token, int tokens, int channel, int channels,
+                   int before = HEAVY_KEYS)
+      : Reader(x, pair / s.kv_heads, pair % s.kv_heads, token, tokens, channel, channels),
+        valid(PADDED ? all_valid(s, pair / s.kv_heads) + before + token : nullptr) {}
+
+  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number]); }
+
+  DEVICE void skip(int tokens) {
+    Reader::skip(tokens);
+    if (PADDED) valid += tokens;
+  }
+};
+
+// Return whether N tokens of K and V exist, from `first` on; all threads of the block call.
+template <int N>
+DEVICE bool all_exist(const Statistics& s, uint32 pair, uint32 first) {
+  if (first + N > s.kv_len) return false;
+  return !PADDED || __syncthreads_and(all_valid(s, pair / s.kv_heads)[HEAVY_KEYS + first + threadIdx.x % N]);
+}
+
+// Return the larger halves; NaN where one is NaN.
+DEVICE uint32 larger(uint32 x, uint32 y) {
+  uint32 z;
+  if (FLOAT16)
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+// Return the smaller halves; NaN where one is NaN.
+DEVICE uint32 smaller(uint32 x, uint32 y) {
+  uint32 z;
+  if (FLOAT16)
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  else
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+DEVICE float exp2_of_integer(int exponent) { return __int_as_float((exponent + 127) << 23); }
