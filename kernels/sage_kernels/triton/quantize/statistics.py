@@ -57,7 +57,9 @@ def token_statistics(
         return key.new_empty(shape, dtype=torch.float32)
 
     group = call.query.shape[1] // kv_heads
-    scores = new(pairs, blocks * BLOCK) if call.chooses_heavy_keys else None
+    scores = None
+    if call.chooses_heavy_keys:
+        scores = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, BLOCK)
 
     def reduce_blocks(x: torch.Tensor, *shape: int, extrema: bool = False, squares: bool = False) -> torch.Tensor:
         parts = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, *shape)
@@ -68,6 +70,7 @@ def token_statistics(
             x=x,
             valid=valid,
             ranges=sequences.ranges,
+            q_ranges=None if scored is None else q_sequences.ranges,
             parts=parts,
             query=None if scored is None else call.query,
             scores=scored,
@@ -122,7 +125,6 @@ def token_statistics(
             scores=scores,
             chosen=statistics.chosen,
             group=group,
-            blocks=blocks,
             **lengths,
             CHANNELS=k_channels,
             HEAVY=call.heavy_keys,
@@ -254,17 +256,18 @@ def all_true(x):
 
 @triton.jit
 def mean_query(query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr):
-    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,).
+    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,), 0 without one.
 
-    `query` points to the first head that shares the head of K.
+    `query` points to the sequence's first token in the first head that shares the head of K.
     """
     rows = tl.cast(q_len, tl.int64) * group
-    step = tl.cdiv(rows, HEAVY_QUERIES)
+    step = tl.maximum(tl.cdiv(rows, HEAVY_QUERIES), 1)
+    q_len = tl.maximum(q_len, 1)
     row, channel = tl.arange(0, HEAVY_QUERIES) * step, tl.arange(0, CHANNELS)
     at = query + (row // q_len * stride_head + row % q_len * stride_token)[:, None]
     inside = (row < rows)[:, None] & (channel < channels)[None, :]
     x = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(tl.where(is_finite(x), x, 0.0), 0) / tl.cdiv(rows, step).to(tl.float32)
+    return tl.sum(tl.where(is_finite(x), x, 0.0), 0) / tl.maximum(tl.cdiv(rows, step), 1).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
@@ -272,6 +275,7 @@ def block_statistics(
     x,
     valid,
     ranges,
+    q_ranges,
     parts,
     query,
     scores,
@@ -302,7 +306,7 @@ def block_statistics(
     """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS).
 
     With SQUARES, sums of squares follow each block's sums: (…, operand blocks, 2, CHANNELS). With `scores`, which are
-    float32 (batch, kv_heads, blocks, 128), write the tokens' products with the mean of `query`: -inf where they do not
+    float32 (…, operand blocks, 128), write the tokens' products with the mean of `query`: -inf where they do not
     count.
     """
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -338,7 +342,9 @@ def block_statistics(
     else:
         tl.store(parts + part * CHANNELS + channel, total)
     if scores is not None:
+        q_start, q_len, _ = sequence_range(q_ranges, batch, q_len, RAGGED)
         query += batch * query_stride_batch + pair % kv_heads * group * query_stride_head
+        query += tl.cast(q_start, tl.int64) * query_stride_token
         mean = mean_query(
             query, q_len, group, channels, query_stride_head, query_stride_token, query_stride_channel, CHANNELS
         )
@@ -349,7 +355,7 @@ def block_statistics(
                 x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
             )
             score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
-            into = scores + pair * blocks * BLOCK_ROWS + token
+            into = scores + (part * BLOCK_ROWS + token - first)
             tl.store(into, tl.where(counts & is_finite(score), score, float("-inf")))
 
 
@@ -389,7 +395,6 @@ def key_statistics(
     scores,
     chosen,
     group,
-    blocks,
     tokens,
     kv_heads,
     operand_blocks,
@@ -432,12 +437,12 @@ def key_statistics(
         tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
     if scores is not None:
         place, row = tl.arange(0, HEAVY), tl.arange(0, 16)
-        scores += pair * blocks * BLOCK_ROWS
-        own = tl.load(scores + place)
+        scores += first_part * BLOCK_ROWS
+        own = tl.load(scores + place, mask=place < length, other=float("-inf"))
         largest, number = own + HEAVY_MARGIN, place
-        for first in range(HEAVY, blocks * BLOCK_ROWS, 16 * HEAVY):
+        for first in range(HEAVY, length, 16 * HEAVY):
             token = first + row[:, None] * HEAVY + place[None, :]
-            others = tl.load(scores + token, mask=token < blocks * BLOCK_ROWS, other=float("-inf"))
+            others = tl.load(scores + token, mask=token < length, other=float("-inf"))
             heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
             number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
             largest = tl.maximum(largest, heaviest)
