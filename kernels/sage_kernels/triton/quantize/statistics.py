@@ -19,14 +19,13 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
 from ...layout import BLOCK, Sequences, batch_strides, padded_channels, power_of_two, stride_of
 from ...operands import Statistics
+from .choice import choose_keys, is_finite, mean_query, write_scores
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
 BALANCE_QUERIES = tl.constexpr(transforms.BALANCE_QUERIES)
 MAX_BALANCE = tl.constexpr(transforms.MAX_BALANCE)
 MIN_VARIANCE = tl.constexpr(transforms.MIN_VARIANCE)
-HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)
-HEAVY_MARGIN = tl.constexpr(transforms.HEAVY_MARGIN)
 PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
 
@@ -178,11 +177,6 @@ def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences,
 
 
 @triton.jit
-def is_finite(x):
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
 def reduce_block(
     x,
     valid,
@@ -252,22 +246,6 @@ def reduce_block(
 @triton.jit
 def all_true(x):
     return tl.min(x.to(tl.int32), 0) == 1
-
-
-@triton.jit
-def mean_query(query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr):
-    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,), 0 without one.
-
-    `query` points to the sequence's first token in the first head that shares the head of K.
-    """
-    rows = tl.cast(q_len, tl.int64) * group
-    step = tl.maximum(tl.cdiv(rows, HEAVY_QUERIES), 1)
-    q_len = tl.maximum(q_len, 1)
-    row, channel = tl.arange(0, HEAVY_QUERIES) * step, tl.arange(0, CHANNELS)
-    at = query + (row // q_len * stride_head + row % q_len * stride_token)[:, None]
-    inside = (row < rows)[:, None] & (channel < channels)[None, :]
-    x = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(tl.where(is_finite(x), x, 0.0), 0) / tl.maximum(tl.cdiv(rows, step), 1).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
@@ -349,14 +327,10 @@ def block_statistics(
             query, q_len, group, channels, query_stride_head, query_stride_token, query_stride_channel, CHANNELS
         )
         mean *= softmax_scale
-        for half in tl.static_range(2):
-            token = first + half * (BLOCK_ROWS // 2) + tl.arange(0, BLOCK_ROWS // 2)
-            tile, counts = load_tokens(
-                x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
-            )
-            score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
-            into = scores + (part * BLOCK_ROWS + token - first)
-            tl.store(into, tl.where(counts & is_finite(score), score, float("-inf")))
+        write_scores(
+            scores + part * BLOCK_ROWS, mean, x, valid, start, first, length, channels, stride_token, stride_channel,
+            CHANNELS, HAS_VALID,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -436,17 +410,8 @@ def key_statistics(
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
         tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
     if scores is not None:
-        place, row = tl.arange(0, HEAVY), tl.arange(0, 16)
-        scores += first_part * BLOCK_ROWS
-        own = tl.load(scores + place, mask=place < length, other=float("-inf"))
-        largest, number = own + HEAVY_MARGIN, place
-        for first in range(HEAVY, length, 16 * HEAVY):
-            token = first + row[:, None] * HEAVY + place[None, :]
-            others = tl.load(scores + token, mask=token < length, other=float("-inf"))
-            heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
-            number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
-            largest = tl.maximum(largest, heaviest)
-        tl.store(chosen + pair * HEAVY + place, tl.where(own == float("-inf"), place, number))
+        heaviest = choose_keys(scores + first_part * BLOCK_ROWS, length, HEAVY)
+        tl.store(chosen + pair * HEAVY + tl.arange(0, HEAVY), heaviest)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
