@@ -106,7 +106,7 @@ class Explanation:
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
                 which = f"{heavy} keys of each sequence in 16 bits, in calls with more keys: the first ones"
                 if RECIPES[name].heavy_choice == "heaviest":
-                    which += ", or heavier ones in their places where neither causality nor a mask of scores orders keys"
+                    which += ", or heavier ones in their places where no causality or mask of scores orders keys"
                 text.append(f"* {name}: {which}")
         if self.sparse:
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
