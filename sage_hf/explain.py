@@ -13,8 +13,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
-from sage_hf.diffusers.processor import layer_of, sage_of
-from sage_hf.diffusers.vsa import VSAProcessor
+from sage_hf.diffusers.processor import sage_of
 from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
@@ -65,8 +64,7 @@ class Explanation:
         compiled: what ran in this process, and how often, in calls that belong to no layer: inside compiled graphs,
             through diffusers' attention backends, or called by hand.
         planned: whether the rows say what will run rather than what ran.
-        sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
-            ran.
+        sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention that ran.
     """
 
     rows: tuple[LayerRow, ...]
@@ -108,8 +106,7 @@ class Explanation:
             if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
                 which = f"{heavy} keys of each sequence in 16 bits, in calls with more keys: the first ones"
                 if RECIPES[name].heavy_choice == "heaviest":
-                    which += ", or heavier ones in their places "
-                    which += "where neither causality nor a mask of scores orders keys"
+                    which += ", or heavier ones in their places where no causality or mask of scores orders keys"
                 text.append(f"* {name}: {which}")
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
@@ -150,11 +147,7 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
     for name, layer in target.layers.items():
         sage = sage_of(layer)
-        original = layer.processor if sage is None else layer_of(layer).original
-        kept = original.describe() if isinstance(original, VSAProcessor) else ""
-        if sage is not None and sage.sparse is not None:
-            kept = sparsity_of(sage.sparse)
-        if kept:
+        if sage is not None and sage.sparse is not None and (kept := sparsity_of(sage.sparse)):
             yield target.label(name), kept
 
 

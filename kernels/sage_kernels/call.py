@@ -151,9 +151,9 @@ class Call:
     def chooses_heavy_keys(self) -> bool:
         """Return whether heavier keys may take the places of the first ones (`transforms.heavy_places`).
 
-        That is so where the order of keys does not matter but for which of them exist, and they are not packed.
+        That is so where the order of keys does not matter but for which of them exist.
         """
-        ordered = self.is_causal or self.lengths is not None or self.mask.kind not in ("none", "keys")
+        ordered = self.is_causal or self.mask.kind not in ("none", "keys")
         return self.heavy_keys > 0 and self.recipe.heavy_choice == "heaviest" and not ordered
 
     @cached_property

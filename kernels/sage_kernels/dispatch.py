@@ -226,7 +226,6 @@ def _attend_one_by_one(
             key=call.key[:, :, keys],
             value=call.value[:, :, keys],
             lengths=None,
-            recipe=replace(call.recipe, heavy_choice="first"),  # as kernels that take packed sequences have it
         )
         output[:, :, queries], part = attend(one)
         if lse is not None and part is not None:

@@ -109,8 +109,9 @@ def quantize_operands(
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
-        recipe: a low-bit recipe; its `heavy_keys`, if there are more, become `Operands.heavy`. With `heavy_choice`
-            "heaviest" tokens of K and V change places first (`transforms.exchange`), within this function.
+        recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
+            `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`). Means, the balance, and
+            the scales of V are those of all keys.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
             the balance.

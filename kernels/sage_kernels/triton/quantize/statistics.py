@@ -19,14 +19,13 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens
 from ...layout import BLOCK, Sequences, batch_strides, padded_channels, power_of_two, stride_of
 from ...operands import Statistics
+from .choice import choose_keys, is_finite, mean_query, write_scores
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
 BALANCE_QUERIES = tl.constexpr(transforms.BALANCE_QUERIES)
 MAX_BALANCE = tl.constexpr(transforms.MAX_BALANCE)
 MIN_VARIANCE = tl.constexpr(transforms.MIN_VARIANCE)
-HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)
-HEAVY_MARGIN = tl.constexpr(transforms.HEAVY_MARGIN)
 PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
 
@@ -57,7 +56,9 @@ def token_statistics(
         return key.new_empty(shape, dtype=torch.float32)
 
     group = call.query.shape[1] // kv_heads
-    scores = new(pairs, blocks * BLOCK) if call.chooses_heavy_keys else None
+    scores = None
+    if call.chooses_heavy_keys:
+        scores = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, BLOCK)
 
     def reduce_blocks(x: torch.Tensor, *shape: int, extrema: bool = False, squares: bool = False) -> torch.Tensor:
         parts = new((1 if sequences.packed else batch) * kv_heads, operand_blocks, *shape)
@@ -68,6 +69,7 @@ def token_statistics(
             x=x,
             valid=valid,
             ranges=sequences.ranges,
+            q_ranges=None if scored is None else q_sequences.ranges,
             parts=parts,
             query=None if scored is None else call.query,
             scores=scored,
@@ -122,7 +124,6 @@ def token_statistics(
             scores=scores,
             chosen=statistics.chosen,
             group=group,
-            blocks=blocks,
             **lengths,
             CHANNELS=k_channels,
             HEAVY=call.heavy_keys,
@@ -173,11 +174,6 @@ def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences,
         enable_fp_fusion=False,
     )
     return squares
-
-
-@triton.jit
-def is_finite(x):
-    return tl.abs(x) < float("inf")
 
 
 @triton.jit
@@ -252,26 +248,12 @@ def all_true(x):
     return tl.min(x.to(tl.int32), 0) == 1
 
 
-@triton.jit
-def mean_query(query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr):
-    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,).
-
-    `query` points to the first head that shares the head of K.
-    """
-    rows = tl.cast(q_len, tl.int64) * group
-    step = tl.cdiv(rows, HEAVY_QUERIES)
-    row, channel = tl.arange(0, HEAVY_QUERIES) * step, tl.arange(0, CHANNELS)
-    at = query + (row // q_len * stride_head + row % q_len * stride_token)[:, None]
-    inside = (row < rows)[:, None] & (channel < channels)[None, :]
-    x = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(tl.where(is_finite(x), x, 0.0), 0) / tl.cdiv(rows, step).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def block_statistics(
     x,
     valid,
     ranges,
+    q_ranges,
     parts,
     query,
     scores,
@@ -302,7 +284,7 @@ def block_statistics(
     """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS).
 
     With SQUARES, sums of squares follow each block's sums: (…, operand blocks, 2, CHANNELS). With `scores`, which are
-    float32 (batch, kv_heads, blocks, 128), write the tokens' products with the mean of `query`: -inf where they do not
+    float32 (…, operand blocks, 128), write the tokens' products with the mean of `query`: -inf where they do not
     count.
     """
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -338,19 +320,17 @@ def block_statistics(
     else:
         tl.store(parts + part * CHANNELS + channel, total)
     if scores is not None:
+        q_start, q_len, _ = sequence_range(q_ranges, batch, q_len, RAGGED)
         query += batch * query_stride_batch + pair % kv_heads * group * query_stride_head
+        query += tl.cast(q_start, tl.int64) * query_stride_token
         mean = mean_query(
             query, q_len, group, channels, query_stride_head, query_stride_token, query_stride_channel, CHANNELS
         )
         mean *= softmax_scale
-        for half in tl.static_range(2):
-            token = first + half * (BLOCK_ROWS // 2) + tl.arange(0, BLOCK_ROWS // 2)
-            tile, counts = load_tokens(
-                x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID
-            )
-            score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
-            into = scores + pair * blocks * BLOCK_ROWS + token
-            tl.store(into, tl.where(counts & is_finite(score), score, float("-inf")))
+        write_scores(
+            scores + part * BLOCK_ROWS, mean, x, valid, start, first, length, channels, stride_token, stride_channel,
+            CHANNELS, HAS_VALID,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -389,7 +369,6 @@ def key_statistics(
     scores,
     chosen,
     group,
-    blocks,
     tokens,
     kv_heads,
     operand_blocks,
@@ -431,17 +410,8 @@ def key_statistics(
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
         tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
     if scores is not None:
-        place, row = tl.arange(0, HEAVY), tl.arange(0, 16)
-        scores += pair * blocks * BLOCK_ROWS
-        own = tl.load(scores + place)
-        largest, number = own + HEAVY_MARGIN, place
-        for first in range(HEAVY, blocks * BLOCK_ROWS, 16 * HEAVY):
-            token = first + row[:, None] * HEAVY + place[None, :]
-            others = tl.load(scores + token, mask=token < blocks * BLOCK_ROWS, other=float("-inf"))
-            heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
-            number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
-            largest = tl.maximum(largest, heaviest)
-        tl.store(chosen + pair * HEAVY + place, tl.where(own == float("-inf"), place, number))
+        heaviest = choose_keys(scores + first_part * BLOCK_ROWS, length, HEAVY)
+        tl.store(chosen + pair * HEAVY + tl.arange(0, HEAVY), heaviest)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -1,0 +1,80 @@
+"""Choice of heavy keys, as `transforms.heavy_places` says, for the kernels that take K's statistics."""
+
+import triton
+import triton.language as tl
+
+from ... import transforms
+from ...language.tokens import load_tokens
+from ...layout import BLOCK
+
+BLOCK_ROWS = tl.constexpr(BLOCK)
+HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)
+HEAVY_MARGIN = tl.constexpr(transforms.HEAVY_MARGIN)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def mean_query(query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr):
+    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,), 0 without one.
+
+    `query` points to the sequence's first token in the first head that shares the head of K.
+    """
+    rows = tl.cast(q_len, tl.int64) * group
+    step = tl.maximum(tl.cdiv(rows, HEAVY_QUERIES), 1)
+    q_len = tl.maximum(q_len, 1)
+    row, channel = tl.arange(0, HEAVY_QUERIES) * step, tl.arange(0, CHANNELS)
+    at = query + (row // q_len * stride_head + row % q_len * stride_token)[:, None]
+    inside = (row < rows)[:, None] & (channel < channels)[None, :]
+    x = tl.load(at + channel.to(tl.int64)[None, :] * stride_channel, mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(tl.where(is_finite(x), x, 0.0), 0) / tl.maximum(tl.cdiv(rows, step), 1).to(tl.float32)
+
+
+@triton.jit
+def write_scores(
+    scores,
+    mean,
+    x,
+    valid,
+    start,
+    first,
+    length,
+    channels,
+    stride_token,
+    stride_channel,
+    CHANNELS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):
+    """Write products of 128 tokens of K, from `first` on, with the mean query, -inf for tokens that do not count.
+
+    Args:
+        scores: pointer to those of the first token.
+        mean: the result of `mean_query`, times the softmax scale.
+        x, valid, start, length, channels, stride_token, stride_channel: of K, as in `load_tokens`.
+    """
+    channel = tl.arange(0, CHANNELS)
+    for half in tl.static_range(2):
+        row = half * (BLOCK_ROWS // 2) + tl.arange(0, BLOCK_ROWS // 2)
+        tile, counts = load_tokens(
+            x, valid, start, first + row, length, channel, channels, stride_token, stride_channel, HAS_VALID
+        )
+        score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
+        tl.store(scores + row, tl.where(counts & is_finite(score), score, float("-inf")))
+
+
+@triton.jit
+def choose_keys(scores, length, HEAVY: tl.constexpr):
+    """Return the keys of a sequence that take the HEAVY first places: int32 (HEAVY,), given pointers to all scores."""
+    place, row = tl.arange(0, HEAVY), tl.arange(0, 16)
+    own = tl.load(scores + place, mask=place < length, other=float("-inf"))
+    largest, number = own + HEAVY_MARGIN, place
+    for first in range(HEAVY, length, 16 * HEAVY):
+        token = first + row[:, None] * HEAVY + place[None, :]
+        others = tl.load(scores + token, mask=token < length, other=float("-inf"))
+        heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
+        number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
+        largest = tl.maximum(largest, heaviest)
+    return tl.where(own == float("-inf"), place, number)
