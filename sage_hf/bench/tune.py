@@ -33,7 +33,7 @@ TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 MEDIUM, LONG = 2048, 8192
 """Keys from which on a kernel may be another one."""
 
-SECONDS = 40.0
+SECONDS = 55.0
 
 # A runner is timed for about this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.5
