@@ -13,7 +13,8 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
-from sage_hf.diffusers.processor import sage_of
+from sage_hf.diffusers.processor import layer_of, sage_of
+from sage_hf.diffusers.vsa import VSAProcessor
 from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
@@ -64,7 +65,8 @@ class Explanation:
         compiled: what ran in this process, and how often, in calls that belong to no layer: inside compiled graphs,
             through diffusers' attention backends, or called by hand.
         planned: whether the rows say what will run rather than what ran.
-        sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention that ran.
+        sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
+            ran.
     """
 
     rows: tuple[LayerRow, ...]
@@ -147,7 +149,11 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
     for name, layer in target.layers.items():
         sage = sage_of(layer)
-        if sage is not None and sage.sparse is not None and (kept := sparsity_of(sage.sparse)):
+        original = layer.processor if sage is None else layer_of(layer).original
+        kept = original.describe() if isinstance(original, VSAProcessor) else ""
+        if sage is not None and sage.sparse is not None:
+            kept = sparsity_of(sage.sparse)
+        if kept:
             yield target.label(name), kept
 
 
