@@ -174,7 +174,8 @@ def unavailable(request: Request) -> str:
     assert request.capability is not None  # of a GPU
     kernels = [kernel(config, request.dtype)]
     if recipe.smooth_q:
-        kernels.append(delta_scores.kernel(channels, request.dtype))
+        choice = config.heavy and recipe.heavy_choice == "heaviest" and not request.is_causal
+        kernels.append(delta_scores.kernel(channels, request.dtype, choice))
     if config.padded:
         kernels.append(padding.kernel())
     reasons = (one.source.why_not(architecture(request.capability)) for one in kernels)
