@@ -104,7 +104,7 @@ struct alignas(256) Control {
   Factors factors[QUERY_STAGES];
   Item items[QUERY_STAGES];
 };
-static_assert(sizeof(Control) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
+static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
 // Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
 // first, and blocks change order from round to round.
