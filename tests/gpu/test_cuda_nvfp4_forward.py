@@ -191,9 +191,9 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, o
     monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
     monkeypatch.setattr(NVFP4Forward, "attend", attend)
     repeated = []
-    original = prepared.LowBitCall.__call__
+    original = prepared.TapedCall.__call__
     monkeypatch.setattr(
-        prepared.LowBitCall, "__call__", lambda self, *tensors: repeated.append(1) or original(self, *tensors)
+        prepared.TapedCall, "__call__", lambda self, *tensors: repeated.append(1) or original(self, *tensors)
     )
     select.cache_clear()
     prepared.forget()

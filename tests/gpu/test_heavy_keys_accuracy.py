@@ -173,4 +173,7 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(recipe, is_causal, 
         truth, true_lse = exact.attention(*alone, is_causal=is_causal)
         eps = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
         assert (output[:, :, rows] - truth).abs().max() <= eps * inputs[2].double().nan_to_num().abs().max()
-        assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=1e-4)
+        # K without its mean, at most twice as long, is rounded by eps/4 of itself; a score is its product with Q.
+        query_norm, key_norm = (x.double().norm(dim=-1).amax() if x.numel() else 0.0 for x in alone[:2])
+        moved = eps / 2 * query_norm * key_norm * alone[0].shape[-1] ** -0.5
+        assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=float(1e-4 + moved))

@@ -209,7 +209,8 @@ def shares_a_processor(case: Family, device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    # Two processes of one that has imported everything, models too, and has not touched a GPU.
-    for case in FAMILIES:
+    # Two processes of one that has imported everything, models too. One that has found GPUs cannot be copied.
+    on_gpus = sys.argv[2] == "cuda"
+    for case in () if on_gpus else FAMILIES:
         getattr(diffusers, case.model_class, None)
-    torch.multiprocessing.start_processes(main, sys.argv[1:], nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(main, sys.argv[1:], nprocs=2, start_method="spawn" if on_gpus else "fork")
