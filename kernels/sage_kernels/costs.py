@@ -30,7 +30,11 @@ BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them."""
 
 SHARING = "split_forward"
-"""Exact kernel for few queries, which reads K and V at the speed of memory: none is faster where it serves a call."""
+"""Exact kernel for few queries, which reads K and V at the speed of memory: none is faster over KEYS_OF_FEW times as many
+keys."""
+KEYS_OF_FEW = 4
+MASKING = "exact_forward"
+"""Exact kernel that is faster than PyTorch's beside masks and offsets of causality, and slower without."""
 TRAINING = ", forward and backward"
 """End of the name of a runner whose calls compute gradients."""
 
@@ -58,6 +62,9 @@ UNMEASURED_HEAD_DIMS = (33, 128)
 
 DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next one has another number of keys."""
+GROWING_CACHE_BYTES = 2**28
+"""Bytes of a layer's K and V below which PyTorch serves steps behind a cache that grows: each length would have to be
+prepared, 0.7 ms of the host for all layers, and sharing the keys gains 20 µs a layer from about there."""
 
 NOMINAL_HEADS = 32
 _LENGTHS = tuple(round(2 ** (exponent / 4)) for exponent in range(32, 61))
@@ -272,7 +279,7 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    if SHARING in own:
+    if SHARING in own and few_queries(request):
         return "few queries: exact attention whose programs share the keys is faster"
     table = table_of(request.capability)
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
@@ -356,6 +363,11 @@ def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
     return table.exact(request.mask, request.is_causal, head_dim, runners) if table else []
 
 
+def few_queries(request: Request) -> bool:
+    """Return whether a call's queries are so few that programs had better share the keys."""
+    return KEYS_OF_FEW * request.q_len <= request.kv_len
+
+
 def fastest_exact(request: Request, own: Sequence[str]) -> str:
     """Return the name of the kernel by which a call is exact in the least time, as `registry.Plan` has it.
 
@@ -363,9 +375,12 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         request: the facts of the call.
         own: the names of the kernels beside PyTorch's that serve it.
     """
-    if SHARING in own:
+    sizes, steps = sizes_of(request), request.q_len < DECODED_QUERIES and request.mask == "none"
+    key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
+    if SHARING in own and few_queries(request) and not (steps and key_value_bytes < GROWING_CACHE_BYTES):
         return SHARING
-    sizes = sizes_of(request)
+    plain = request.mask == "none" and not (request.lower_right or request.shifted)
+    own = [name for name in own if not steps and name != SHARING and not (plain and name == MASKING)]
     fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
     pytorch = _pytorch_curves(request)
     if fastest is not None and pytorch:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels import dispatch, exact, prepared, registry
+from sage_kernels import costs, dispatch, exact, prepared, registry
 from sage_kernels.call import Call, Mask
 from sage_kernels.prepared import TapedCall
 from sage_kernels.recipe import get_recipe
@@ -126,13 +126,15 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
-    call = draw_call(device, (2, 8, 2, 1, 3000), 128)
-    request = replace(dispatch.request_of(call), recipe="sage2")
+    request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
-        assert registry.select(request).kernel == "split_forward"
+        assert registry.select(replace(request, mask="keys")).kernel == "split_forward"
+        assert registry.select(replace(request, batch=200)).kernel == "split_forward"
+        assert registry.select(request).kernel == "sdpa_without_cudnn"
 
 
-def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed):
+def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed, monkeypatch):
+    monkeypatch.setattr(costs, "GROWING_CACHE_BYTES", 0)
     for kv_len in (1000, 1001, 1002):
         call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
         for _ in range(3):

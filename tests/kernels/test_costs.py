@@ -203,6 +203,23 @@ def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(u
     assert select(grouped).kernel == "sdpa"  # else PyTorch would have its unfused attention only
 
 
+def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_preparing_each_length():
+    step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
+    assert costs.fastest_exact(step, [costs.SHARING]) == "sdpa_without_cudnn"
+    assert costs.fastest_exact(replace(step, batch=16), [costs.SHARING]) == costs.SHARING
+    assert costs.fastest_exact(replace(step, mask="keys"), [costs.SHARING]) == costs.SHARING
+    assert costs.fastest_exact(replace(step, q_len=64), [costs.SHARING]) == costs.SHARING
+    assert costs.fastest_exact(replace(step, q_len=64, kv_len=64), [costs.SHARING]) != costs.SHARING
+
+
+def test_the_kernel_for_masks_runs_beside_masks_and_offsets_of_causality_only(use_table):
+    own = [replace(curve(costs.MASKING, launch=1.0, tile=0.01), mask=mask) for mask in ("none", "keys")]
+    use_table(LOW_BIT, CUDNN, replace(CUDNN, mask="keys"), *own)
+    request = with_tokens(512)
+    assert costs.fastest_exact(request, [costs.MASKING]) == "sdpa"
+    assert costs.fastest_exact(replace(request, mask="keys"), [costs.MASKING]) == costs.MASKING
+
+
 def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table):
     use_table(LOW_BIT, CUDNN, curve("flash", launch=20.0, tile=0.2))
     assert select(with_tokens(512)).kernel == "sdpa"
