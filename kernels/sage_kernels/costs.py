@@ -30,9 +30,9 @@ BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them."""
 
 SHARING = "split_forward"
-"""Exact kernel for few queries, which reads K and V at the speed of memory: none is faster over KEYS_OF_FEW times as many
-keys."""
+"""Exact kernel whose programs share the keys, which reads K and V at the speed of memory: none is faster for few queries."""
 KEYS_OF_FEW = 4
+"""Keys for each query from which queries are few."""
 MASKING = "exact_forward"
 """Exact kernel that is faster than PyTorch's beside masks and offsets of causality, and slower without."""
 TRAINING = ", forward and backward"
