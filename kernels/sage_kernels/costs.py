@@ -30,7 +30,7 @@ BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them."""
 
 SHARING = "split_forward"
-"""Exact kernel whose programs share the keys, which reads K and V at the speed of memory: none is faster for few queries."""
+"""Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
 KEYS_OF_FEW = 4
 """Keys for each query from which queries are few."""
 MASKING = "exact_forward"
