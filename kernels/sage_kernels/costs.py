@@ -279,7 +279,7 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    if SHARING in own and few_queries(request):
+    if SHARING in own and _few_queries(request):
         return "few queries: exact attention whose programs share the keys is faster"
     table = table_of(request.capability)
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
@@ -363,7 +363,7 @@ def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
     return table.exact(request.mask, request.is_causal, head_dim, runners) if table else []
 
 
-def few_queries(request: Request) -> bool:
+def _few_queries(request: Request) -> bool:
     """Return whether a call's queries are so few that programs had better share the keys."""
     return KEYS_OF_FEW * request.q_len <= request.kv_len
 
@@ -377,7 +377,7 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
     """
     sizes, steps = sizes_of(request), request.q_len < DECODED_QUERIES and request.mask == "none"
     key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
-    if SHARING in own and few_queries(request) and not (steps and key_value_bytes < GROWING_CACHE_BYTES):
+    if SHARING in own and _few_queries(request) and not (steps and key_value_bytes < GROWING_CACHE_BYTES):
         return SHARING
     plain = request.mask == "none" and not (request.lower_right or request.shifted)
     own = [name for name in own if not steps and name != SHARING and not (plain and name == MASKING)]

@@ -29,7 +29,7 @@ MIN_VARIANCE = 2.0**-16
 HEAVY_QUERIES = 16
 """Rows of Q, of all heads that share a head of K, whose mean decides which keys are heavy."""
 HEAVY_MARGIN = 2.0
-"""What the score of a key must exceed that of the one whose place it takes by."""
+"""Least difference between the scores of a key and of the one whose place it takes."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ FORWARD_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.qk !=
 SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
 SPEED_PROVIDERS = ("sdpa_fa2", "cudnn", "sage_hf:sage1", "sage_hf:sage2", "sage_hf:sage3")
 SWITCH = f"{NVFP4_SWITCH}=cuda"
-"""What turns on the kernels that wait for someone to try them."""
+"""Environment that turns on the kernels which nobody has tried on such a GPU."""
 CHECKED = Shape("checked", 1, 4, 2, 1000, 0)
 """Sizes of the calls whose errors are measured; they fill no tile, and have each head_dim of HEAD_DIMS."""
 HEAD_DIMS = (64, 128)

@@ -17,7 +17,7 @@ from .gathered import attend_to_tiles
 from .order import TILE_TOKENS, TileOrder
 
 KERNEL = "sdpa of tiles side by side"
-"""What `sage_hf.explain` calls the exact fine stage."""
+"""Name of the exact fine stage in `sage_hf.explain`."""
 
 
 def vsa_attention(

@@ -1,4 +1,4 @@
-"""What `sage-hf bench --report` says of a GPU that is there."""
+"""The report of `sage-hf bench --report` on a GPU that is there."""
 
 import pytest
 import torch

@@ -92,7 +92,7 @@ def test_of_equal_scores_the_first_tiles_are_kept(number):
 
 
 def test_tiles_are_kept_until_their_share_reaches_the_bound():
-    """Of equal shares the first, and the tile that crosses the bound too."""
+    """Keep the first of equal shares, and the tile that crosses the bound too."""
     scores = torch.tensor([0.1, 0.3, 0.1, 0.1, 0.3, 0.1]).log().expand(1, 1, 1, -1)
     for share, expected in ((0.05, [1]), (0.35, [1, 4]), (0.65, [0, 1, 4]), (0.85, [0, 1, 2, 3, 4]), (1.0, range(6))):
         counts, tiles = routing.list_share(scores, share)

@@ -1,4 +1,4 @@
-"""What the kernels of exact attention compile to on Hopper: matrix instructions, and no spills. `make audit`."""
+"""Machine code of the kernels of exact attention on Hopper: matrix instructions, and no spills. `make audit`."""
 
 import pytest
 import torch
