@@ -61,7 +61,7 @@ def find_targets(pipe_or_model: object) -> list[Target]:
 
 
 def _target(name: str, model: nn.Module) -> Target:
-    plain = getattr(model, "_orig_mod", model)
+    plain: Any = getattr(model, "_orig_mod", model)
     if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
         return _target(name, plain.get_base_model())
     library = "transformers" if _is_transformers(plain) else "diffusers"
