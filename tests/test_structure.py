@@ -33,14 +33,12 @@ def find_modules() -> dict[str, Path]:
 MODULES = find_modules()
 
 
-def imported_names(name: str, everywhere: bool) -> set[str]:
-    """Absolute names that a module imports: at module level, not for type checkers alone; or `everywhere`."""
+def imported_names(name: str) -> set[str]:
+    """Return the absolute names that a module imports: anywhere, so in functions and for type checkers too."""
     path = MODULES[name]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = list(ast.walk(tree)) if everywhere else list(at_module_level(tree.body))
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -49,16 +47,6 @@ def imported_names(name: str, everywhere: bool) -> set[str]:
             # `from package import module` imports the module.
             found |= {full if (full := f"{module}.{alias.name}") in MODULES else module for alias in node.names}
     return found
-
-
-def at_module_level(body):
-    for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        for block in ("body", "orelse", "finalbody", "handlers"):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield from at_module_level(getattr(node, block, []))
 
 
 def kernel_modules() -> list[str]:
@@ -72,7 +60,7 @@ def folder_of(module: str) -> str:
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    imports = {name: imported_names(name, everywhere=False) & MODULES.keys() for name in MODULES}
+    imports = {name: imported_names(name) & MODULES.keys() for name in MODULES}
     done, path = set(), []
 
     def visit(name: str) -> None:
@@ -94,7 +82,7 @@ def test_a_backend_imports_the_floor_and_no_other_backend(folder):
     modules = [name for name in kernel_modules() if folder_of(name) == folder]
     assert modules
     for name in modules:
-        for imported in imported_names(name, everywhere=True) & MODULES.keys():
+        for imported in imported_names(name) & MODULES.keys():
             other = folder_of(imported)
             assert other in {"", folder, *MAY_IMPORT[folder]}, f"{name} imports {imported}"
 
@@ -104,7 +92,7 @@ def test_the_floor_imports_neither_triton_nor_a_backend():
     floor = [name for name in kernel_modules() if not folder_of(name) and name != "sage_kernels.backends"]
     assert {"sage_kernels.registry", "sage_kernels.dispatch", "sage_kernels.ops"} <= set(floor)
     for name in floor:
-        for imported in imported_names(name, everywhere=True):
+        for imported in imported_names(name):
             assert imported.split(".")[0] not in ("triton", "cuda"), f"{name} imports {imported}"
             assert folder_of(imported) == "" if imported.startswith("sage_kernels") else True, f"{name}: {imported}"
 
@@ -113,17 +101,17 @@ def test_the_floor_imports_neither_triton_nor_a_backend():
 def test_a_backend_that_is_not_in_triton_needs_no_triton(folder):
     for name in kernel_modules():
         if folder_of(name) == folder:
-            assert not any(one.split(".")[0] == "triton" for one in imported_names(name, everywhere=True)), name
+            assert not any(one.split(".")[0] == "triton" for one in imported_names(name)), name
 
 
 @pytest.mark.parametrize("folder", BACKENDS)
 def test_what_a_backend_can_do_is_known_before_its_compiler_is_imported(folder):
-    for imported in imported_names(f"sage_kernels.{folder}.registration", everywhere=True):
+    for imported in imported_names(f"sage_kernels.{folder}.registration"):
         assert imported.split(".")[0] not in ("triton", "cuda"), imported
         assert folder_of(imported) != "language", imported
 
 
 def test_the_kernel_backend_imports_nothing_above_it():
     for name in kernel_modules():
-        above = {one.split(".")[0] for one in imported_names(name, everywhere=True)} & ABOVE
+        above = {one.split(".")[0] for one in imported_names(name)} & ABOVE
         assert not above, f"{name} imports {above}"
