@@ -17,9 +17,9 @@ from sage_hf.bench import command, measure, measure_training, peers, plots, tabl
 from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_hf.bench.measure import SampledErrors, draw
 from sage_hf.bench.measure_training import SampledGradientErrors, Step
-from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, _to_e4m3, sageattention
+from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
-from sage_hf.bench.training_peers import TRAINING_PROVIDERS, _fa3, _sdpa
+from sage_hf.bench.training_peers import TRAINING_PROVIDERS, prepare_fa3, prepare_sdpa_backward
 from sage_kernels import exact, ops, registry
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import backward as reference_backward
@@ -187,7 +187,7 @@ def test_the_portable_kernel_is_measured_where_another_is_preferred():
         registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
         registry.register_forward(StandInForward("preferred", "sage1", ran=ran.append))
         registry.register_forward(portable)
-        prepared = peers._ours_in_triton("sage1")(*inputs, False)
+        prepared = peers.ours_in_triton("sage1")(*inputs, False)
         output, expected = prepared.call(), ops.attention(*inputs, recipe="sage1")[0]
         assert prepared.kernel == "int8_forward"
         assert ran == ["int8_forward", "preferred"]
@@ -196,15 +196,15 @@ def test_the_portable_kernel_is_measured_where_another_is_preferred():
         registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
         registry.register_forward(portable)
         with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
-            peers._ours_in_triton("sage1")(*inputs, False)
+            peers.ours_in_triton("sage1")(*inputs, False)
 
 
 def test_e4m3_scales_are_those_of_each_slice():
     x = torch.randn(2, 3, 5, 7) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
-    codes, descale = _to_e4m3(x, (2, 3))
+    codes, descale = to_e4m3(x, (2, 3))
     assert descale.shape == (2, 3) and codes.float().abs().amax((2, 3)).eq(448).all()
     assert ((codes.float() * descale[..., None, None] - x).abs() <= x.abs() / 16 + descale[..., None, None] / 512).all()
-    assert _to_e4m3(x, (0, 1, 2, 3))[1].shape == (1,)
+    assert to_e4m3(x, (0, 1, 2, 3))[1].shape == (1,)
 
 
 def test_generations_of_sageattention_are_told_apart(monkeypatch, tmp_path):
@@ -264,7 +264,7 @@ def test_rendering_draws_the_plot_and_prints_the_table(monkeypatch, tmp_path, ca
 
 def test_the_plot_of_speeds_names_ours_and_three_peers_at_their_lines_ends():
     result = json.loads(RESULTS[0].read_text())
-    figure = plots._length_figure(tables.measured(result), "a GPU")
+    figure = plots.length_figure(tables.measured(result), "a GPU")
     for axes in figure.axes:
         assert axes.get_legend() is None
         assert {text.get_text() for text in axes.texts} == {"sage2", "SageAttn2", "FA3", "cuDNN"}
@@ -395,13 +395,13 @@ def test_low_bits_keep_at_most_four_fifths_of_what_16_bits_keep(shape):
 
 def test_a_peer_whose_backward_is_another_ones_is_refused():
     inputs = [x.requires_grad_() for x in draw(replace(SMALL, kv_heads=4), "normal", CPU)]
-    prepared = _sdpa(SDPBackend.MATH, "ScaledDotProductFlashAttentionBackward")(*inputs, True)
+    prepared = prepare_sdpa_backward(SDPBackend.MATH, "ScaledDotProductFlashAttentionBackward")(*inputs, True)
     with pytest.raises(RuntimeError, match="Backward0, not ScaledDotProductFlashAttentionBackward"):
         prepared.call()
     with torch.no_grad(), pytest.raises(RuntimeError, match="the backward pass is nothing, not"):
         prepared.call()
     with pytest.raises(ModuleNotFoundError, match="FlashAttention 3 with a backward pass is not installed"):
-        _fa3(*inputs, True)
+        prepare_fa3(*inputs, True)
 
 
 @pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
@@ -422,7 +422,7 @@ def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch
     monkeypatch.setattr(measure_training, "saved_bytes", lambda attend, inputs: attend(*inputs).numel())
     monkeypatch.setattr(measure_training, "median_steps_ms", lambda calls: {name: [3e-3, 1e-3, 2e-3] for name in calls})
     providers = [Provider("absent", "Absent", "end_to_end", absent), Provider("plain", "Plain", "end_to_end", plain)]
-    missing, row = measure_training._measure_shape(SMALL, providers, CPU)
+    missing, row = measure_training.measure_shape(SMALL, providers, CPU)
     assert missing["unavailable"] == "ModuleNotFoundError: No module named 'absent'" and "ms" not in missing
     assert row["direction"] == "forward_backward" and row["kernel"] == "plain"
     assert (row["ms"], row["forward_ms"], row["backward_ms"]) == (3e-3, 1e-3, 2e-3)

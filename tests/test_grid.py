@@ -245,11 +245,11 @@ def test_the_heat_map_shows_means_by_tokens_and_kind(tmp_path):
 
 
 def test_parts_are_the_whole_and_rows_of_other_parts_stay():
-    parts = [range(len(POINTS))[command._part(f"{part}/3", len(POINTS))] for part in (1, 2, 3)]
+    parts = [range(len(POINTS))[command.part_of(f"{part}/3", len(POINTS))] for part in (1, 2, 3)]
     assert [index for part in parts for index in part] == list(range(len(POINTS)))
     for text in ("0/2", "3/2", "1", "a/b", "1/0"):
         with pytest.raises(ValueError, match="expected I/N"):
-            command._part(text, 10)
+            command.part_of(text, 10)
     before = {**FACTS, "date": "before", "rows": [row(POINTS[1]), row(POINTS[0], 3.0)]}
     now = {**FACTS, "rows": [row(POINTS[2]), row(POINTS[1], 2.0)]}
     merged = grid_tables.merged(now, before)
@@ -322,7 +322,7 @@ def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
         measure_phases, "quantizers", lambda *arguments, only_preferred: {"operands of sage2": (lambda: None, 200_000)}
     )
     monkeypatch.setattr(measure_phases, "trace", lambda call: spans)
-    rows = measure_phases._measure_shape(shape, CPU, 1e10)
+    rows = measure_phases.measure_shape(shape, CPU, 1e10)
     shares = {one["phase"]: one for one in rows if one["what"] == "operands of sage2"}
     read = 2 * 2 * 100 * 64 * 2  # K and V
     assert [shares[phase]["bytes"] for phase in ("statistics", "quantize", WHOLE)] == [read, 200_000 - read, 200_000]

@@ -9,9 +9,8 @@ import pytest
 
 import sage_hf
 from sage_hf.app import cli
-from sage_kernels import registry
 from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import select
+from tests.helpers.kernels import preferred_forward
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -84,7 +83,7 @@ def test_every_name_file_and_command_it_mentions_exists(page):
     for target in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
     for command in re.findall(r"^sage-hf ([a-z]+)", code, re.MULTILINE):
-        assert command in cli._COMMANDS, command
+        assert command in cli.COMMANDS, command
 
 
 def test_the_recipes_of_the_readme_exist_and_every_recipe_is_explained():
@@ -126,17 +125,12 @@ def test_the_recipe_that_the_page_adds_runs(monkeypatch, capsys):
     assert "kernel='reference', recipe='sage1_v', numerics='emulated'" in capsys.readouterr().out
 
 
-def test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds(monkeypatch):
+def test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds():
     (kernel,) = (block for block in python_blocks(ADDING) if "class PlainForward" in block)
     (its_test,) = (block for block in python_blocks(ADDING) if "def test_the_one_tile" in block)
     module = {"__package__": "sage_kernels.reference", "__name__": "sage_kernels.reference.plain"}
     exec(kernel, module)
-    monkeypatch.setattr(registry, "_forwards", {"plain": module["PlainForward"](), **registry._forwards})
-    select.cache_clear()
     scope: dict = {}
     exec(its_test, scope)
-    try:
+    with preferred_forward(module["PlainForward"]()):
         scope["test_the_one_tile_kernel_computes_what_the_reference_does"]()
-    finally:
-        monkeypatch.undo()
-        select.cache_clear()

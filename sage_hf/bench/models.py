@@ -322,7 +322,7 @@ def _text(tokens: int) -> Callable[[Draw], Inputs]:
     return lambda draw: {"input_ids": draw.ids(LLAMA_3_8B["vocab_size"], 1, tokens), "logits_to_keep": 1}
 
 
-def _batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
+def token_batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
     """Return a drawer of a batch for training, with its attention mask: without one, older transformers makes one."""
     return lambda draw: {
         "input_ids": draw.ids(vocabulary, 1, tokens),
@@ -528,6 +528,6 @@ MODELS: tuple[Model, ...] = (
         class_name="LlamaModel",
         layers=8,
         kind="train",
-        inputs=_batch(8192, LLAMA_3_8B["vocab_size"]),
+        inputs=token_batch(8192, LLAMA_3_8B["vocab_size"]),
     ),
 )

@@ -43,7 +43,7 @@ def recipes_of_generation(pipe, config, steps, give=lambda t: t, calls_per_step=
     """The recipe in force at every step of a denoising loop that calls the denoiser with give(t)."""
     processor = Processor()
     schedule = schedule or StepSchedule(config, {"layer": processor}, pipe)
-    processor = schedule._processors["layer"]
+    processor = schedule.processors["layer"]
     pipe.scheduler.set_timesteps(steps)
     seen = []
     for t in pipe.scheduler.timesteps:
@@ -180,7 +180,7 @@ def test_recipes_are_assigned_only_where_they_change():
     pipe = Pipe(FlowMatchEulerDiscreteScheduler())
     schedule = StepSchedule(FIRST_AND_LAST, {"layer": Processor()}, pipe)
     recipes_of_generation(pipe, None, 50, calls_per_step=2, schedule=schedule)
-    assert schedule._processors["layer"].assigned == ["sage2", "sage3", "exact"]
+    assert schedule.processors["layer"].assigned == ["sage2", "sage3", "exact"]
 
 
 def test_a_model_without_pipeline_counts_changes_and_starts_again_when_the_timestep_turns_back():
