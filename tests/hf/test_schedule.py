@@ -251,8 +251,18 @@ def compile_wrapped(pipe):
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
 
 
-@pytest.mark.parametrize("compile_pipe", [compile_blocks, compile_in_place, compile_wrapped])
-@pytest.mark.parametrize("order", ["apply, compile", "compile, apply"])
+@pytest.mark.parametrize(
+    ("compile_pipe", "order"),
+    [
+        (compile_blocks, "apply, compile"),
+        (compile_in_place, "compile, apply"),
+        (compile_wrapped, "apply, compile"),
+        # How the pipe is compiled, and when, each stand above.
+        pytest.param(compile_blocks, "compile, apply", marks=pytest.mark.audit),
+        pytest.param(compile_in_place, "apply, compile", marks=pytest.mark.audit),
+        pytest.param(compile_wrapped, "compile, apply", marks=pytest.mark.audit),
+    ],
+)
 def test_compiled_denoiser_follows_the_steps_without_a_graph_break(compile_pipe, order):
     config = SageConfig("exact", steps=(StepRule(0, 1, "sage2"),))
     with sage_hf.apply(pipe := tiny.cogvideox(num_layers=1), config):
