@@ -83,6 +83,16 @@ def model_gain() -> str:
     return "\n\n".join((drawn, tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
 
 
+def clip_scores() -> str:
+    """Return a table of the tiny model's clips of held-out captions in which each attribute is as written."""
+    scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text(encoding="utf-8"))
+    attributes = ("colour", "shape", "direction")
+    rows = [f"| attention | clips | {' | '.join(attributes)} |", "|---|---|---|---|---|"]
+    for recipe, score in scores.items():
+        rows.append(f"| `{recipe}` | {score['prompts']} | {' | '.join(str(score[name]) for name in attributes)} |")
+    return "\n".join(rows)
+
+
 def measured_models() -> str:
     """Return a table of the models whose steps are measured."""
     rows = ["| `--model` | step | largest attention call | layers measured |", "|---|---|---|---|"]
@@ -348,6 +358,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "trained-models": trained_models,
     "recipes": recipes,
+    "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,
