@@ -347,6 +347,7 @@ def test_copies_and_pickles_have_gates_of_their_own():
     assert torch.equal(run(model, inputs), expected)
 
 
+@pytest.mark.usefixtures("compilable_dispatch")
 def test_blocks_compile_whole():
     model, inputs = fill_gates_of(build()), video()
     expected = run(model, inputs)
@@ -355,6 +356,7 @@ def test_blocks_compile_whole():
     assert torch.allclose(run(model, inputs), expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("compilable_dispatch")
 def test_a_compiled_model_follows_its_grid():
     """In parts: the grid is read between them."""
     model = fill_gates_of(replace(CASE, config=CASE.config | {"num_layers": 1}).build())
