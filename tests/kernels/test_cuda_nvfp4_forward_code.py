@@ -13,6 +13,7 @@ from sage_kernels.cuda.registration import NVFP4_SWITCH, NVFP4Forward
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, select
 from sage_kernels.testing.aot import machine_code
+from sage_kernels.triton import registration
 
 compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 CONFIG = nvfp4_forward.Config(
@@ -149,6 +150,9 @@ def test_runs_where_it_is_switched_on_only_and_the_plan_says_how(can_compile, mo
     monkeypatch.delenv(NVFP4_SWITCH, raising=False)
     if value is not None:
         monkeypatch.setenv(NVFP4_SWITCH, value)
+    monkeypatch.setattr(
+        registration, "triton_version", lambda: (3, 6)
+    )  # whose Triton kernel is native
     select.cache_clear()
     plan = select(request())
     select.cache_clear()
