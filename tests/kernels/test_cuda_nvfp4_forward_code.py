@@ -150,9 +150,7 @@ def test_runs_where_it_is_switched_on_only_and_the_plan_says_how(can_compile, mo
     monkeypatch.delenv(NVFP4_SWITCH, raising=False)
     if value is not None:
         monkeypatch.setenv(NVFP4_SWITCH, value)
-    monkeypatch.setattr(
-        registration, "triton_version", lambda: (3, 6)
-    )  # whose Triton kernel is native
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))  # whose Triton kernel is native
     select.cache_clear()
     plan = select(request())
     select.cache_clear()
