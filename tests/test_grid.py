@@ -245,11 +245,11 @@ def test_the_heat_map_shows_means_by_tokens_and_kind(tmp_path):
 
 
 def test_parts_are_the_whole_and_rows_of_other_parts_stay():
-    parts = [range(len(POINTS))[command.part_of(f"{part}/3", len(POINTS))] for part in (1, 2, 3)]
+    parts = [range(len(POINTS))[command._part(f"{part}/3", len(POINTS))] for part in (1, 2, 3)]
     assert [index for part in parts for index in part] == list(range(len(POINTS)))
     for text in ("0/2", "3/2", "1", "a/b", "1/0"):
         with pytest.raises(ValueError, match="expected I/N"):
-            command.part_of(text, 10)
+            command._part(text, 10)
     before = {**FACTS, "date": "before", "rows": [row(POINTS[1]), row(POINTS[0], 3.0)]}
     now = {**FACTS, "rows": [row(POINTS[2]), row(POINTS[1], 2.0)]}
     merged = grid_tables.merged(now, before)

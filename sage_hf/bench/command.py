@@ -216,7 +216,7 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
         for point in POINTS
         if (args.shapes is None or point.kind in args.shapes) and (point.training or not args.training)
     ]
-    points = points[part_of(args.part, len(points))]
+    points = points[_part(args.part, len(points))]
     device = _gpu(args.device)
     args.output.mkdir(parents=True, exist_ok=True)
     path = _path(args.output, measure.facts(device, commit), "grid")
@@ -237,7 +237,7 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
     print(f"\nwrote {path}{picture}")
 
 
-def part_of(text: str, count: int) -> slice:
+def _part(text: str, count: int) -> slice:
     """Return the slice of `count` points that I/N says; raise ValueError if it says none."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
