@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_hf
 from sage_hf.app.cli import main
 from sage_hf.bench import command, measure_models, model_peers, models, plots, tables
-from sage_hf.bench.model_inputs import Draw, token_batch
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
@@ -55,7 +54,7 @@ def tiny(name: str) -> Model:
     if model.library == "diffusers":
         return replace(model, config=TINY_COGVIDEOX, inputs=tiny_inputs(1), layers_of_model=2, layers=None)
     tokens = 1 if model.kind == "decode" else 80
-    inputs = token_batch(tokens, 97) if model.training else lambda draw: {"input_ids": draw.ids(97, 1, tokens)}
+    inputs = models.token_batch(tokens, 97) if model.training else lambda draw: {"input_ids": draw.ids(97, 1, tokens)}
     return replace(
         model,
         config=TINY_LLAMA,
@@ -102,7 +101,7 @@ def test_every_real_architecture_takes_its_inputs_and_attends_over_the_documente
 
 def test_mochi_takes_its_inputs_and_attends_over_the_documented_tokens():
     model = NAMED["mochi"]
-    inputs = model.inputs(Draw(torch.device("meta")))
+    inputs = model.inputs(models.Draw(torch.device("meta")))
     _, _, frames, height, width = inputs["hidden_states"].shape
     assert frames * (height // 2) * (width // 2) + inputs["encoder_attention_mask"].shape[1] == model.attention.tokens
 
