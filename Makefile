@@ -6,7 +6,8 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-# One thread a process: the tests run in parallel processes, which take neighbouring tests, so that few make the same fixtures.
+# One thread a process: the tests run in parallel processes, which take neighbouring tests, so that they seldom make the
+# same fixtures.
 export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --dist worksteal
 
