@@ -45,6 +45,7 @@ TREES = ("sage_hf", "kernels/sage_kernels")
 sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
 import error_table  # noqa: E402
 import gradient_table  # noqa: E402
+import imports  # noqa: E402
 import peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import peaked_table  # noqa: E402
@@ -81,6 +82,24 @@ def model_gain() -> str:
     every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
     drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
     return "\n\n".join((drawn, tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
+
+
+def arrows() -> str:
+    """Return a table of the folders of the packages and of those that each imports."""
+    rows = ["| folder | imports |", "|---|---|"]
+    for folder, others in imports.arrows().items():
+        rows.append(f"| `{folder}` | {', '.join(f'`{other}`' for other in others) or 'none'} |")
+    return "\n".join(rows)
+
+
+def clip_scores() -> str:
+    """Return a table of the tiny model's clips of held-out captions in which each attribute is as written."""
+    scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text(encoding="utf-8"))
+    attributes = ("colour", "shape", "direction")
+    rows = [f"| attention | clips | {' | '.join(attributes)} |", "|---|---|---|---|---|"]
+    for recipe, score in scores.items():
+        rows.append(f"| `{recipe}` | {score['prompts']} | {' | '.join(str(score[name]) for name in attributes)} |")
+    return "\n".join(rows)
 
 
 def measured_models() -> str:
@@ -348,6 +367,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "trained-models": trained_models,
     "recipes": recipes,
+    "arrows": arrows,
+    "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,

@@ -126,7 +126,7 @@ def sage_attention(
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
         blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
-            attn_mask may only say which keys exist. The first keys are then in few bits too.
+            attn_mask may only say which keys exist. All keys are then in few bits, also those that are heavy otherwise.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)

@@ -322,7 +322,7 @@ def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
         measure_phases, "quantizers", lambda *arguments, only_preferred: {"operands of sage2": (lambda: None, 200_000)}
     )
     monkeypatch.setattr(measure_phases, "trace", lambda call: spans)
-    rows = measure_phases._measure_shape(shape, CPU, 1e10)
+    rows = measure_phases.measure_shape(shape, CPU, 1e10)
     shares = {one["phase"]: one for one in rows if one["what"] == "operands of sage2"}
     read = 2 * 2 * 100 * 64 * 2  # K and V
     assert [shares[phase]["bytes"] for phase in ("statistics", "quantize", WHOLE)] == [read, 200_000 - read, 200_000]

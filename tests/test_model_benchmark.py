@@ -54,7 +54,7 @@ def tiny(name: str) -> Model:
     if model.library == "diffusers":
         return replace(model, config=TINY_COGVIDEOX, inputs=tiny_inputs(1), layers_of_model=2, layers=None)
     tokens = 1 if model.kind == "decode" else 80
-    inputs = models._batch(tokens, 97) if model.training else lambda draw: {"input_ids": draw.ids(97, 1, tokens)}
+    inputs = models.token_batch(tokens, 97) if model.training else lambda draw: {"input_ids": draw.ids(97, 1, tokens)}
     return replace(
         model,
         config=TINY_LLAMA,
@@ -172,7 +172,7 @@ def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
     """It computes something else, and only where the grid of tokens is known and calls are long enough."""
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
     (ours,) = (one for one in MODEL_PROVIDERS if one.name == "sage_hf:sage2 keep .25")
-    eager = replace(ours, use=model_peers._ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
+    eager = replace(ours, use=model_peers.ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
     providers = [one for one in MODEL_PROVIDERS if one.name in ("default", "sage_hf:sage2")]
     video, text = tiny("cogvideox-2b"), tiny("llama-3-prefill-1k")
     (short,) = measure_models.run(CPU, [video], [ours], progress=lambda line: None)["rows"]
@@ -209,7 +209,7 @@ def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_
         return torch.zeros_like(query)
 
     seen = []
-    use = model_peers._in_place_of_pytorch("theirs", lambda: theirs)
+    use = model_peers.in_place_of_pytorch("theirs", lambda: theirs)
     q, mask = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bool)
     original = F.scaled_dot_product_attention
     model = tiny("cogvideox-2b")
@@ -232,7 +232,7 @@ def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_
 
 def test_a_result_that_only_the_provider_breaks_has_no_time(monkeypatch):
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
-    broken = model_peers._in_place_of_pytorch("broken", lambda: lambda query, *rest: query * torch.nan)
+    broken = model_peers.in_place_of_pytorch("broken", lambda: lambda query, *rest: query * torch.nan)
     providers = (model_peers.DEFAULT, model_peers.ModelProvider("broken", "Broken", broken))
     monkeypatch.setattr(measure_models, "MODEL_PROVIDERS", providers)
     rows = measure_models.run(CPU, [tiny("cogvideox-2b")], providers, progress=lambda line: None)["rows"]

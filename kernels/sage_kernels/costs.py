@@ -21,7 +21,7 @@ import torch
 from .cache import cache_folder
 
 if TYPE_CHECKING:
-    from .registry import Request
+    from .request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -139,7 +139,7 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
 def _run_guarded(args: argparse.Namespace) -> int:
     """Run the command and return its exit code; errors of the user or the machine are printed without a traceback."""
     try:
-        _COMMANDS[args.command](args)
+        COMMANDS[args.command](args)
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{interrupt}", file=sys.stderr)
         return 130
@@ -261,7 +261,7 @@ def _config(args: argparse.Namespace) -> SageConfig:
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 
-_COMMANDS = {
+COMMANDS = {
     "env": _env,
     "explain": _explain,
     "generate": _generate,

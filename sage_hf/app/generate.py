@@ -256,7 +256,7 @@ class _Files:
         if not any(video.nan.values()):
             video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
             video.ssim = ssim(exact.frames, low_bit.frames, data_range=255)
-        captions = _captions([exact.label, low_bit.label], self._report.explanation)
+        captions = captions_of([exact.label, low_bit.label], self._report.explanation)
         captioned = {captions[rendering.label]: rendering.frames for rendering in (exact, low_bit)}
         self._write_video("side by side", "side-by-side", side_by_side(captioned, video.prompt))
         self._sheet.append((video.prompt, {label: sample_frames(frames) for label, frames in captioned.items()}))
@@ -350,7 +350,7 @@ def _merge(before: Explanation, later: Explanation) -> Explanation:
     return Explanation(tuple(rows), later.compiled, sparse=later.sparse)
 
 
-def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:
+def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
     """Return captions by label that say what really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
     others = sorted({row.recipe for row in low_bit if row.recipe != row.asked})

@@ -36,7 +36,7 @@ def call_of(inputs, recipe, blocks, keys=None, causal_offset=None):
     return Call(*inputs, RECIPES[recipe], mask, causal, causal_offset or 0, 0.125, return_lse=True)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.audit), True])
 @pytest.mark.parametrize("causal_offset", [None, 150])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (128, 64)])
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ LISTS = {
 
 @pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
-@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("heads", [2, pytest.param(1, marks=pytest.mark.audit)])
 def test_gradients_are_the_references(recipe, case, heads):
     """With one list for both heads of a group, and with one for each; the first rows have none."""
     (block_m, block_n), options = case[0], dict(case[1])

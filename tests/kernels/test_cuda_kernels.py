@@ -200,7 +200,7 @@ def sources_of(request, monkeypatch):
     return [*(launched[quantize] if hopper else []), *launched[int8_forward]]
 
 
-@pytest.mark.skipif(bool(compiler._missing()), reason="without NVRTC")
+@pytest.mark.skipif(bool(compiler.missing()), reason="without NVRTC")
 @pytest.mark.parametrize(
     "request_",
     [

@@ -19,6 +19,7 @@ from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Plan
 from tests.helpers import fake_gpu
+from tests.helpers.kernels import registrations_undone
 
 SHAPE = (1, 2, 192, 64)
 HOPPER = {"kernel": "int8_forward_hopper", "quantizer": "int8_quantize_hopper", "backward": "int8_backward_hopper"}
@@ -205,11 +206,11 @@ def test_each_call_allocates_its_output_and_its_buffers_anew(gpu):
     assert len({x.data_ptr() for x in outputs}) == 3
 
 
-def test_a_kernel_registered_later_is_considered(gpu, monkeypatch):
+def test_a_kernel_registered_later_is_considered(gpu):
     assert is_prepared(*draw(), recipe="sage2")
-    monkeypatch.setattr(registry, "_forwards", dict(registry._forwards))
-    registry.register_forward(SimpleNamespace(name="new", native=False, serves=lambda recipe: False))
-    names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
+    with registrations_undone():
+        registry.register_forward(SimpleNamespace(name="new", native=False, serves=lambda recipe: False))
+        names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
     assert "TapedCall.__call__" not in names
 
 

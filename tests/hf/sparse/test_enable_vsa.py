@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -346,6 +347,7 @@ def test_copies_and_pickles_have_gates_of_their_own():
     assert torch.equal(run(model, inputs), expected)
 
 
+@pytest.mark.usefixtures("compilable_dispatch")
 def test_blocks_compile_whole():
     model, inputs = fill_gates_of(build()), video()
     expected = run(model, inputs)
@@ -354,9 +356,10 @@ def test_blocks_compile_whole():
     assert torch.allclose(run(model, inputs), expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("compilable_dispatch")
 def test_a_compiled_model_follows_its_grid():
     """In parts: the grid is read between them."""
-    model = fill_gates_of(build())
+    model = fill_gates_of(replace(CASE, config=CASE.config | {"num_layers": 1}).build())
     compiled = torch.compile(model, backend="eager")
     for inputs in (video(), video(5, 12, 36)):
         with torch.no_grad():
