@@ -11,6 +11,7 @@ from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import select
+from sage_kernels.triton.mask_tiles import mask_tiles
 from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
@@ -72,8 +73,7 @@ def parts(operands):
 
 def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
     call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
-    if valid is None:
-        assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
     flags = None if valid is None else valid.int()
     actual, expected = NVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
     assert parts(actual).keys() == parts(expected).keys()
@@ -154,12 +154,28 @@ def test_keys_that_do_not_count_decide_nothing(sizes, kind):
     check((query, key, value), RECIPES["no rotation"], valid=valid)
 
 
-def test_it_is_chosen_before_triton_s_but_not_for_masks():
+def test_it_is_chosen_before_triton_s_for_masks_too():
     inputs = draw(1, 2, 2, 300, 333, 128, 128)
-    call = triton_calls.new_call(*inputs, "sage3")
-    assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
-    valid = torch.ones(1, 333, dtype=torch.bool, device="cuda")
-    assert NVFP4Quantizer().unsupported(request_of(triton_calls.new_call(*inputs, "sage3", valid=valid))) == "no masks"
+    keys = torch.ones(1, 333, dtype=torch.bool, device="cuda")
+    scores = torch.ones(1, 1, 300, 333, dtype=torch.bool, device="cuda").tril()
+    for options in ({}, {"valid": keys}, {"mask": scores}):
+        call = triton_calls.new_call(*inputs, "sage3", **options)
+        assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_scores_are_served(dtype):
+    """Heavy keys are the first ones then; keys that no row may see do not count."""
+    inputs = draw(2, 4, 2, 300, 333, 128, 128)
+    mask = torch.rand(2, 1, 300, 333, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.7
+    mask[..., 40:50], mask[..., 200:230] = False, False
+    mask = mask if dtype == torch.bool else torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
+    call = triton_calls.new_call(*inputs, SAGE3, mask=mask)
+    valid = mask_tiles(call, 128, 64).valid
+    assert not valid.all() and not call.chooses_heavy_keys
+    actual, expected = NVFP4Quantizer().quantize(call, valid), quantize_nvfp4_operands(call, valid)
+    for name, y in parts(expected).items():
+        assert torch.equal(parts(actual)[name], y), name
 
 
 def test_reruns_are_equal():

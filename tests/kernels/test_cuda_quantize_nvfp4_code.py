@@ -116,7 +116,9 @@ def can_compile(monkeypatch):
         ({"v_head_dim": 100}, "16 bytes"),
         ({"dtype": torch.float32}, "dtype"),
         ({"packed": True}, "packed"),
-        ({"mask": "keys"}, "no masks"),
+        ({"mask": "keys"}, ""),
+        ({"mask": "additive"}, ""),
+        ({"mask": "blocks"}, ""),
     ],
     ids=str,
 )

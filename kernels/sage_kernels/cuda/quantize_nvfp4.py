@@ -211,10 +211,12 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.NVFP4Quantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
+    listed = request.mask in ("blocks", "block_keys")  # such a call has no heavy keys
+    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys and not listed else 0
     rotation = _rotation(recipe, request.head_dim)
-    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not request.is_causal
-    padded = request.mask != "none"
+    ordered = request.is_causal or request.mask not in ("none", "keys")
+    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not ordered
+    padded = request.mask not in ("none", "blocks")
     reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.return_lse)
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))

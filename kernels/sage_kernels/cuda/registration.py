@@ -85,8 +85,6 @@ class NVFP4Quantizer:
             return f"compute capability is none of {known}"
         if reason := _unsupported_tensors(request):
             return reason
-        if request.mask != "none":
-            return "no masks"
         if not request.aligned or request.v_head_dim % 8:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize_nvfp4.unavailable(request)
