@@ -5,8 +5,9 @@ python benchmarks/preparation.py --output benchmarks/results
 writes <gpu>-sage3.json. Its "rows" have phase, kernels, batch, heads, tokens, head_dim and ms: "statistics", "query",
 "key", "value", "delta_scores" of each kernels, and "all" but delta_scores from the first kernel's start to the last
 one's end. Kernels "cuda" quantise Q, K and V in one launch; its time without much of K and V counts for Q, that without
-much of Q for "key and value". "copy_ms" is what copying the bytes that "all" moves takes: Q read once, K and V twice,
-the operands written. No FP4 hardware is needed: these kernels run on any GPU.
+much of Q for "key and value". "all" and "delta_scores" are replayed as graphs, so that the host's time does not count.
+"copy_ms" is what copying the bytes that "all" moves takes: Q read once, K and V twice, the operands written. No FP4
+hardware is needed: these kernels run on any GPU.
 """
 
 from __future__ import annotations
@@ -67,6 +68,15 @@ def phase_ms(call: Callable[[], object], phases: dict[str, tuple[str, ...]]) -> 
     return {phase: statistics.median(values) for phase, values in sums.items()}
 
 
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """Return a call's launches as a graph: without it a short call takes as long as its host does."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def measure_shape(batch: int, heads: int, tokens: int, head_dim: int, bandwidth: float) -> list[dict[str, Any]]:
     """Return the rows of one shape."""
     recipe, device = get_recipe("sage3"), torch.device("cuda")
@@ -95,7 +105,7 @@ def measure_shape(batch: int, heads: int, tokens: int, head_dim: int, bandwidth:
     add("cuda", "statistics", phase_ms(cuda(call), CUDA_PHASES)["statistics"])
     add("cuda", "query", phase_ms(cuda(few_keys), CUDA_PHASES)["quantize"])
     add("cuda", "key and value", phase_ms(cuda(few_queries), CUDA_PHASES)["quantize"])
-    whole = measure.median_ms({name: (quantizer, 20) for name, quantizer in quantizers.items()})
+    whole = measure.median_ms({name: (replayed(quantizer), 20) for name, quantizer in quantizers.items()})
     for name, ms in whole.items():
         add(name, "all", ms, copy_ms=moved / bandwidth * 1e3)
 
@@ -103,7 +113,7 @@ def measure_shape(batch: int, heads: int, tokens: int, head_dim: int, bandwidth:
     columns = operands.key.shape[2]
     delta = query.new_empty((batch, heads, operands.query.shape[2] // 128, columns), dtype=torch.float32)
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "delta_scores": (lambda: delta_scores(operands, call.tail, None, 0, 0, delta), 20)
+        "delta_scores": (replayed(lambda: delta_scores(operands, call.tail, None, 0, 0, delta)), 20)
     }
     written = delta.numel() * delta.element_size() + key.numel() * key.element_size()
     add("triton", "delta_scores", measure.median_ms(calls)["delta_scores"], copy_ms=written / bandwidth * 1e3)
