@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..call import Call
-from ..formats.nvfp4 import BIN_SHIFT, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
+from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..operands import HeavyKeys, NVFP4Operands
 from ..operands import Statistics as FoundStatistics
@@ -50,6 +50,8 @@ class Statistics:
         pairs: batch · kv_heads.
         blocks: of BLOCK tokens of K and V, those in the places of heavy keys left out.
         sums: of BLOCK tokens of all of K and V.
+        sum_run: blocks that a block of the grid reduces at most.
+        sum_runs: blocks of the grid for K, or V, of a pair.
         kv_len: keys, those in the places of heavy ones left out.
         keys: all.
         valid: (batch or 1, keys), 0 for keys that do not count; None: all do.
@@ -73,6 +75,8 @@ class Statistics:
     kv_heads: UInt32
     blocks: UInt32
     sums: UInt32
+    sum_run: UInt32
+    sum_runs: UInt32
     head_dim: Int
     v_head_dim: Int
     q_len: Int
@@ -92,6 +96,8 @@ class Operands:
     Attributes:
         search, key_search: `nvfp4.search_table` for Q and V, and for K.
         q_blocks: of BLOCK tokens of Q.
+        run: blocks of tokens that a block of the grid quantises at most.
+        q_runs, kv_runs: blocks of the grid for a (batch, head) of Q, and for K, or V, of a pair.
     """
 
     query: Bytes
@@ -109,6 +115,9 @@ class Operands:
     search: ConstInts
     key_search: ConstInts
     q_blocks: UInt32
+    run: UInt32
+    q_runs: UInt32
+    kv_runs: UInt32
 
 
 @dataclass(slots=True)
@@ -189,6 +198,7 @@ def kernels(
         "KEY_STEPS": ",".join(map(str, recipe.key_scale_steps or (0,))),
         "MAX_STEPS": MAX_STEPS,
         "FIRST_BIN": FIRST_BIN,
+        "SEARCH_BINS": BINS,
         "BIN_SHIFT": BIN_SHIFT,
         "SEARCH_LIMIT": SEARCH_LIMIT,
         "MIN_MEAN": MIN_MEAN,
@@ -206,6 +216,16 @@ def kernels(
 
 def _rotation(recipe: Recipe, head_dim: int) -> int:
     return rotation_block(head_dim + -head_dim % GROUP) if recipe.rotate else 1
+
+
+@cache
+def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
+    """Return how many of so many blocks of tokens a block of the grid takes, one after the other.
+
+    Of few, each has its own: all multiprocessors should have some. Of many, the next one is on its way meanwhile, and
+    what they share is found once. More than four are no faster, as measured on an H200.
+    """
+    return max(1, min(4, blocks // (8 * torch.cuda.get_device_properties(device).multi_processor_count)))
 
 
 def unavailable(request: Request) -> str:
@@ -275,6 +295,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         found,
         heavy,
     )
+    run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, device)
+    sum_run = _blocks_in_a_row(2 * pairs * sums, device)
     sample_distance = ceil_div(q_len, BALANCE_QUERIES)
     samples = ceil_div(q_len, sample_distance) if recipe.balance else 0
     statistics = Statistics(
@@ -293,6 +315,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         kv_heads=kv_heads,
         blocks=blocks,
         sums=sums,
+        sum_run=sum_run,
+        sum_runs=ceil_div(sums, sum_run),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         q_len=q_len,
@@ -320,6 +344,9 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         search=search_table(recipe.scale_steps, device),
         key_search=search_table(recipe.key_scale_steps, device),
         q_blocks=q_blocks,
+        run=run,
+        q_runs=ceil_div(q_blocks, run),
+        kv_runs=ceil_div(blocks, run),
     )
     reduce, means, quantize = kernels(
         channels,
@@ -334,10 +361,10 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.balance else 0
     everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
-    launch(reduce, 2 * pairs * sums + sampled, everything, device)
+    launch(reduce, 2 * pairs * statistics.sum_runs + sampled, everything, device)
     early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
     launch(means, 2 * pairs, MeansParameters(s=statistics), device, dependent=early)
-    quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
+    quantized = pairs * (2 * written.kv_runs + (heavy is not None)) + batch * q_heads * written.q_runs
     launch(
         quantize,
         quantized,

@@ -3,17 +3,16 @@
 #include "nvfp4_statistics.cuh"
 
 constexpr int PLACES = 64;  // of heavy keys, if there are any
+using KeyBlock = Partial<REDUCE_THREADS / 32, true, false>;
 
-// Write K's products with the mean query by which heavy keys are chosen (`transforms.heavy_places`), of 128 keys.
-// `reader` is at the thread's first; its others follow ROWS_AT_ONCE apart.
-DEVICE void write_scores(const Tokens& query, const PaddedReader& reader, const Statistics& s, uint32 pair,
-                         uint32 block) {
-  using Shape = Partial<REDUCE_THREADS / 32, true, false>;
+// Find the mean query by which a pair's heavy keys are chosen (`transforms.heavy_places`), times the factor of scores:
+// each thread's 8 channels.
+DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pair, float (&mean)[8]) {
   __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
-  __shared__ alignas(16) float mean[CHANNELS];
+  __shared__ alignas(16) float means[CHANNELS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % LANES * 8;
   const uint32 group = s.q_heads / s.kv_heads, rows = group * s.q_len;
-  const uint32 distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES, number = Shape::first_token();
+  const uint32 distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES, number = KeyBlock::first_token();
   const uint32 row = number * distance, head = pair % s.kv_heads * group + row / s.q_len;
   uint32 x[4];
   Reader(query, pair / s.kv_heads, head, row % s.q_len, s.q_len, eight, s.head_dim)
@@ -25,26 +24,56 @@ DEVICE void write_scores(const Tokens& query, const PaddedReader& reader, const 
   }
   __syncthreads();
   const float factor = __fdiv_rn(s.softmax_scale, static_cast<float>((rows + distance - 1) / distance));
-  if (threadIdx.x < CHANNELS) mean[threadIdx.x] = __fmul_rn(sum_of_warps(sums), factor);
+  if (threadIdx.x < CHANNELS) means[threadIdx.x] = __fmul_rn(sum_of_warps(sums), factor);
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < Shape::LOADS; i++) {
-    const int token = number + i * Shape::ROWS_AT_ONCE;
-    reader.load<false>(i * Shape::ROWS_AT_ONCE, reader.has(i * Shape::ROWS_AT_ONCE), x);
-    float score = 0.0f;
+  for (int c = 0; c < 8; c++) mean[c] = means[eight + c];
+}
+
+// Write the scores of 128 keys, their products with the mean query. `reader` is at the thread's first one; its others
+// follow ROWS_AT_ONCE apart.
+DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], const Statistics& s, uint32 pair,
+                         uint32 block) {
+  constexpr int LOADS = KeyBlock::LOADS, APART = KeyBlock::ROWS_AT_ONCE;
+  static_assert(LANES == 2 * LOADS, "lanes of a token must be twice those that end with a score");
+  const int lane = threadIdx.x % 32;
+  float scores[LOADS];
+  auto multiply = [&](bool careful) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-      x[w] &= ~not_finite(x[w]);
-      const float2 q = *reinterpret_cast<const float2*>(mean + eight + 2 * w);
-      score = __fmaf_rn(second_of(x[w]), q.y, __fmaf_rn(first_of(x[w]), q.x, score));
+    for (int i = 0; i < LOADS; i++) {
+      uint32 x[4];
+      reader.load<false>(i * APART, reader.has(i * APART), x);
+      scores[i] = 0.0f;
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        if (careful) x[w] &= ~not_finite(x[w]);
+        scores[i] = __fmaf_rn(second_of(x[w]), mean[2 * w + 1], __fmaf_rn(first_of(x[w]), mean[2 * w], scores[i]));
+      }
+      sum += scores[i];
     }
+    return sum;
+  };
+  if (!is_finite(multiply(false))) multiply(true);
+  // Add those of the other lanes: at each step a lane sends half of its sums, and goes on with the others.
+  int own = 0;
 #pragma unroll
-    for (int distance = 1; distance < LANES; distance *= 2) score += __shfl_xor_sync(~0u, score, distance);
-    const int key = block * BLOCK + token;
-    const bool exists = key < s.keys && counts(s, pair / s.kv_heads, key) && is_finite(score);
-    if (lane % LANES == 0)
-      s.scores[(static_cast<int64>(pair) * s.sums + block) * BLOCK + token] = exists ? score : -INFINITE;
+  for (int distance = 1; distance < LOADS; distance *= 2) {
+    const int half = LOADS / 2 / distance;
+    const bool upper = lane & distance;
+    own += upper ? half : 0;
+#pragma unroll
+    for (int i = 0; i < LOADS / 2; i++)
+      if (i < half) {
+        const float sent = upper ? scores[i] : scores[i + half];
+        scores[i] = (upper ? scores[i + half] : scores[i]) + __shfl_xor_sync(~0u, sent, distance);
+      }
   }
+  const float score = scores[0] + __shfl_xor_sync(~0u, scores[0], LOADS);
+  const int token = KeyBlock::first_token() + own * APART, key = block * BLOCK + token;
+  const bool exists = key < s.keys && counts(s, pair / s.kv_heads, key) && is_finite(score);
+  if (lane % LANES < LOADS)
+    s.scores[(static_cast<int64>(pair) * s.sums + block) * BLOCK + token] = exists ? score : -INFINITE;
 }
 
 // Choose a pair's heavy keys by their scores, as `transforms.heavy_places` says.

@@ -34,24 +34,24 @@ static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys")
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a block loads at once");
 
-// Reduce a block of K or V of a pair; or a head's sample of Q.
-extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAMETERS) {
+// Reduce blocks of K or V of a pair, up to `sum_run` of them; or a head's sample of Q.
+extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / REDUCE_THREADS)
+    reduce(REDUCE_PARAMETERS) {
   let_next_kernel_start();
-  constexpr int WARPS = REDUCE_THREADS / 32;
+  using ValueBlock = Partial<REDUCE_THREADS / 32, false, true>;
   __shared__ union {
-    Partial<WARPS, true, false> with_squares;
-    Partial<WARPS, false, true> with_extrema;
+    KeyBlock of_key;
+    ValueBlock of_value;
   } partial;
-  const int channel = threadIdx.x, eight = channel % 32 % LANES * 8;
-  const int first = Partial<WARPS, true, false>::first_token();
-  const uint32 of_pair = 2 * s.sums, group = s.q_heads / s.kv_heads;
+  const int channel = threadIdx.x, eight = channel % 32 % LANES * 8, first = KeyBlock::first_token();
+  const uint32 of_pair = 2 * s.sum_runs, group = s.q_heads / s.kv_heads;
   if (blockIdx.x >= s.pairs * of_pair) {
     const uint32 number = blockIdx.x - s.pairs * of_pair, pair = number / group;
     Reader reader(query, number / s.q_heads, number % s.q_heads, first * s.sample_distance, s.q_len, eight, s.head_dim);
     reader.stride *= s.sample_distance;
     reader.left = eight < s.head_dim ? s.samples - first : 0;
     const uint32 batch = number / s.q_heads;
-    auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.with_squares); };
+    auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.of_key); };
     const Reduced found =
         are_queries_padded(s)
             ? reduce_rows(PaddedReader(reader, s, batch, first * s.sample_distance, s.sample_distance))
@@ -61,29 +61,45 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS) reduce(REDUCE_PARAM
     into[0] = found.sum, into[CHANNELS] = found.squares;
     return;
   }
-  const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair;
-  const bool of_value = number >= s.sums;
-  const uint32 block = of_value ? number - s.sums : number;
-  const uint32 batch = pair / s.kv_heads;
-  const Reader rows(of_value ? value : key, batch, pair % s.kv_heads, block * BLOCK + first, s.keys, eight,
-                    of_value ? s.v_head_dim : s.head_dim);
-  const PaddedReader reader(rows, s, batch, block * BLOCK + first, 1);
-  bool careful = (block + 1) * BLOCK > s.keys;
-  if (PADDED && !careful) careful = !__syncthreads_and(counts(s, batch, block * BLOCK + threadIdx.x % BLOCK));
+  const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair, batch = pair / s.kv_heads;
+  const bool of_value = number >= s.sum_runs;
+  uint32 block = (of_value ? number - s.sum_runs : number) * s.sum_run;
+  const uint32 last = min(block + s.sum_run, s.sums);
+  auto read = [&](const Tokens& tokens, int channels) {
+    const Reader rows(tokens, batch, pair % s.kv_heads, block * BLOCK + first, s.keys, eight, channels);
+    return PaddedReader(rows, s, batch, block * BLOCK + first, 1);
+  };
+  auto lacks_some = [&] {
+    if ((block + 1) * BLOCK > s.keys) return true;
+    return PADDED && !__syncthreads_and(counts(s, batch, block * BLOCK + threadIdx.x % BLOCK));
+  };
   if (of_value) {
-    const Reduced found = reduce_block(reader, careful, partial.with_extrema);
-    if (channel >= CHANNELS) return;
-    float* into = line(s, pair, KEY_LINES * s.sums + VALUE_LINES * block) + channel;
-    into[0] = found.sum, into[CHANNELS] = found.largest, into[2 * CHANNELS] = found.smallest;
-    into[3 * CHANNELS] = found.finite;
+#pragma unroll 1
+    for (; block < last; block++) {
+      const Reduced found = reduce_block(read(value, s.v_head_dim), lacks_some(), partial.of_value);
+      if (channel < CHANNELS) {
+        float* into = line(s, pair, KEY_LINES * s.sums + VALUE_LINES * block) + channel;
+        into[0] = found.sum, into[CHANNELS] = found.largest, into[2 * CHANNELS] = found.smallest;
+        into[3 * CHANNELS] = found.finite;
+      }
+      __syncthreads();  // until `partial` has been read
+    }
     return;
   }
-  if (CHOICE) write_scores(query, reader, s, pair, block);
-  if (SMOOTH_K || BALANCE) {
-    const Reduced found = reduce_block(reader, careful, partial.with_squares);
-    if (channel >= CHANNELS) return;
-    float* into = line(s, pair, KEY_LINES * block) + channel;
-    into[0] = found.sum, into[CHANNELS] = found.squares;
+  float mean[8];
+  if (CHOICE) find_mean_query(query, s, pair, mean);
+#pragma unroll 1
+  for (; block < last; block++) {
+    const PaddedReader reader = read(key, s.head_dim);
+    if (CHOICE) write_scores(reader, mean, s, pair, block);
+    if (SMOOTH_K || BALANCE) {
+      const Reduced found = reduce_block(reader, lacks_some(), partial.of_key);
+      if (channel < CHANNELS) {
+        float* into = line(s, pair, KEY_LINES * block) + channel;
+        into[0] = found.sum, into[CHANNELS] = found.squares;
+      }
+      __syncthreads();
+    }
   }
 }
 
@@ -153,27 +169,37 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   }
 }
 
-union Shared {
-  SharedTokens tokens;
-  SharedValue value;
+struct Shared {
+  RawTokens raw;
+  SharedSearch search;
+  union {
+    SharedTokens tokens;
+    SharedValue value;
+  };
 };
+static_assert(RAW_WARPS == WARPS, "a warp must bring what its threads quantise");
 
-// Quantise K and V, from the last pair to the first, while the L2 cache holds what `reduce` read last; then Q.
+// Quantise K and V, from the last pair to the first, while the L2 cache holds what `reduce` read last; then Q. A block
+// of the grid has up to `run` blocks of tokens.
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT_THREADS / QUANTIZE_THREADS)
     quantize(QUANTIZE_PARAMETERS) {
   __shared__ Shared shared;
-  wait_for_previous_kernel();
-  const uint32 of_pair = 2 * s.blocks + (HEAVY_KEYS > 0);
+  const uint32 of_pair = 2 * o.kv_runs + (HEAVY_KEYS > 0);
   if (blockIdx.x >= s.pairs * of_pair) {
-    const uint32 number = blockIdx.x - s.pairs * of_pair;
-    quantize_tokens<true>(query, s, o, number / o.q_blocks, number % o.q_blocks, shared.tokens);
+    const uint32 number = blockIdx.x - s.pairs * of_pair, first = number % o.q_runs * o.run;
+    quantize_tokens<true>(query, s, o, number / o.q_runs, first, min(first + o.run, o.q_blocks), shared.raw,
+                          shared.search, shared.tokens);
     return;
   }
   const uint32 pair = s.pairs - 1 - blockIdx.x / of_pair, number = blockIdx.x % of_pair;
-  if (number < s.blocks)
-    quantize_tokens<false>(key, s, o, pair, number, shared.tokens);
-  else if (number < 2 * s.blocks)
-    quantize_value(value, s, o, pair, number - s.blocks, shared.value);
-  else
+  if (number < 2 * o.kv_runs) {
+    const uint32 first = number % o.kv_runs * o.run, last = min(first + o.run, s.blocks);
+    if (number < o.kv_runs)
+      quantize_tokens<false>(key, s, o, pair, first, last, shared.raw, shared.search, shared.tokens);
+    else
+      quantize_values(value, s, o, pair, first, last, shared.raw, shared.search, shared.value);
+  } else {
+    wait_for_previous_kernel();
     copy_heavy(key, value, s, o, pair);
+  }
 }
