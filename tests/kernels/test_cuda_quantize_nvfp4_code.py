@@ -23,9 +23,10 @@ WARP_ELEMENTS = 32  # of a thread, in the one tile that it quantises
 compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 
 
-def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False):
+def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False, packed=False):
     kernels = quantize_nvfp4.kernels(
-        channels, rotation, dtype, recipe, recipe.heavy_keys, recipe.heavy_choice == "heaviest", padded, return_lse
+        *(channels, rotation, dtype, recipe, recipe.heavy_keys, recipe.heavy_choice == "heaviest"),
+        *(padded, packed, return_lse),
     )
     return kernels[0].source.compile(architecture(capability))
 
@@ -34,22 +35,23 @@ def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, pa
 @compiles
 @pytest.mark.parametrize("capability", NVFP4_CAPABILITIES, ids=str)
 @pytest.mark.parametrize(
-    ("channels", "rotation", "dtype", "recipe", "return_lse", "padded"),
+    ("channels", "rotation", "dtype", "recipe", "options"),
     [
-        (128, 128, torch.bfloat16, SAGE3, False, False),
-        (128, 128, torch.bfloat16, SAGE3, False, True),
-        (128, 16, torch.bfloat16, SAGE3, False, False),
-        (64, 64, torch.float16, SAGE3, True, True),
-        (128, 1, torch.float16, PAPER, False, False),
+        (128, 128, torch.bfloat16, SAGE3, {}),
+        (128, 128, torch.bfloat16, SAGE3, {"padded": True}),
+        (128, 128, torch.bfloat16, SAGE3, {"packed": True, "return_lse": True}),
+        (128, 16, torch.bfloat16, SAGE3, {}),
+        (64, 64, torch.float16, SAGE3, {"padded": True, "return_lse": True}),
+        (128, 1, torch.float16, PAPER, {}),
     ],
-    ids=["128", "padded", "rotation in 16", "64", "paper"],
+    ids=["128", "padded", "packed", "rotation in 16", "64", "paper"],
 )
 def test_every_architecture_compiles_it_with_few_spills(
-    tmp_path, monkeypatch, capability, channels, rotation, dtype, recipe, return_lse, padded
+    tmp_path, monkeypatch, capability, channels, rotation, dtype, recipe, options
 ):
     """32 elements of a thread leave it 32 registers for the rest: it may spill 40 words."""
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    log = compiled(channels, rotation, dtype, recipe, capability, return_lse, padded).log
+    log = compiled(channels, rotation, dtype, recipe, capability, **options).log
     assert "warning" not in log.lower(), log
     assert all(int(spilled) <= 160 for spilled in re.findall(r"(\d+) bytes spill stores", log)), log
 
@@ -124,7 +126,7 @@ def can_compile(monkeypatch):
         ({"head_dim": 32, "v_head_dim": 32}, "both"),
         ({"v_head_dim": 100}, "16 bytes"),
         ({"dtype": torch.float32}, "dtype"),
-        ({"packed": True}, "packed"),
+        ({"packed": True}, ""),
         ({"mask": "keys"}, ""),
         ({"mask": "additive"}, ""),
         ({"mask": "blocks"}, ""),

@@ -11,11 +11,12 @@ DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pai
   __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
   __shared__ alignas(16) float means[CHANNELS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % LANES * 8;
-  const uint32 group = s.q_heads / s.kv_heads, rows = group * s.q_len;
-  const uint32 distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES, number = KeyBlock::first_token();
-  const uint32 row = number * distance, head = pair % s.kv_heads * group + row / s.q_len;
+  const Sequence of = queries_of(s, pair / s.kv_heads);
+  const uint32 group = s.q_heads / s.kv_heads, rows = group * of.length, queries = max(of.length, 1);
+  const uint32 distance = max((rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES, 1), number = KeyBlock::first_token();
+  const uint32 row = number * distance, head = pair % s.kv_heads * group + row / queries;
   uint32 x[4];
-  Reader(query, pair / s.kv_heads, head, row % s.q_len, s.q_len, eight, s.head_dim)
+  read(query, pair / s.kv_heads, head, of, row % queries, eight, s.head_dim)
       .load<false>(0, number < HEAVY_QUERIES && row < rows && eight < s.head_dim, x);
 #pragma unroll
   for (int c = 0; c < 8; c++) {
@@ -23,7 +24,7 @@ DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pai
     if (lane < LANES) sums[warp][eight + c] = sum;
   }
   __syncthreads();
-  const float factor = __fdiv_rn(s.softmax_scale, static_cast<float>((rows + distance - 1) / distance));
+  const float factor = __fdiv_rn(s.softmax_scale, static_cast<float>(max((rows + distance - 1) / distance, 1)));
   if (threadIdx.x < CHANNELS) means[threadIdx.x] = __fmul_rn(sum_of_warps(sums), factor);
   __syncthreads();
 #pragma unroll
@@ -71,9 +72,9 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
   }
   const float score = scores[0] + __shfl_xor_sync(~0u, scores[0], LOADS);
   const int token = KeyBlock::first_token() + own * APART, key = block * BLOCK + token;
-  const bool exists = key < s.keys && counts(s, pair / s.kv_heads, key) && is_finite(score);
-  if (lane % LANES < LOADS)
-    s.scores[(static_cast<int64>(pair) * s.sums + block) * BLOCK + token] = exists ? score : -INFINITE;
+  const bool exists =
+      key < keys_of(s, pair / s.kv_heads).length && counts(s, pair / s.kv_heads, key) && is_finite(score);
+  if (lane % LANES < LOADS) s.scores[(first_block_of(s, pair) + block) * BLOCK + token] = exists ? score : -INFINITE;
 }
 
 // Choose a pair's heavy keys by their scores, as `transforms.heavy_places` says.
@@ -82,10 +83,11 @@ DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
   __shared__ float largest[PARTS][PLACES];
   __shared__ int numbers[PARTS][PLACES];
   const int place = threadIdx.x % PLACES, part = threadIdx.x / PLACES;
-  const float* scores = s.scores + static_cast<int64>(pair) * s.sums * BLOCK;
+  const float* scores = s.scores + first_block_of(s, pair) * BLOCK;
+  const int keys = keys_of(s, pair / s.kv_heads).length;
   float most = -INFINITE;
   int chosen = place;
-  for (int key = place + part * PLACES; key < s.keys; key += MEANS_THREADS) {
+  for (int key = place + part * PLACES; key < keys; key += MEANS_THREADS) {
     float score = scores[key];
     if (key == place) score = score == -INFINITE ? INFINITE : __fadd_rn(score, HEAVY_MARGIN);
     if (score > most) most = score, chosen = key;
@@ -125,9 +127,10 @@ DEVICE void copy_heavy(const Tokens& key, const Tokens& value, const Statistics&
     const int token = number / LANES, channel = number % LANES * 8;
     const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + token;
     const int source = CHOICE ? s.chosen[row] : token;
-    const bool exists = counts(s, pair / s.kv_heads, source);
+    const Sequence of = tail_of(s, pair / s.kv_heads);
+    const bool exists = source < keys_of(s, pair / s.kv_heads).length && counts(s, pair / s.kv_heads, source);
     auto load = [&](const Tokens& tokens, int channels, uint32(&x)[4]) {
-      Reader(tokens, pair / s.kv_heads, pair % s.kv_heads, source - HEAVY_KEYS, 0, channel, channels)
+      read(tokens, pair / s.kv_heads, pair % s.kv_heads, of, source - HEAVY_KEYS, channel, channels)
           .load<true>(0, exists && channel < channels, x);
     };
     uint32 k[4], v[4];

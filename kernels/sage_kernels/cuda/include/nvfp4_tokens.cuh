@@ -96,11 +96,17 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
                             uint32 last, RawTokens& raw, SharedSearch& rows, SharedTokens& shared) {
   const uint32 heads = IS_QUERY ? s.q_heads : s.kv_heads, group = IS_QUERY ? s.q_heads / s.kv_heads : 1;
   const uint32 batch = pair / heads, head = pair % heads, pair_of_key = batch * s.kv_heads + head / group;
-  const int length = IS_QUERY ? s.q_len : s.kv_len;
+  const Sequence of = IS_QUERY ? queries_of(s, batch) : tail_of(s, batch);
+  const int length = of.length;
+  last = min(last, of.blocks());
+  if (PACKED && first >= last) return;
+  auto bring = [&](uint32 block) {
+    bring_tokens(tokens, PACKED ? 0 : batch, head, of.start + block * BLOCK, of.start + length, s.head_dim, raw);
+  };
   const int token = threadIdx.x / TOKEN_THREADS, channel = threadIdx.x % TOKEN_THREADS * 32;
   const float* factors = s.factors + static_cast<int64>(pair_of_key) * FACTORS * CHANNELS;
   constexpr bool SMOOTH = IS_QUERY ? SMOOTH_Q : SMOOTH_K;
-  bring_tokens(tokens, batch, head, first * BLOCK, length, s.head_dim, raw);
+  bring(first);
   wait_for_previous_kernel();
   if (threadIdx.x < CHANNELS) {
     const int at = spread_out(threadIdx.x);
@@ -112,7 +118,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   load_search<!IS_QUERY>(search.table, rows);
 #pragma unroll 1
   for (uint32 block = first; block < last; block++) {
-    const int64 first_row = (static_cast<int64>(pair) * (IS_QUERY ? o.q_blocks : s.blocks) + block) * BLOCK;
+    const int64 first_row = first_of_head(pair, heads, IS_QUERY ? o.q_rows : o.kv_rows) + of.row + block * BLOCK;
     const int number = block * BLOCK + token;
     const bool moved = CHOICE && !IS_QUERY && is_chosen(s, pair, number);
     bool exists = number < length;
@@ -129,7 +135,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
 #pragma unroll
       for (int i = 0; i < 16; i++) words[i / 4][i % 4] = 0;
     if (CHOICE && !IS_QUERY && moved && exists) {
-      const Reader reader(tokens, batch, head, exchanged(number), length, channel, s.head_dim);
+      const Reader reader = read(tokens, batch, head, of, exchanged(number), channel, s.head_dim);
 #pragma unroll
       for (int i = 0; i < 4; i++) reader.load<false>(0, channel + i * 8 < s.head_dim, words[i], i * 8);
     }
@@ -146,7 +152,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     } else {
       __syncwarp();
     }
-    if (block + 1 < last) bring_tokens(tokens, batch, head, (block + 1) * BLOCK, length, s.head_dim, raw);
+    if (block + 1 < last) bring(block + 1);
     if (IS_QUERY && MEAN_SCORE) {
       const float* means = s.key_mean + static_cast<int64>(pair_of_key) * CHANNELS + channel;
       float score = 0.0f;

@@ -15,7 +15,13 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
                             uint32 last, RawTokens& raw, SharedSearch& rows, SharedValue& shared) {
   const int channel = threadIdx.x % (CHANNELS / 2) * 2, part = threadIdx.x / (CHANNELS / 2);
   const uint32 batch = pair / s.kv_heads, head = pair % s.kv_heads;
-  bring_values(tokens, batch, head, first * BLOCK, s.kv_len, s.v_head_dim, raw);
+  const Sequence of = tail_of(s, batch);
+  last = min(last, of.blocks());
+  if (PACKED && first >= last) return;
+  auto bring = [&](uint32 block) {
+    bring_values(tokens, PACKED ? 0 : batch, head, of.start + block * BLOCK, of.start + of.length, s.v_head_dim, raw);
+  };
+  bring(first);
   wait_for_previous_kernel();
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
@@ -25,14 +31,14 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   load_search<false>(search.table, rows);
 #pragma unroll 1
   for (uint32 block = first; block < last; block++) {
-    const int first_token = block * BLOCK + part * GROUP, left = s.kv_len - first_token;
+    const int first_token = block * BLOCK + part * GROUP, left = of.length - first_token;
     uint32 words[GROUP];
     wait_for_tokens();
 #pragma unroll
     for (int i = 0; i < GROUP; i++)
       words[i] = reinterpret_cast<const uint32*>(raw.value_at(threadIdx.x / 32, i))[threadIdx.x % 32];
     __syncwarp();
-    if (block + 1 < last) bring_values(tokens, batch, head, (block + 1) * BLOCK, s.kv_len, s.v_head_dim, raw);
+    if (block + 1 < last) bring(block + 1);
     uint32 present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;  // tokens that are there, and count
     if constexpr (CHOICE || PADDED) {
       // A warp has the same tokens: each lane looks after one.
@@ -41,9 +47,9 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
       const uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
       if (PADDED)
         present &=
-            __ballot_sync(~0u, token < s.kv_len && counts(s, batch, (leaves ? exchanged(token) : token) + HEAVY_KEYS));
+            __ballot_sync(~0u, token < of.length && counts(s, batch, (leaves ? exchanged(token) : token) + HEAVY_KEYS));
       if (moved != 0) {
-        const uint16* from = tokens.first + batch * tokens.batch_stride + head * tokens.head_stride + channel;
+        const uint16* from = read(tokens, batch, head, of, 0, channel, s.v_head_dim).from;
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
           if (moved >> i & 1 && channel < s.v_head_dim)
@@ -78,7 +84,8 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
     }
     __syncthreads();
     const int row = threadIdx.x / 4, quarter = threadIdx.x % 4;
-    const int64 block_of_row = (static_cast<int64>(pair) * CHANNELS + row) * s.blocks + block;
+    const int64 of_head = first_of_head(pair, s.kv_heads, CHANNELS) + row;
+    const int64 block_of_row = of_head * (o.kv_rows / BLOCK) + of.row / BLOCK + block;
     const uint2 low = shared.codes[row][2 * quarter], high = shared.codes[row][2 * quarter + 1];
     reinterpret_cast<uint4*>(o.value)[block_of_row * 4 + quarter] = make_uint4(low.x, low.y, high.x, high.y);
     if (quarter == 0)

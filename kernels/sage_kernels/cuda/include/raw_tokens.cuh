@@ -27,23 +27,21 @@ DEVICE void copy_part(uint4* into, const uint16* from, bool exists) {
                : "memory");
 }
 
-// Bring a warp's tokens of Q or K of a block whose first one is `first`.
-DEVICE void bring_tokens(const Tokens& x, uint32 batch, uint32 head, int first, int length, int channels,
-                         RawTokens& raw) {
+// Bring a warp's tokens of Q or K of a block whose first one is `first`, before `end`.
+DEVICE void bring_tokens(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels, RawTokens& raw) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, number = lane % LANES;
-  const Reader reader(x, batch, head, first + warp * WARP_TOKENS + lane / LANES, length, number * 8, channels);
+  const Reader reader(x, batch, head, first + warp * WARP_TOKENS + lane / LANES, end, number * 8, channels);
 #pragma unroll
   for (int i = 0; i < WARP_TOKENS; i += ROWS)
     copy_part(raw.at(warp, lane / LANES + i, number), reader.from + i * reader.stride, reader.has(i));
 }
 
 // Bring a warp's 16 tokens of 64 channels of V.
-DEVICE void bring_values(const Tokens& x, uint32 batch, uint32 head, int first, int length, int channels,
-                         RawTokens& raw) {
+DEVICE void bring_values(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels, RawTokens& raw) {
   constexpr int SHARERS = CHANNELS / 64;  // warps that have the same tokens
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Reader reader(x, batch, head, first + warp / SHARERS * 16 + lane / 8, length,
-                      warp % SHARERS * 64 + lane % 8 * 8, channels);
+  const Reader reader(x, batch, head, first + warp / SHARERS * 16 + lane / 8, end, warp % SHARERS * 64 + lane % 8 * 8,
+                      channels);
 #pragma unroll
   for (int i = 0; i < 16; i += 4)
     copy_part(raw.value_at(warp, lane / 8 + i) + lane % 8, reader.from + i * reader.stride, reader.has(i));

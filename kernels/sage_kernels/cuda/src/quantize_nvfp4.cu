@@ -29,6 +29,8 @@ ASSERT_FLAG(BALANCE, "Q and K are balanced");
 ASSERT_FLAG(TENSOR_SCALE, "blocks of Q and K, and heads of V, have a power of two as their scale");
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
 ASSERT_FLAG(PADDED, "keys may be left out");
+ASSERT_FLAG(PACKED, "sequences lie one after the other");
+static_assert(BALANCE_QUERIES == BLOCK, "BALANCE_QUERIES must be BLOCK rows of Q, which are reduced like one of K");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
@@ -47,38 +49,40 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
   const uint32 of_pair = 2 * s.sum_runs, group = s.q_heads / s.kv_heads;
   if (blockIdx.x >= s.pairs * of_pair) {
     const uint32 number = blockIdx.x - s.pairs * of_pair, pair = number / group;
-    Reader reader(query, number / s.q_heads, number % s.q_heads, first * s.sample_distance, s.q_len, eight, s.head_dim);
-    reader.stride *= s.sample_distance;
-    reader.left = eight < s.head_dim ? s.samples - first : 0;
     const uint32 batch = number / s.q_heads;
+    const Sequence of = queries_of(s, batch);
+    const int distance = sample_distance(of.length);
+    Reader reader = read(query, batch, number % s.q_heads, of, first * distance, eight, s.head_dim);
+    reader.stride *= distance;
+    reader.left = eight < s.head_dim ? samples_of(of.length) - first : 0;
     auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.of_key); };
-    const Reduced found =
-        are_queries_padded(s)
-            ? reduce_rows(PaddedReader(reader, s, batch, first * s.sample_distance, s.sample_distance))
-            : reduce_rows(reader);
+    const Reduced found = are_queries_padded(s)
+                              ? reduce_rows(PaddedReader(reader, s, batch, first * distance, distance))
+                              : reduce_rows(reader);
     if (channel >= CHANNELS) return;
-    float* into = line(s, pair, (KEY_LINES + VALUE_LINES) * s.sums + KEY_LINES * (number % group)) + channel;
+    float* into = query_line(s, pair, number % group) + channel;
     into[0] = found.sum, into[CHANNELS] = found.squares;
     return;
   }
   const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair, batch = pair / s.kv_heads;
   const bool of_value = number >= s.sum_runs;
   uint32 block = (of_value ? number - s.sum_runs : number) * s.sum_run;
-  const uint32 last = min(block + s.sum_run, s.sums);
-  auto read = [&](const Tokens& tokens, int channels) {
-    const Reader rows(tokens, batch, pair % s.kv_heads, block * BLOCK + first, s.keys, eight, channels);
+  const Sequence of = keys_of(s, batch);
+  const uint32 last = min(block + s.sum_run, of.blocks());
+  auto read_block = [&](const Tokens& tokens, int channels) {
+    const Reader rows = read(tokens, batch, pair % s.kv_heads, of, block * BLOCK + first, eight, channels);
     return PaddedReader(rows, s, batch, block * BLOCK + first, 1);
   };
   auto lacks_some = [&] {
-    if ((block + 1) * BLOCK > s.keys) return true;
+    if ((block + 1) * BLOCK > of.length) return true;
     return PADDED && !__syncthreads_and(counts(s, batch, block * BLOCK + threadIdx.x % BLOCK));
   };
   if (of_value) {
 #pragma unroll 1
     for (; block < last; block++) {
-      const Reduced found = reduce_block(read(value, s.v_head_dim), lacks_some(), partial.of_value);
+      const Reduced found = reduce_block(read_block(value, s.v_head_dim), lacks_some(), partial.of_value);
       if (channel < CHANNELS) {
-        float* into = line(s, pair, KEY_LINES * s.sums + VALUE_LINES * block) + channel;
+        float* into = line(s, pair, block, KEY_LINES) + channel;
         into[0] = found.sum, into[CHANNELS] = found.largest, into[2 * CHANNELS] = found.smallest;
         into[3 * CHANNELS] = found.finite;
       }
@@ -87,15 +91,15 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     return;
   }
   float mean[8];
-  if (CHOICE) find_mean_query(query, s, pair, mean);
+  if (CHOICE && block < last) find_mean_query(query, s, pair, mean);
 #pragma unroll 1
   for (; block < last; block++) {
-    const PaddedReader reader = read(key, s.head_dim);
+    const PaddedReader reader = read_block(key, s.head_dim);
     if (CHOICE) write_scores(reader, mean, s, pair, block);
     if (SMOOTH_K || BALANCE) {
       const Reduced found = reduce_block(reader, lacks_some(), partial.of_key);
       if (channel < CHANNELS) {
-        float* into = line(s, pair, KEY_LINES * block) + channel;
+        float* into = line(s, pair, block) + channel;
         into[0] = found.sum, into[CHANNELS] = found.squares;
       }
       __syncthreads();
@@ -109,14 +113,13 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int keys = number_of_keys(s, pair / s.kv_heads);
+  const int keys = number_of_keys(s, pair / s.kv_heads), blocks = keys_of(s, pair / s.kv_heads).blocks();
   if (blockIdx.x % 2 == 0) {
-    constexpr int APART = KEY_LINES * CHANNELS;
     if constexpr (CHOICE) choose_heavy_keys(s, pair);
     float mean = 0.0f, factor = 1.0f;
-    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), APART, s.sums, keys);
+    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), blocks, keys);
     if (BALANCE) {
-      const float square = mean_of_blocks(line(s, pair, 1), APART, s.sums, keys);
+      const float square = mean_of_blocks(line(s, pair, 0, 1), blocks, keys);
       factor = balance_of(s, pair, channel, mean, square, number_of_samples(s, pair / s.kv_heads));
     }
     if (row != 0) return;
@@ -133,10 +136,10 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   }
   __shared__ float extrema[3][8][CHANNELS];
   __shared__ uint32 most;
-  const float* lines = line(s, pair, KEY_LINES * s.sums);
+  const float* lines = line(s, pair, 0, KEY_LINES);
   float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
-  for (uint32 block = row; block < s.sums; block += 8) {
-    const float* from = lines + (static_cast<int64>(block) * VALUE_LINES + 1) * CHANNELS + channel;
+  for (int block = row; block < blocks; block += 8) {
+    const float* from = lines + (static_cast<int64>(block) * LINES + 1) * CHANNELS + channel;
     largest = fmaxf(largest, from[0]);
     smallest = fminf(smallest, from[CHANNELS]);
     finite = fminf(finite, from[2 * CHANNELS]);
@@ -144,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   extrema[0][row][channel] = largest, extrema[1][row][channel] = smallest, extrema[2][row][channel] = finite;
   if (threadIdx.x == 0) most = 0;
   float mean = 0.0f;
-  if (SMOOTH_V) mean = mean_of_blocks(lines, VALUE_LINES * CHANNELS, s.sums, keys);
+  if (SMOOTH_V) mean = mean_of_blocks(lines, blocks, keys);
   __syncthreads();
   if (row == 0) {
 #pragma unroll
