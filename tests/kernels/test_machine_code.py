@@ -53,7 +53,7 @@ CASES = [
     for capability in ARCHITECTURES
     if (variant == PLAIN) + (capability in architectures) + (recipe != "sage3_paper") >= 2
 ]
-CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool")]
+CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool", "additive")]
 PLAIN_BACKWARD = ("int8_backward_key", "int8_backward_query")
 HOPPER_BACKWARD = ("hopper_backward_key", "hopper_backward_query")
 BACKWARD = PLAIN_BACKWARD + HOPPER_BACKWARD

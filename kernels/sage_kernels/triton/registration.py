@@ -177,8 +177,7 @@ class NVFP4Forward:
         reason = _unsupported_nvfp4(request)
         triton = triton_version()
         if self.native and not reason and request.capability is not None and triton is not None:
-            reason = nvfp4_unsupported(request.capability, triton)
-            return reason or ("no additive masks" if request.mask == "additive" else "")
+            return nvfp4_unsupported(request.capability, triton)
         return reason
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
