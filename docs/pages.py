@@ -154,9 +154,11 @@ def sparse_speed() -> str:
     for row in result["routing"]:
         share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
         parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
-    before = "What comes before it: each router at a quarter of the tiles, and Q, K, V and the output reordered"
-    note = "" if "training" in result else ", measured before routers had kernels"
-    return "\n\n".join((*tables, f"{before}{note}:", "\n".join(parts), sources(SPARSE)))
+    before = (
+        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V and "
+        "the output in each call, or hidden states and rotary embeddings once in a call of the model, for all its layers"
+    )
+    return "\n\n".join((*tables, f"{before}:", "\n".join(parts), sources(SPARSE)))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
