@@ -155,8 +155,8 @@ def sparse_speed() -> str:
         share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
         parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
     before = (
-        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V and "
-        "the output in each call, or hidden states and rotary embeddings once in a call of the model, for all its layers"
+        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V "
+        "and the output in each call, or hidden states and rotary embeddings once in a call of the model"
     )
     return "\n\n".join((*tables, f"{before}:", "\n".join(parts), sources(SPARSE)))
 
