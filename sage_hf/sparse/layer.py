@@ -221,16 +221,16 @@ class SparseLayer:
         options: dict[str, Any],
     ) -> str:
         settings = self.model.settings
+        if query.shape[2] != key.shape[2]:
+            return "cross-attention"
         if self.always_dense:
             return "a layer that the configuration keeps dense"
         if recipe == "exact":
             return "exact attention over a list is no faster than dense"
         if self.model.dense_step:
             return f"one of the first {settings.dense_steps} steps"
-        if query.shape[2] != key.shape[2]:
-            return "cross-attention"
         if query.shape[2] < settings.from_tokens:
-            return f"fewer than {settings.from_tokens} tokens"
+            return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a log-sum-exp that is wanted"
         if attn_mask is not None and exact.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
@@ -274,8 +274,8 @@ def sparsity_of(layer: SparseLayer) -> str:
         else:
             order += " order"
         parts.append(
-            f"{kept.calls} sparse calls by {layer.model.settings.router}: {float(kept.tiles) / kept.calls:.1%} of "
-            f"tiles,{mass} {order}"
+            f"{kept.calls} sparse {'call' if kept.calls == 1 else 'calls'} by {layer.model.settings.router}: "
+            f"{float(kept.tiles) / kept.calls:.1%} of tiles,{mass} {order}"
         )
     parts += [f"{calls} dense: {reason}" for reason, calls in kept.dense.items()]
     return "; ".join(parts)

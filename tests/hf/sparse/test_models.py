@@ -147,8 +147,9 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
         expected = predict(model, video())
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse())):
         assert torch.equal(predict(model, video()), expected)
-        assert all(one.kept.dense == {"fewer than 4096 tokens": 1} for one in layers_of(model))
-        assert "1 dense: fewer than 4096 tokens" in str(sage_hf.explain(model))
+        why = "fewer than 4096 tokens, the configuration's from_tokens"
+        assert all(one.kept.dense == {why: 1} for one in layers_of(model))
+        assert f"transformer_blocks.0-{tiny.LAYERS - 1}.attn1: 1 dense: {why}" in str(sage_hf.explain(model))
     one = layer.SparseLayer(layer.SparseModel(EAGER, model))
     inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
     masked = torch.zeros(1, 1, 300, 300)
