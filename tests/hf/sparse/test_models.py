@@ -204,6 +204,16 @@ def test_a_share_of_next_to_nothing_keeps_one_tile():
         assert float(layers_of(model)[0].kept.tiles) <= (2 * tiles + rest * 3) / tiles**2 + 1e-6
 
 
+def test_without_text_one_tile_is_kept():
+    case = family("wan-t2v")
+    model, inputs = case.build().eval(), case.make_inputs()
+    inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1e-6, from_tokens=1))):
+        run(model, inputs)
+        tiles = -(-3 * 8 * 12 // 128)
+        assert float(sage_of(model.blocks[0].attn1).sparse.kept.tiles) == pytest.approx(1 / tiles)
+
+
 def test_padding_goes_with_the_order():
     model = tiny.transformer()
     shared = layer.SparseModel(Sparse("mean", keep=1.0, from_tokens=64), model)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -82,6 +83,41 @@ def test_a_model_of_known_family_computes_the_same(name, monkeypatch):
     assert calls and not permuted
     assert (output - expected).norm() <= 1e-5 * expected.norm()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def tile_by_tile(grid):
+    """The raster indices of a grid's tokens in 4×4×4 order, one by one."""
+    places = itertools.product(*map(range, grid))
+    in_tiles = sorted(enumerate(places), key=lambda one: ([side // 4 for side in one[1]], one[0]))
+    return [index for index, _ in in_tiles]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_videos_of_several_sizes_have_orders_of_their_own(gradients, monkeypatch):
+    """In one process and one model, whether blocks get their tokens in order or attention permutes them."""
+    model = model_of("wan-t2v").requires_grad_(False)
+    _, permuted = exactly(monkeypatch)
+    entered, indices = [], []
+    permute = layer.permute_tokens
+    monkeypatch.setattr(layer, "permute_tokens", lambda x, index: (indices.append(index), permute(x, index))[1])
+    for grid in (GRID, (6, 3, 10), (5, 4, 4), GRID):
+        inputs = inputs_of("wan-t2v") | {"hidden_states": torch.randn(2, 4, grid[0], 2 * grid[1], 2 * grid[2])}
+        entered.clear()
+        with sage_hf.apply(model, ALL), torch.set_grad_enabled(gradients):
+            handles = [
+                model.patch_embedding.register_forward_hook(lambda module, args, output: entered.append(output)),
+                model.blocks[0].register_forward_pre_hook(lambda module, args: entered.append(args[0])),
+            ]
+            model(**inputs)
+        for handle in handles:
+            handle.remove()
+        raster, inside = entered[0].flatten(2).mT, entered[1]
+        wanted = tile_by_tile(grid)
+        assert torch.equal(inside, raster if gradients else raster[:, wanted])
+        if gradients:
+            assert indices[0].tolist() == wanted
+            indices.clear()
+    assert bool(permuted) == gradients
 
 
 @pytest.mark.parametrize("name", ["wan-t2v", "ltx"])
