@@ -223,7 +223,7 @@ class Record:
         self.frames: dict[str, Any] = {}
         self.running = set(KINDS)
         self.result: dict[str, Any] = {
-            **facts(device, git_commit()),
+            **facts(device, git_commit() if args.commit is None else args.commit),
             "size": asdict(size) | {"tokens": size.tokens},
             "sparsity": SPARSITY,
             "learning_rate": args.learning_rate,
@@ -368,6 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--apart", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     record = Record(args)
