@@ -272,7 +272,7 @@ python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse_quality.py --minutes 6.5 --output {BENCHMARKS}/results
+python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
