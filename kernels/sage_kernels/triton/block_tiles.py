@@ -162,8 +162,8 @@ def sort_tiles(
     number = tl.minimum(number * PARTS, places - 3)
     if PADDED:
         state += batch * state_stride
-    _, q_len, _ = sequence_range(q_ranges, batch, q_len, RAGGED)
-    _, kv_len, _ = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
+    _kv_start, kv_len, _kv_row = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     first_row = block * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, q_len) - 1
     lane = tl.arange(0, WIDTH)
