@@ -313,12 +313,16 @@ def compile_kernels(direction: str, case: Case | None) -> None:
 
 
 def compile_ahead() -> None:
-    """Compile the kernels of all cases side by side: caches on disk hand them to this process."""
+    """Compile the kernels of all cases side by side: caches on disk hand them to this process.
+
+    A process that fails is passed over, because the measurement says how.
+    """
     kinds: dict[tuple[str, Case | None], None] = {("forward", None): None}
     for direction, cases in (("forward", CASES), ("training", TRAINING_CASES)):
         kinds.update({(direction, replace(case, skipped=SKIPPED[0])): None for case in cases})
     with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_kernels, *zip(*kinds, strict=True)))
+        for process in [pool.submit(compile_kernels, *kind) for kind in kinds]:
+            process.exception()
 
 
 def describe(row: dict[str, Any]) -> str:
