@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     parser.add_argument("--sampling-steps", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--apart", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
