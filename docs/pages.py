@@ -173,9 +173,11 @@ def sparse_speed() -> str:
     for row in result["routing"]:
         share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
         parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
-    before = "What comes before it: each router at a quarter of the tiles, and Q, K, V and the output reordered"
-    note = "" if "training" in result else ", measured before routers had kernels"
-    return "\n\n".join((*tables, f"{before}{note}:", "\n".join(parts), sources(SPARSE)))
+    before = (
+        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V "
+        "and the output in each call, or hidden states and rotary embeddings once in a call of the model"
+    )
+    return "\n\n".join((*tables, f"{before}:", "\n".join(parts), sources(SPARSE)))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
@@ -289,7 +291,7 @@ python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse_quality.py --minutes 6.5 --output {BENCHMARKS}/results
+python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 

@@ -112,7 +112,9 @@ class Explanation:
                 text.append(f"* {name}: {which}")
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
-        text += [f"{layer}: {kept}" for layer, kept in self.sparse]
+        text += [
+            f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
+        ]
         return "\n".join(text)
 
 

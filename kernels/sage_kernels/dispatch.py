@@ -217,14 +217,19 @@ def _attend_one_by_one(
     """Run a kernel without support for packed sequences once for each; this reads the lengths back to the host."""
     assert call.lengths is not None
     output, lse = call.new_outputs()
-    for queries, keys in sequence_slices(call.lengths):
-        if queries.stop == queries.start or keys.stop == keys.start:
+    for index, (queries, keys) in enumerate(sequence_slices(call.lengths)):
+        q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
+        if q_len == 0 or kv_len == 0:
             continue
+        mask = call.mask
+        if mask.blocks is not None:
+            mask = replace(mask, blocks=mask.blocks.of_sequence(index, q_len, kv_len, call.kv_len))
         one = replace(
             call,
             query=call.query[:, :, queries],
             key=call.key[:, :, keys],
             value=call.value[:, :, keys],
+            mask=mask,
             lengths=None,
         )
         output[:, :, queries], part = attend(one)

@@ -341,13 +341,17 @@ def _synchronized_time(device: torch.device) -> float:
 
 
 def _merge(before: Explanation, later: Explanation) -> Explanation:
-    """Return one explanation for two runs of a model: equal rows become one row with the calls of both."""
+    """Return one explanation for two runs of a model: equal rows become one row with the calls of both.
+
+    What sparse calls kept is that of the later run, and says so.
+    """
     calls: Counter[LayerRow] = Counter()
     for row in (*before.rows, *later.rows):
         calls[replace(row, calls=0)] += row.calls
     places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in calls))}
     rows = sorted((replace(row, calls=count) for row, count in calls.items()), key=lambda row: places[row.layer])
-    return Explanation(tuple(rows), later.compiled, sparse=later.sparse)
+    sparse = tuple((f"{layer} (last video)" if before.rows else layer, kept) for layer, kept in later.sparse)
+    return Explanation(tuple(rows), later.compiled, sparse=sparse)
 
 
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
