@@ -248,10 +248,15 @@ class Queue:
         return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
 
     def replay(self, timed: Sequence[Timed]) -> None:
-        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended."""
+        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended.
+
+        Before a timed replay of short calls another one keeps the GPU busy: else it would wait for the host's launch.
+        """
         for turn in range(TURNS + 1):
             first = turn % max(1, len(timed))
             for one in (*timed[first:], *timed[:first]):
+                if turn and one.calls == MAX_CALLS:
+                    one.replay()
                 start = self._mark()
                 one.replay()
                 if turn:
