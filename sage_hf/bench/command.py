@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part", default="1/1", metavar="I/N", help="of the grid, the I-th of N parts (default: the whole)"
     )
     parser.add_argument(
-        "--only", type=re.compile, metavar="REGEX", help="of the grid, the calls whose text contains this, such as 'causal, .*×256,'"
+        "--only",
+        type=re.compile,
+        metavar="REGEX",
+        help="of the grid, the calls whose text contains this, such as 'causal, .*×256,'",
     )
     parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
     parser.add_argument(
