@@ -414,7 +414,7 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         request: the facts of the call.
         own: the names of the kernels beside PyTorch's that serve it.
     """
-    sizes, steps = sizes_of(request), request.q_len < DECODED_QUERIES and request.mask == "none"
+    sizes, steps = sizes_of(request), is_growing_step(request)
     key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
     if SHARING in own and _few_queries(request) and not (steps and key_value_bytes < GROWING_CACHE_BYTES):
         return SHARING
@@ -431,6 +431,11 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
     return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
 
 
+def is_growing_step(request: Request) -> bool:
+    """Return whether a call may be a step behind a cache that grows, so that the next one has another length."""
+    return request.q_len < DECODED_QUERIES and request.mask == "none" and not request.recurs
+
+
 def is_slower_by_cudnn(request: Request) -> bool:
     """Return whether an exact call is faster by another of PyTorch's backends than cuDNN's, and one can serve it.
 
@@ -440,7 +445,7 @@ def is_slower_by_cudnn(request: Request) -> bool:
     served = ungrouped or request.head_dim == request.v_head_dim
     if request.dtype not in _EXACT_DTYPES or not served:
         return False
-    if request.q_len < DECODED_QUERIES:
+    if request.q_len < DECODED_QUERIES and not request.recurs:
         return True
     table, sizes = table_of(request.capability), sizes_of(request)
     rivals = table.exact(request.mask, request.is_causal, sizes.head_dim) if table else []

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from . import costs, dispatch, exact, registry
-from .call import Call, Mask
+from .call import NO_MASK, Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
-from .registry import Plan, get_forward, get_quantizer
+from .registry import Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
@@ -38,13 +38,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Prepared(Protocol):
-    """Call that is ready to be repeated.
+    """Call that is ready to be repeated."""
 
-    Attributes:
-        plan: what runs.
-    """
-
-    plan: Plan
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -60,11 +58,20 @@ class Slot:
         prepared: the call, if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
+        address: where the keys of the first step of decoding lay; 0 before one.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
+    address: int = 0
+
+    def recurs(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Return whether a step of decoding finds its keys where those of the first one lay."""
+        if query.shape[2] >= costs.DECODED_QUERIES:
+            return False
+        self.address = self.address or key.data_ptr()
+        return self.calls > 0 and self.address == key.data_ptr()
 
     def prepare(
         self,
@@ -247,6 +254,50 @@ class TapedCall:
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
         output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
         return output, others[0] if self.return_lse else None
+
+
+@dataclass(slots=True, eq=False)
+class GrowingCall:
+    """Step of decoding behind a cache that may grow: once its keys lie where the first ones lay, it is planned anew.
+
+    Attributes:
+        prepared: the call as it is prepared so far.
+        address: where the first keys lay; 0 once it is planned anew.
+        recipe, is_causal, causal_offset, scale: as in `Call`.
+        fallback: as in `registry.select`.
+    """
+
+    prepared: Prepared
+    address: int
+    recipe: Recipe
+    is_causal: bool
+    causal_offset: int
+    scale: float
+    fallback: Fallback
+
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
+        return self.prepared.plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        found = self.prepared(query, key, value, mask)
+        if key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
+            self.address = 0
+            call = Call(query, key, value, self.recipe, NO_MASK, self.is_causal, self.causal_offset, self.scale)
+            self.prepared = prepare(call, dispatch.plan_of(call, self.fallback, True), None) or self.prepared
+        return found
+
+
+def prepare_step(call: Call, plan: Plan, mask: torch.Tensor | None, slot: Slot, fallback: Fallback) -> Prepared | None:
+    """Do as `prepare` for a call that may be a step behind a cache that grows."""
+    found = prepare(call, plan, mask)
+    if found is None or plan.request.device_type != "cuda" or not costs.is_growing_step(plan.request):
+        return found
+    return GrowingCall(*(found, slot.address, call.recipe, call.is_causal, call.causal_offset, call.scale), fallback)
 
 
 def is_step(plan: Plan) -> bool:

@@ -65,7 +65,8 @@ def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
         weights, residual = _nonnegative(matrix)
         if best is None or residual < best[0]:
             kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
-            best = residual, Curve(*kind, rows, slots * multiprocessors, whole, *weights)
+            launch, token, item, tile, score = weights
+            best = residual, Curve(*kind, rows, slots * multiprocessors, whole, launch, token, item, tile, score)
     assert best is not None
     return best[1]
 

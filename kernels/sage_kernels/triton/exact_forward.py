@@ -140,9 +140,10 @@ def list_tiles(
         with_lengths: find lengths too; of a mask of keys only.
 
     Returns:
-        (bits, tiles, lengths): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i; tiles
-        int32 (mask batch, mask heads, row blocks, 2 + tiles), their number, then 2 · tile + (1 if some of its scores
-        are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask is broadcast.
+        (bits, tiles, lengths): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i;
+        tiles int32 (mask batch, mask heads, row blocks, 2 + tiles), their number, then 2 · tile + (1 if some of its
+        scores are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask is
+        broadcast.
         lengths int32 (batch,): how many keys exist if no other comes before them, else 0; None if not asked for.
     """
     kv_len = call.kv_len
@@ -392,7 +393,7 @@ def exact_forward(
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // (tl.num_programs(1) // kv_heads)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    if lengths is not None:
+    if lengths is not None:  # noqa: SIM102 - the compiler decides this one, the GPU the next
         if tl.load(lengths + batch) != 0:
             return
     token = row.to(tl.int64)
