@@ -155,7 +155,10 @@ class Curve:
 
     @cached_property
     def _places(self) -> list[tuple[tuple[float, ...], float]]:
-        return [(_place(Sizes(*numbers, self.head_dim)), math.log(factor)) for *numbers, factor in self.measured]
+        return [
+            (_place(Sizes(batch, q_heads, kv_heads, q_len, kv_len, self.head_dim)), math.log(factor))
+            for batch, q_heads, kv_heads, q_len, kv_len, factor in self.measured
+        ]
 
 
 def _place(sizes: Sizes) -> tuple[float, float, float, float, float]:
