@@ -33,30 +33,27 @@ BACKENDS = ("cudnn", "flash", "efficient")
 SHARING = "split_forward"
 """Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
 KEYS_OF_FEW = 4
-"""Keys for each query from which queries are few."""
-MASKING = "exact_forward"
-"""Exact kernel that is faster than PyTorch's beside masks and offsets of causality, and slower without."""
+"""Keys for each query from which queries are few, without a table."""
 TRAINING = ", forward and backward"
 """End of the name of a runner whose calls compute gradients."""
 
 # What the host needs for a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
-OWN_HOST_US = {"fa3": 25.0, "exact_forward": 15.0}
+FA3, FA3_LEAST_US = "fa3", 10.0  # of the fastest other: FlashAttention 3 needs a little more of the host
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
 
-OWN_MARGINS = {"none": 0.95, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
+OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
 """Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
 
 KEYS = 64
 """Keys of a tile, in which `Curve` counts."""
 
-# Calls are alike whose sizes differ by less than about REACH octaves. By that a curve fitted to all other calls of the
-# grid finds a backend within 3 % of the fastest one in 89 of 100 calls, the formula alone in 79.
-REACH, FARTHEST = 0.8, 2.4
+# Calls are alike whose sizes differ by less than about REACH octaves.
+REACH, FARTHEST = 0.4, 1.6
 RAGGED = 0.3  # octaves between calls with whole tiles of keys and others
 NO_CORRECTION = 0.05  # weight of the formula beside the calls measured
 
@@ -321,18 +318,22 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    if SHARING in own and _few_queries(request):
+    table, chosen = table_of(request.capability), fastest_exact(request, own)
+    if chosen == SHARING:
         return "few queries: exact attention whose programs share the keys is faster"
-    table = table_of(request.capability)
     sizes, kind = sizes_of(request), (request.mask, request.is_causal)
     low_bit = table and table.curve(runner, *kind, sizes.head_dim)
-    chosen = fastest_exact(request, own)
     rivals = _exact_curves(request, [chosen]) if chosen in own else _pytorch_curves(request)
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):
         return ""
     return _limit(low_bit, tuple(rivals))
+
+
+def kind_of(mask: str, q_len: int) -> str:
+    """Return the kind of mask of a curve: steps of decoding are a kind of their own, because they wait for memory."""
+    return f"{mask}, few queries" if q_len < DECODED_QUERIES else mask
 
 
 def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> str:
@@ -402,7 +403,8 @@ def _pytorch_curves(request: Request) -> list[Curve]:
 
 def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
     table, head_dim = table_of(request.capability), max(request.head_dim, request.v_head_dim)
-    return table.exact(request.mask, request.is_causal, head_dim, runners) if table else []
+    kind = kind_of(request.mask, request.q_len)
+    return table.exact(kind, request.is_causal, head_dim, runners) if table else []
 
 
 def _few_queries(request: Request) -> bool:
@@ -417,20 +419,19 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         request: the facts of the call.
         own: the names of the kernels beside PyTorch's that serve it.
     """
-    sizes, steps = sizes_of(request), is_growing_step(request)
-    key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
-    if SHARING in own and _few_queries(request) and not (steps and key_value_bytes < GROWING_CACHE_BYTES):
+    sizes = sizes_of(request)
+    if is_growing_step(request):
+        key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
+        own = [SHARING] if SHARING in own and key_value_bytes >= GROWING_CACHE_BYTES else []
+    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, own)}
+    if SHARING in own and SHARING not in us and _few_queries(request):
         return SHARING
-    plain = request.mask == "none" and not (request.lower_right or request.shifted)
-    own = [name for name in own if not steps and name != SHARING and not (plain and name == MASKING)]
-    fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
-    pytorch = _pytorch_curves(request)
-    if fastest is not None and pytorch:
-        own_us, pytorch_us = fastest.us(sizes), min(curve.us(sizes) for curve in pytorch)
-        # Beside a mask PyTorch's own calls need more of the host than other kernels.
-        host_us = OWN_HOST_US.get(fastest.runner, 0.0) if request.mask == "none" else 0.0
-        if own_us < OWN_MARGINS[request.mask] * pytorch_us and host_us < max(own_us, pytorch_us, EXACT_HOST_US):
-            return fastest.runner
+    pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
+    if pytorch_us < FA3_LEAST_US:
+        us.pop(FA3, None)
+    fastest = min(us, key=us.__getitem__, default="")
+    if fastest and us[fastest] < OWN_MARGINS[request.mask] * pytorch_us:
+        return fastest
     return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
 
 
@@ -450,9 +451,8 @@ def is_slower_by_cudnn(request: Request) -> bool:
         return False
     if request.q_len < DECODED_QUERIES and not request.recurs:
         return True
-    table, sizes = table_of(request.capability), sizes_of(request)
-    rivals = table.exact(request.mask, request.is_causal, sizes.head_dim) if table else []
-    us = {curve.runner: max(curve.us(sizes), EXACT_HOST_US) for curve in rivals}
+    sizes = sizes_of(request)
+    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, BACKENDS)}
     # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
     return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]
