@@ -251,8 +251,10 @@ class TapedCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend."""
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
+        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+        if mask is not None:
+            addresses.append(mask.data_ptr())
+        output, *others = self.tape.run(*addresses, arguments=(query, key, value, mask))
         return output, others[0] if self.return_lse else None
 
 

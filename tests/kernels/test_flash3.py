@@ -1,6 +1,7 @@
 """Which calls FlashAttention 3 takes over from PyTorch, and how it is called."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from sage_kernels import backends, dispatch, exact, flash3, prepared  # noqa: F4
 from sage_kernels.call import Call
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, exact_plan, get_exact
+from sage_kernels.triton import registration
 
 REQUEST = Request(
     *("sage2", "cuda", (9, 0), torch.bfloat16, 2, 8, 2, 64, 64, 128, 128, "none", False, False), aligned=True
@@ -49,6 +51,32 @@ def operator(monkeypatch):
 )
 def test_it_is_asked_for_nothing_that_it_cannot_do(operator, facts, part):
     assert part in get_exact("fa3").unsupported(replace(REQUEST, **facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"mask": "none"}, "mask of keys"),
+        ({"is_causal": True}, "without causality"),
+        ({"head_dim": 264, "v_head_dim": 264}, "head_dim"),
+        ({"return_lse": True}, "LSE"),
+        ({}, ""),
+    ],
+)
+def test_beside_masks_it_serves_those_of_keys(operator, monkeypatch, facts, part):
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
+    reason = get_exact("fa3_padded").unsupported(replace(REQUEST, **{"mask": "keys", **facts}))
+    assert part in reason and bool(part) == bool(reason)
+
+
+def test_a_build_without_float16_serves_none(operator, monkeypatch):
+    config = SimpleNamespace(CONFIG={"build_flags": {flash3.WITHOUT_FLOAT16: True}})
+    monkeypatch.setattr(flash3, "find_spec", lambda module: module == "fa3_fwd_config")
+    monkeypatch.setattr(flash3, "import_module", lambda module: config)
+    flash3._takes_float16.cache_clear()
+    assert "float16" in get_exact("fa3").unsupported(replace(REQUEST, dtype=torch.float16))
+    assert get_exact("fa3").unsupported(REQUEST) == ""
+    flash3._takes_float16.cache_clear()
 
 
 @pytest.mark.parametrize(

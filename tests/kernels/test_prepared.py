@@ -355,6 +355,30 @@ def test_steps_of_decoding_are_prepared_at_their_first_call(monkeypatch, queries
         assert len(made) == (count >= calls) + (count == 2 and calls == 1)
 
 
+def test_an_operator_among_launches_gets_the_tensors_of_each_call(gpu):
+    def attend(x, y, lengths):
+        lengths.fill_(3)
+        y.copy_(x * lengths[4])
+
+    with rehearsal.rehearsing() as rehearsed:
+        x = rehearsed.stand_in(torch.empty(2, 8, 4).transpose(0, 1))
+        y, lengths = x.new_empty(8, 2, 4), x.new_empty(5, dtype=torch.int32)
+        rehearsed.ran(attend, x, y, lengths)
+        repeated = tape.Tape(rehearsed, [x], [y], torch.device("cpu"))
+    for _ in range(2):
+        given = torch.randn(2, 8, 4).transpose(0, 1)
+        (found,) = repeated.run(given.data_ptr(), arguments=(given, None))
+        assert torch.equal(found, 3 * given)
+
+
+@pytest.mark.parametrize("argument", [lambda x: x[1:], lambda x: x.transpose(0, 1), lambda x: torch.empty(2)])
+def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argument):
+    with rehearsal.rehearsing() as rehearsed, pytest.raises(rehearsal.NotRepeatableError):
+        x = rehearsed.stand_in(torch.empty(8, 4))
+        rehearsed.ran(lambda x: None, argument(x))
+        tape.Tape(rehearsed, [x], [], torch.device("cpu"))
+
+
 class Repeated:
     """Prepared call that attends to nothing."""
 
