@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
-"""PyTorch's exact backends, as tables name them."""
+"""PyTorch's exact backends, as tables name them; the first is none for lengths that grow."""
 
 SHARING = "split_forward"
 """Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
@@ -321,8 +321,9 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     table, chosen = table_of(request.capability), fastest_exact(request, own)
     if chosen == SHARING:
         return "few queries: exact attention whose programs share the keys is faster"
-    sizes, kind = sizes_of(request), (request.mask, request.is_causal)
-    low_bit = table and table.curve(runner, *kind, sizes.head_dim)
+    sizes = sizes_of(request)
+    kind = kind_of(request.mask, request.is_causal, sizes)
+    low_bit = table and table.curve(runner, kind, request.is_causal, sizes.head_dim)
     rivals = _exact_curves(request, [chosen]) if chosen in own else _pytorch_curves(request)
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
@@ -331,9 +332,15 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     return _limit(low_bit, tuple(rivals))
 
 
-def kind_of(mask: str, q_len: int) -> str:
-    """Return the kind of mask of a curve: steps of decoding are a kind of their own, because they wait for memory."""
-    return f"{mask}, few queries" if q_len < DECODED_QUERIES else mask
+def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
+    """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
+
+    Steps of decoding are kinds of their own, because they wait for memory, and so are causal calls behind a cache, some
+    of whose kernels divide the keys.
+    """
+    if sizes.q_len < DECODED_QUERIES:
+        return f"{mask}, few queries"
+    return f"{mask}, behind a cache" if is_causal and sizes.q_len < sizes.kv_len else mask
 
 
 def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> str:
@@ -367,7 +374,8 @@ def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
     heads, head_dim = NOMINAL_HEADS, low_bit.head_dim
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
-    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[low_bit.mask]}"
+    mask, _, special = low_bit.mask.partition(", ")
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[mask]}{', ' * bool(special)}{special}"
     if all(gains):
         return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
@@ -395,16 +403,16 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
 
 def _pytorch_curves(request: Request) -> list[Curve]:
     """Return the curves of PyTorch's backends for a call."""
-    curves = _exact_curves(request, BACKENDS)
+    curves = _exact_curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
         return [curve for curve in curves if curve.runner == "flash"]
     return curves
 
 
 def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
-    table, head_dim = table_of(request.capability), max(request.head_dim, request.v_head_dim)
-    kind = kind_of(request.mask, request.q_len)
-    return table.exact(kind, request.is_causal, head_dim, runners) if table else []
+    table, sizes = table_of(request.capability), sizes_of(request)
+    kind = kind_of(request.mask, request.is_causal, sizes)
+    return table.exact(kind, request.is_causal, sizes.head_dim, runners) if table else []
 
 
 def _few_queries(request: Request) -> bool:

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("flash_attn_3", "fa3_fwd")
 """Packages whose module `_C` defines the operator `fwd`, under the package's name."""
 MAX_HEAD_DIM = 256
-FEW_QUERIES = 64
-"""Queries up to which the operator may divide the keys among programs."""
+ROWS, PROGRAMS = 128, 132
+"""Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -49,7 +49,8 @@ class FlashAttention3:
         call, operator = call.for_kernel(), _operator()
         assert operator is not None
         query, key, value = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
-        splits = 0 if call.q_len <= FEW_QUERIES else 1  # 0: as it finds best
+        blocks = -(-call.q_len * query.shape[2] // (key.shape[2] * ROWS))
+        splits = 0 if call.batch * key.shape[2] * blocks < PROGRAMS else 1  # 0: as it finds best
         output, *_ = operator(query, key, value, softmax_scale=call.scale, is_causal=call.is_causal, num_splits=splits)
         return output.transpose(1, 2)
 

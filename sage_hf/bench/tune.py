@@ -184,7 +184,7 @@ def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) 
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
-                kind = costs.kind_of(point.mask, point.sizes.q_len)
+                kind = costs.kind_of(point.mask, point.causal, point.sizes)
                 yield Measured(runner, kind, point.causal, point.sizes, us)
 
 

@@ -161,7 +161,7 @@ def test_programs_that_share_keys_attend_to_all_of_them(multiprocessors, case):
 
 
 def test_keys_are_divided_so_that_programs_fill_the_gpu():
-    assert split_forward.parts_of(tiles=64, sequences=8, multiprocessors=132) == 16
-    assert split_forward.parts_of(tiles=6, sequences=8, multiprocessors=132) == 3
-    assert split_forward.parts_of(tiles=64, sequences=512, multiprocessors=132) == 1
-    assert split_forward.parts_of(tiles=1, sequences=1, multiprocessors=132) == 1
+    assert split_forward.parts_of(tiles=64, sequences=8, programs=132) == 16
+    assert split_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
+    assert split_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
+    assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1

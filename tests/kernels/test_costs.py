@@ -241,12 +241,28 @@ def test_flash_attention_3_runs_where_a_call_takes_longer_than_its_host_time(use
     assert costs.fastest_exact(with_tokens(512), ["fa3"]) == "sdpa"
 
 
-def test_steps_of_decoding_have_curves_of_their_own(use_table):
-    few = "none, few queries"
-    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, mask=few) for name, tile in (("cudnn", 0.1), ("own", 0.05))))
-    step = replace(REQUEST, q_len=1, recurs=True)
-    assert costs.fastest_exact(step, ["own"]) == "own"
-    assert costs.fastest_exact(replace(step, recurs=False), ["own"]) == "sdpa_without_cudnn"
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("none, few queries", {"q_len": 1, "recurs": True}),
+        ("none, behind a cache", {"q_len": 512, "is_causal": True, "lower_right": True}),
+    ],
+)
+def test_calls_behind_a_cache_have_curves_of_their_own(use_table, kind, facts):
+    times = (("flash", 0.1), ("own", 0.05))
+    request = replace(REQUEST, **facts)
+    causal = request.is_causal
+    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, mask=kind, causal=causal) for name, tile in times))
+    assert costs.fastest_exact(request, ["own"]) == "own"
+    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, causal=causal) for name, tile in times))
+    assert costs.fastest_exact(request, ["own"]) in ("sdpa", "sdpa_without_cudnn")
+
+
+def test_a_step_behind_a_cache_that_may_grow_runs_by_pytorch(use_table):
+    use_table(
+        LOW_BIT, *(curve(name, tile=tile, mask="none, few queries") for name, tile in (("cudnn", 0.1), ("x", 0.05)))
+    )
+    assert costs.fastest_exact(replace(REQUEST, q_len=1, batch=1, kv_heads=1), ["x"]) == "sdpa_without_cudnn"
 
 
 def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table):

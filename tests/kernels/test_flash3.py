@@ -116,10 +116,11 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     repeated, _ = prepared.prepare(call, plan, None)(query, key, key, None)
     assert torch.equal(repeated, output)
-    assert operator == [(abs(scale), causal, 1)] * 2
+    assert operator == [(abs(scale), causal, 0)] * 2
 
 
-def test_keys_may_be_divided_for_few_queries(operator):
-    query, key = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 130, 64)
+@pytest.mark.parametrize(("heads", "queries", "splits"), [(4, 1, 0), (4, 200, 0), (132, 1, 1), (66, 200, 1)])
+def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(operator, heads, queries, splits):
+    query, key = torch.randn(1, heads, queries, 16), torch.randn(1, heads, 130, 16)
     get_exact("fa3").attend(Call(query, key, key, get_recipe("exact")))
-    assert operator == [(1.0, False, 0)]
+    assert operator == [(1.0, False, splits)]
