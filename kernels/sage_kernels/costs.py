@@ -402,10 +402,12 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
 
 
 def _pytorch_curves(request: Request) -> list[Curve]:
-    """Return the curves of PyTorch's backends for a call."""
+    """Return the curves of those of PyTorch's backends that PyTorch would choose for a call."""
     curves = _exact_curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
         return [curve for curve in curves if curve.runner == "flash"]
+    if any(curve.runner == "flash" for curve in curves):  # which PyTorch prefers
+        return [curve for curve in curves if curve.runner != "efficient"]
     return curves
 
 

@@ -154,7 +154,8 @@ def names_for(point: Point) -> list[str]:
         return [TRAINING_RECIPE, *BACKENDS]
     # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores.
     behind = point.causal and point.sizes.q_len != point.sizes.kv_len
-    return [*RECIPES, *(["flash"] if behind else BACKENDS), *registered_exact()]
+    own = [name for name in registered_exact() if name not in BACKENDS]
+    return [*RECIPES, *(["flash"] if behind else BACKENDS), *own]
 
 
 def versions() -> dict[str, str]:
