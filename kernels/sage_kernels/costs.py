@@ -56,6 +56,7 @@ KEYS = 64
 REACH, FARTHEST = 0.4, 1.6
 RAGGED = 0.3  # octaves between calls with whole tiles of keys and others
 NO_CORRECTION = 0.05  # weight of the formula beside the calls measured
+MOST_CORRECTIONS = 1024  # that a curve remembers
 
 # Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, they gain from about
 # half as many keys on.
@@ -140,15 +141,24 @@ class Curve:
 
     def _correction(self, sizes: Sizes) -> float:
         """Return the mean of the measured calls' factors, each by how near it is in size; far from all of them 1."""
-        heads, group, queries, keys, rest = _place(sizes)
+        if (found := self._corrections.get(sizes)) is not None:
+            return found
+        queries, keys, *others = _place(sizes)
         total, weight = 0.0, NO_CORRECTION
-        for other, logarithm in self._places:
-            distance = (heads - other[0]) ** 2 + (group - other[1]) ** 2 + (queries - other[2]) ** 2
-            distance += (keys - other[3]) ** 2 + (rest - other[4]) ** 2
-            if distance < FARTHEST**2:
-                near = math.exp(-distance / (2.0 * REACH**2))
+        for (other_queries, other_keys, *rest), logarithm in self._places:
+            if abs(queries - other_queries) < FARTHEST and abs(keys - other_keys) < FARTHEST:
+                distance = (queries - other_queries) ** 2 + (keys - other_keys) ** 2
+                distance += sum((one - other) ** 2 for one, other in zip(others, rest, strict=True))
+                near = math.exp(-distance / (2.0 * REACH**2)) if distance < FARTHEST**2 else 0.0
                 total, weight = total + near * logarithm, weight + near
-        return math.exp(total / weight)
+        if len(self._corrections) >= MOST_CORRECTIONS:
+            self._corrections.clear()
+        self._corrections[sizes] = math.exp(total / weight)
+        return self._corrections[sizes]
+
+    @cached_property
+    def _corrections(self) -> dict[Sizes, float]:
+        return {}
 
     @cached_property
     def _places(self) -> list[tuple[tuple[float, ...], float]]:
@@ -159,14 +169,14 @@ class Curve:
 
 
 def _place(sizes: Sizes) -> tuple[float, float, float, float, float]:
-    """Return where a call lies among others, in octaves of its sizes."""
+    """Return where a call lies among others, in octaves of its sizes: queries, keys, and what matters less."""
     # Few kernels mind heads and batch apart, or how many heads share keys; all mind whether tiles of keys are whole.
     rest = 0.0 if sizes.kv_len % KEYS == 0 else 1.0 if sizes.kv_len % 8 == 0 else 2.0
     return (
-        math.log2(sizes.batch * sizes.q_heads),
-        0.5 * math.log2(sizes.q_heads / sizes.kv_heads),
         math.log2(sizes.q_len),
         math.log2(sizes.kv_len),
+        math.log2(sizes.batch * sizes.q_heads),
+        0.5 * math.log2(sizes.q_heads / sizes.kv_heads),
         RAGGED * rest,
     )
 
