@@ -298,6 +298,15 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
     return None
 
 
+def description(capability: tuple[int, int] | None) -> str:
+    """Return a line that says by which table calls on such a GPU choose between low bits and exact attention."""
+    table = table_of(capability)
+    if table is None:
+        return "costs: none measured, so low bits run in long calls only; `sage-hf tune` measures this GPU"
+    measured = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    return f"costs: {table.origin} ({table.gpu}, {measured})"
+
+
 def low_bit_runner(recipe: str, kernel: str, quantizer: str) -> str:
     """Return the runner's name of a recipe with its kernels."""
     return f"{recipe} by {kernel}, {quantizer}"
