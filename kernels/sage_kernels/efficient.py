@@ -9,7 +9,7 @@ import torch
 
 from . import exact
 from .call import Call
-from .registry import Request, register_exact
+from .registry import Attend, Request, register_exact
 
 _operator = torch.ops.aten._scaled_dot_product_efficient_attention
 
@@ -34,11 +34,21 @@ class EfficientAttention:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        call = call.for_kernel()
-        if call.scale == 0.0:  # which it would multiply masked scores by
-            return exact.sdpa(call.query, call.key, call.value, is_causal=call.is_causal, scale=0.0)
-        output, *_ = _operator(call.query, call.key, call.value, None, False, 0.0, call.is_causal, scale=call.scale)
-        return output
+        return self.bind(call)(call.query, call.key, call.value, None)
+
+    def bind(self, call: Call) -> Attend:
+        """Return the function of Q, K and V of calls that are like this one in all but values."""
+        is_causal, scale = call.is_causal, call.scale
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            if scale <= 0:  # which it would multiply masked scores by
+                return exact.sdpa(query, key, value, is_causal=is_causal, scale=scale)
+            output, *_ = _operator(query, key, value, None, False, 0.0, is_causal, scale=scale)
+            return output
+
+        return attend
 
 
 def register_kernels() -> None:

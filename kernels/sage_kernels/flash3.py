@@ -13,7 +13,7 @@ import torch
 
 from . import rehearsal
 from .call import Call
-from .registry import Exact, Request, get_exact, register_exact
+from .registry import Attend, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,24 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        call, operator = call.for_kernel(), _operator()
+        return self.bind(call)(call.query, call.key, call.value, None)
+
+    def bind(self, call: Call) -> Attend:
+        """Return the function of Q, K and V of calls that are like this one in all but values."""
+        blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
+        splits = 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1  # 0: as it finds best
+        operator, negative = _operator(), call.scale < 0
+        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": splits}
         assert operator is not None
-        query, key, value = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
-        blocks = -(-call.q_len * query.shape[2] // (key.shape[2] * ROWS))
-        splits = 0 if call.batch * key.shape[2] * blocks < PROGRAMS else 1  # 0: as it finds best
-        output, *_ = operator(query, key, value, softmax_scale=call.scale, is_causal=call.is_causal, num_splits=splits)
-        return output.transpose(1, 2)
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            output, *_ = operator(-query if negative else query, key, value, **options)
+            return output.transpose(1, 2)
+
+        return attend
 
 
 class Others(Exact, Protocol):
