@@ -337,13 +337,12 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    table, chosen = table_of(request.capability), fastest_exact(request, own)
-    if chosen == SHARING:
+    if fastest_exact(request, own) == SHARING:
         return "few queries: exact attention whose programs share the keys is faster"
-    sizes = sizes_of(request)
+    table, sizes = table_of(request.capability), sizes_of(request)
     kind = kind_of(request.mask, request.is_causal, sizes)
     low_bit = table and table.curve(runner, kind, request.is_causal, sizes.head_dim)
-    rivals = _exact_curves(request, [chosen]) if chosen in own else _pytorch_curves(request)
+    rivals = [*_exact_curves(request, own), *_pytorch_curves(request)]
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):
