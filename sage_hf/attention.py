@@ -274,9 +274,10 @@ def _attend(
         )
     else:  # nothing watches operators
         call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-        plan = dispatch.plan_of(call, checked_fallback)
-        prepare_call = partial(prepared.prepare, call, plan, mask)
-        at_once = slot.calls == 0 and prepared.is_step(plan)
+        recurs = slot.recurs(query, key)
+        plan = dispatch.plan_of(call, checked_fallback, recurs)
+        prepare_call = partial(prepared.prepare_step, call, plan, mask, slot, checked_fallback)
+        at_once = (slot.calls == 0 or recurs) and prepared.is_step(plan)
         if at_once:
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:

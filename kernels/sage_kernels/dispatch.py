@@ -60,9 +60,10 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
     return run(call, plan_of(call, fallback))
 
 
-def plan_of(call: Call, fallback: Fallback) -> Plan:
-    """Return the plan of a call without gradients; see `registry.select`."""
-    return select(request_of(call), fallback)
+def plan_of(call: Call, fallback: Fallback, recurs: bool = False) -> Plan:
+    """Return the plan of a call without gradients; see `registry.select`, and `Request` for `recurs`."""
+    request = request_of(call)
+    return select(replace(request, recurs=True) if recurs else request, fallback)
 
 
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from . import costs, dispatch, exact, registry
-from .call import Call, Mask
+from .call import NO_MASK, Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
-from .registry import Plan, get_forward, get_quantizer
+from .registry import Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
@@ -38,13 +38,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Prepared(Protocol):
-    """Call that is ready to be repeated.
+    """Call that is ready to be repeated."""
 
-    Attributes:
-        plan: what runs.
-    """
-
-    plan: Plan
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -60,11 +58,20 @@ class Slot:
         prepared: the call, if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
+        address: where the keys of the first step of decoding lay; 0 before one.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
+    address: int = 0
+
+    def recurs(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Return whether a step of decoding finds its keys where those of the first one lay."""
+        if query.shape[2] >= costs.DECODED_QUERIES:
+            return False
+        self.address = self.address or key.data_ptr()
+        return self.calls > 0 and self.address == key.data_ptr()
 
     def prepare(
         self,
@@ -207,23 +214,17 @@ class KernelCall:
 
     Attributes:
         plan: as in `Prepared`.
-        attend: the kernel's function.
-        recipe, is_causal, causal_offset, scale: as in `Call`.
+        attend: what the kernel has bound.
     """
 
     plan: Plan
-    attend: Callable[[Call], torch.Tensor]
-    recipe: Recipe
-    is_causal: bool
-    causal_offset: int
-    scale: float
+    attend: registry.Attend
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        options = self.is_causal, self.causal_offset, self.scale
-        return self.attend(Call(query, key, value, self.recipe, Mask.of(mask, key.shape[2]), *options)), None
+        return self.attend(query, key, value, mask), None
 
 
 @dataclass(slots=True, eq=False)
@@ -244,9 +245,55 @@ class TapedCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend."""
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
+        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+        if mask is not None:
+            addresses.append(mask.data_ptr())
+        output, *others = self.tape.run(*addresses, arguments=(query, key, value, mask))
         return output, others[0] if self.return_lse else None
+
+
+@dataclass(slots=True, eq=False)
+class GrowingCall:
+    """Step of decoding behind a cache that may grow: once its keys lie where the first ones lay, it is planned anew.
+
+    Attributes:
+        prepared: the call as it is prepared so far.
+        address: where the first keys lay; 0 once it is planned anew.
+        recipe, is_causal, causal_offset, scale: as in `Call`.
+        fallback: as in `registry.select`.
+    """
+
+    prepared: Prepared
+    address: int
+    recipe: Recipe
+    is_causal: bool
+    causal_offset: int
+    scale: float
+    fallback: Fallback
+
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
+        return self.prepared.plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        found = self.prepared(query, key, value, mask)
+        if key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
+            self.address = 0
+            call = Call(query, key, value, self.recipe, NO_MASK, self.is_causal, self.causal_offset, self.scale)
+            self.prepared = prepare(call, dispatch.plan_of(call, self.fallback, True), None) or self.prepared
+        return found
+
+
+def prepare_step(call: Call, plan: Plan, mask: torch.Tensor | None, slot: Slot, fallback: Fallback) -> Prepared | None:
+    """Do as `prepare` for a call that may be a step behind a cache that grows."""
+    found = prepare(call, plan, mask)
+    if found is None or plan.request.device_type != "cuda" or not costs.is_growing_step(plan.request):
+        return found
+    return GrowingCall(*(found, slot.address, call.recipe, call.is_causal, call.causal_offset, call.scale), fallback)
 
 
 def is_step(plan: Plan) -> bool:
@@ -301,8 +348,7 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     if plan.numerics != "exact" or (own is not None and own.repeats):
         return _prepare_launches(call, plan) if call.query.is_cuda else None
     if own is not None:
-        options = call.is_causal, call.causal_offset, call.scale
-        return KernelCall(plan, own.attend, get_recipe(plan.recipe), *options)
+        return KernelCall(plan, own.bind(call)) if isinstance(own, registry.BoundExact) else None
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
     return prepare_exact(

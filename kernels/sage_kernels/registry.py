@@ -124,6 +124,10 @@ class Backward(Kernel, Protocol):
         """
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(query, key, value, mask) -> output, for the tensors of calls that agree in all else."""
+
+
 class Exact(Protocol):
     """Kernel of exact attention beside PyTorch's own."""
 
@@ -140,6 +144,14 @@ class Exact(Protocol):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
+
+
+@runtime_checkable
+class BoundExact(Exact, Protocol):
+    """Kernel of exact attention that finds out once what calls like one need."""
+
+    def bind(self, call: Call) -> Attend:
+        """Return what attends for such calls; it keeps none of this one's tensors."""
 
 
 class Outcome(NamedTuple):

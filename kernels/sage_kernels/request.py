@@ -20,6 +20,8 @@ class Request:
         aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
         lower_right: whether causality is aligned lower right, as for queries behind a cache, and not upper left too.
         shifted: whether causality is aligned neither way.
+        recurs: whether its keys lie where those of an earlier call of these sizes lay, so that it is behind no cache
+            that grows.
     """
 
     recipe: str
@@ -41,6 +43,7 @@ class Request:
     aligned: bool = False
     lower_right: bool = False
     shifted: bool = False
+    recurs: bool = False
 
     @classmethod
     def of(

@@ -3,6 +3,7 @@
 import contextlib
 import struct
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -353,3 +354,75 @@ def test_steps_of_decoding_are_prepared_at_their_first_call(monkeypatch, queries
     for count in range(1, 3):
         sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
         assert len(made) == (count >= calls) + (count == 2 and calls == 1)
+
+
+def test_an_operator_among_launches_gets_the_tensors_of_each_call(gpu):
+    def attend(x, y, lengths):
+        lengths.fill_(3)
+        y.copy_(x * lengths[4])
+
+    with rehearsal.rehearsing() as rehearsed:
+        x = rehearsed.stand_in(torch.empty(2, 8, 4).transpose(0, 1))
+        y, lengths = x.new_empty(8, 2, 4), x.new_empty(5, dtype=torch.int32)
+        rehearsed.ran(attend, x, y, lengths)
+        repeated = tape.Tape(rehearsed, [x], [y], torch.device("cpu"))
+    for _ in range(2):
+        given = torch.randn(2, 8, 4).transpose(0, 1)
+        (found,) = repeated.run(given.data_ptr(), arguments=(given, None))
+        assert torch.equal(found, 3 * given)
+
+
+@pytest.mark.parametrize("argument", [lambda x: x[1:], lambda x: x.transpose(0, 1), lambda x: torch.empty(2)])
+def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argument):
+    with rehearsal.rehearsing() as rehearsed, pytest.raises(rehearsal.NotRepeatableError):
+        x = rehearsed.stand_in(torch.empty(8, 4))
+        rehearsed.ran(lambda x: None, argument(x))
+        tape.Tape(rehearsed, [x], [], torch.device("cpu"))
+
+
+class Repeated:
+    """Prepared call that attends to nothing."""
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def __call__(self, query, key, value, mask):
+        return query, None
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Return what calls with each of some keys, (kernel of its plan) -> it; another kernel serves keys that recur."""
+
+    def plan(request, fallback):
+        on_gpu = replace(request, device_type="cuda")
+        return registry.exact_plan(on_gpu, kernel="step" if request.recurs else "sdpa")
+
+    monkeypatch.setattr(registry, "_exacts", {"step": StepKernel()})
+    monkeypatch.setattr(dispatch, "select", plan)
+    monkeypatch.setattr(prepared, "prepare", lambda call, plan, mask: Repeated(plan))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    prepared.forget()
+    query, *keys = draw(1, 4, 1, 64, count=1) + draw(1, 2, 70, 64, count=3)
+
+    def step(key):
+        announced = []
+        monkeypatch.setattr(dispatch, "plan_listeners", [announced.append])
+        with record.observe(lambda call: announced.append(call.plan)):
+            sage_attention(query, key, key, enable_gqa=True, recipe="sage2")
+        return announced[-1].kernel
+
+    return step, keys
+
+
+def test_keys_that_lie_where_they_lay_are_no_growing_caches(steps):
+    """Layers differ in addresses, and a cache that grows never has the same length again."""
+    step, layers = steps
+    assert [step(key) for key in layers] == ["sdpa"] * 3
+    assert [step(key) for key in layers] == ["sdpa", "step", "step"]  # the first of them is still what was prepared
+    assert [step(key) for key in layers] == ["step"] * 3
+
+
+def test_a_second_call_with_the_same_keys_is_one_of_a_fixed_length_at_once(steps):
+    step, (key, *_) = steps
+    assert [step(key) for _ in range(3)] == ["sdpa", "step", "step"]
