@@ -154,8 +154,11 @@ def sage_attention(
             blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
         )
         return sparse if return_lse else sparse[0]
-    output, lse = _attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, 0, scale, enable_gqa, recipe, fallback, return_lse)
+    output, lse = attend(
+        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
     )
     return output if lse is None or not return_lse else (output, lse)
 
@@ -174,7 +177,7 @@ def attend(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `sage_attention`, but accept a mask and causality together; see there for the other arguments.
 
     Args:
@@ -182,30 +185,8 @@ def attend(
         causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
 
     Returns:
-        (output, lse); lse has no elements without return_lse.
+        (output, lse); without return_lse, the lse is None or has no elements.
     """
-    output, lse = _attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, causal_offset, scale, enable_gqa),
-        *(recipe, fallback, return_lse),
-    )
-    return output, query.new_empty(0, dtype=torch.float32) if lse is None or not return_lse else lse
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: str,
-    fallback: str | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attend`; the lse may be None without return_lse."""
     checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
     is_causal = bool(is_causal)
     slot = None

@@ -86,8 +86,12 @@ def run_in_layer(module: nn.Module, function: Callable[..., Result], *args: obje
     """Return `function(*args, **kwargs)`, with its attention calls filed under `module` unless it is being compiled."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    with layer_scope(module):
+    layers = _thread.layers
+    layers.append(module)  # as `layer_scope` does, in a quarter of the time
+    try:
         return function(*args, **kwargs)
+    finally:
+        layers.pop()
 
 
 def last_plans(module: nn.Module) -> tuple[Plan, ...]:
@@ -129,8 +133,12 @@ def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
 def file_plan(plan: Plan) -> None:
     """File a plan under the current layer, and log a fallback or a slow emulation once."""
     _thread.latest = plan
-    if _thread.layers:
-        _plans.setdefault(_thread.layers[-1], deque(maxlen=PLANS_PER_LAYER)).append(plan)
+    layers = _thread.layers
+    if layers:
+        plans = _plans.get(layers[-1])
+        if plans is None:
+            plans = _plans.setdefault(layers[-1], deque(maxlen=PLANS_PER_LAYER))
+        plans.append(plan)
     else:
         with _lock:
             _compiled[plan.outcome] += 1
@@ -185,7 +193,8 @@ def _log_while_compiling(recipe: str, reason: str) -> None:
 
 
 def _log_fallback(asked: str, ran: str, reason: str) -> None:
-    _log_once((asked, ran, reason), f"{asked}: {ran} attention runs instead, because {reason}")
+    if (asked, ran, reason) not in _logged:
+        _log_once((asked, ran, reason), f"{asked}: {ran} attention runs instead, because {reason}")
 
 
 def _log_slow(plan: Plan) -> None:

@@ -103,17 +103,17 @@ def find(
     if modes_are_active():
         return None
     try:
+        if not is_plain(query, key, value):
+            return None
         of_mask = None
         if mask is not None:
             if not is_plain(mask):
                 return None
-            of_mask = mask.shape, mask.stride(), mask.dtype, mask.device, mask.layout
-        if not is_plain(query, key, value):
-            return None
+            of_mask = mask.shape, mask.stride(), mask.dtype, mask.device
         return _slot(
-            *(query.shape, query.stride(), query.dtype, query.device, query.layout),
-            *(key.shape, key.stride(), key.dtype, key.device, key.layout),
-            *(value.shape, value.stride(), value.dtype, value.device, value.layout),
+            *(query.shape, query.stride(), query.dtype, query.device),
+            *(key.shape, key.stride(), key.dtype, key.device),
+            *(value.shape, value.stride(), value.dtype, value.device),
             of_mask,
             *options,
         )
@@ -137,9 +137,15 @@ def modes_are_active() -> bool:
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes."""
+    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes.
+
+    Tensors without memory are not: those without elements, and zeros that no memory holds.
+    """
     for x in tensors:
-        if x.__class__ not in _PLAIN or x.data_ptr() % ALIGNMENT or x.is_neg() or x._is_zerotensor():
+        if type(x) not in _PLAIN or x.is_neg():
+            return False
+        address = x.data_ptr()
+        if address == 0 or address % ALIGNMENT:
             return False
     return True
 
@@ -175,8 +181,13 @@ class ExactCall:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
-        attend = self._attend_directly if self.direct else self._attend
-        output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
+        if self.direct and self.cudnn:
+            output = F.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            )
+        else:
+            attend = self._attend_directly if self.direct else self._attend
+            output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
         return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
 
     def _attend_directly(
