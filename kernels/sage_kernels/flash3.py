@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .call import Call
-from .registry import Request, register_exact
+from .registry import Attend, Request, register_exact
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,22 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        call, operator = call.for_kernel(), _operator()
+        return self.bind(call)(call.query, call.key, call.value)
+
+    def bind(self, call: Call) -> Attend:
+        """Return the function of Q, K and V that computes calls like this one."""
+        operator = _operator()
         assert operator is not None
-        query, key, value = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
         splits = 0 if call.q_len <= FEW_QUERIES else 1  # 0: as it finds best
-        output, *_ = operator(query, key, value, softmax_scale=call.scale, is_causal=call.is_causal, num_splits=splits)
-        return output.transpose(1, 2)
+        attend = partial(operator, softmax_scale=abs(call.scale), is_causal=call.is_causal, num_splits=splits)
+        negative = call.scale < 0
+
+        def bound(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            query = -query if negative else query
+            output: torch.Tensor = attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
+            return output.transpose(1, 2)
+
+        return bound
 
 
 def register_kernels() -> None:

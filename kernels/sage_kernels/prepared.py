@@ -21,7 +21,7 @@ from . import costs, dispatch, exact, registry
 from .call import Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
-from .registry import Plan, get_forward, get_quantizer
+from .registry import Attend, BindingExact, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
@@ -214,27 +214,21 @@ class ExactCall:
 
 @dataclass(slots=True, eq=False)
 class KernelCall:
-    """Call of exact attention by a kernel that cannot be rehearsed.
+    """Call of exact attention by a kernel that binds its options (`registry.BindingExact`).
 
     Attributes:
         plan: as in `Prepared`.
-        attend: the kernel's function.
-        recipe, is_causal, causal_offset, scale: as in `Call`.
+        attend: the bound function.
     """
 
     plan: Plan
-    attend: Callable[[Call], torch.Tensor]
-    recipe: Recipe
-    is_causal: bool
-    causal_offset: int
-    scale: float
+    attend: Attend
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        options = self.is_causal, self.causal_offset, self.scale
-        return self.attend(Call(query, key, value, self.recipe, Mask.of(mask, key.shape[2]), *options)), None
+        return self.attend(query, key, value), None
 
 
 @dataclass(slots=True, eq=False)
@@ -262,8 +256,7 @@ class TapedCall:
 
 def is_step(plan: Plan) -> bool:
     """Return whether a plan is that of a step of decoding, whose length recurs in each layer: to prepare at once."""
-    own = registry.get_exact(plan.kernel)
-    return own is not None and own.repeats and plan.request.q_len < costs.DECODED_QUERIES
+    return plan.numerics == "exact" and plan.request.q_len < costs.DECODED_QUERIES
 
 
 def prepare_exact(
@@ -312,8 +305,7 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     if plan.numerics != "exact" or (own is not None and own.repeats):
         return _prepare_launches(call, plan) if call.query.is_cuda else None
     if own is not None:
-        options = call.is_causal, call.causal_offset, call.scale
-        return KernelCall(plan, own.attend, get_recipe(plan.recipe), *options)
+        return KernelCall(plan, own.bind(call)) if isinstance(own, BindingExact) else None
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
     return prepare_exact(

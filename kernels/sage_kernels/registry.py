@@ -208,6 +208,18 @@ class Exact(Protocol):
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of Q, K and V that returns the output of `Exact.attend`."""
+
+
+@runtime_checkable
+class BindingExact(Exact, Protocol):
+    """Kernel of exact attention, called by an operator, that decides by sizes and options alone."""
+
+    def bind(self, call: Call) -> Attend:
+        """Return the function that computes calls like this one, which differ in values only."""
+
+
 class Outcome(NamedTuple):
     """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
 
