@@ -214,6 +214,31 @@ class ExactCall:
 
 @dataclass(slots=True, eq=False)
 class KernelCall:
+    """Call of exact attention by a kernel that cannot be rehearsed.
+
+    Attributes:
+        plan: as in `Prepared`.
+        attend: the kernel's function.
+        recipe, is_causal, causal_offset, scale: as in `Call`.
+    """
+
+    plan: Plan
+    attend: Callable[[Call], torch.Tensor]
+    recipe: Recipe
+    is_causal: bool
+    causal_offset: int
+    scale: float
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Attend."""
+        options = self.is_causal, self.causal_offset, self.scale
+        return self.attend(Call(query, key, value, self.recipe, Mask.of(mask, key.shape[2]), *options)), None
+
+
+@dataclass(slots=True, eq=False)
+class BoundCall:
     """Call of exact attention by a kernel that binds its options (`registry.BindingExact`).
 
     Attributes:
@@ -305,7 +330,10 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     if plan.numerics != "exact" or (own is not None and own.repeats):
         return _prepare_launches(call, plan) if call.query.is_cuda else None
     if own is not None:
-        return KernelCall(plan, own.bind(call)) if isinstance(own, BindingExact) else None
+        if isinstance(own, BindingExact):
+            return BoundCall(plan, own.bind(call))
+        options = call.is_causal, call.causal_offset, call.scale
+        return KernelCall(plan, own.attend, get_recipe(plan.recipe), *options)
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
     return prepare_exact(
