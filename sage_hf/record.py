@@ -7,6 +7,7 @@ Calls inside a compiled graph have no layer: what ran in them is counted togethe
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from sage_kernels.registry import Outcome, Plan, Request, exact_plan
 logger = logging.get_logger(__name__)
 
 PLANS_PER_LAYER = 256
+UNCOUNTED = 256
 SLOW_SCORES = 2**26
 """Number of scores (batch · heads · q_len · kv_len) from which an emulated call is called slow: a CPU core takes 10 to
 40 ns for each."""
@@ -66,6 +68,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
+_outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 _observers: list[Callable[[AttentionCall], None]] = []
 _logged: set[tuple[str, ...]] = set()
@@ -110,12 +113,14 @@ def compiled_outcomes() -> Counter[Outcome]:
     Exact attention inside a compiled graph is PyTorch's own and is not counted, whether it was asked for or took over
     because gradients were wanted.
     """
+    _count_outside()
     return _compiled.copy()
 
 
 def clear() -> None:
     """Forget all plans, and which messages were logged."""
     _plans.clear()
+    _outside.clear()
     _compiled.clear()
     _logged.clear()
 
@@ -140,12 +145,20 @@ def file_plan(plan: Plan) -> None:
             plans = _plans.setdefault(layers[-1], deque(maxlen=PLANS_PER_LAYER))
         plans.append(plan)
     else:
-        with _lock:
-            _compiled[plan.outcome] += 1
+        _outside.append(plan)
+        if len(_outside) >= UNCOUNTED:
+            _count_outside()
     if plan.is_fallback:
         _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
     if plan.kernel == "reference":
         _log_slow(plan)
+
+
+def _count_outside() -> None:
+    """Count the plans of calls outside any layer, which takes longer than to keep them for a while."""
+    with _lock, contextlib.suppress(IndexError):
+        while True:
+            _compiled[_outside.popleft().outcome] += 1
 
 
 def notify_observers(

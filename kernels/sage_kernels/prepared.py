@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,17 @@ from .registry import Attend, BindingExact, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
 logger = logging.getLogger(__name__)
 
 CALLS = 512
 """Calls that are remembered; of more, those used least lately are forgotten."""
+AT_HAND, FINDS = 8, 64
+"""Calls with the same options that are at hand; and after how many finds another one is put there again."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
 
@@ -60,11 +67,13 @@ class Slot:
         prepared: the call, if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
+        found: how often the prepared call was found by its facts.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
+    found: int = 0
 
     def prepare(
         self,
@@ -83,12 +92,18 @@ def _slot(*facts: object) -> Slot:
     return Slot()
 
 
-registry.forgetters.append(_slot.cache_clear)
+_at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Any, Slot], ...]] = {}
+"""By whether there is no mask, and the options: prepared calls found of late, each with what compares tensors to its
+own at once, as the compiler of PyTorch does; the facts of `_slot` are a dozen of attributes."""
 
 
 def forget() -> None:
     """Forget all prepared calls."""
     _slot.cache_clear()
+    _at_hand.clear()
+
+
+registry.forgetters.append(forget)
 
 
 def find(
@@ -102,27 +117,43 @@ def find(
     """
     if modes_are_active():
         return None
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    kind = mask is None, options
     try:
-        if not is_plain(query, key, value):
+        for alike, slot in _at_hand.get(kind, ()):
+            if alike.check(*tensors) and _begin_aligned(*tensors):
+                return slot
+        if not is_plain(*tensors):
             return None
-        of_mask = None
-        if mask is not None:
-            if not is_plain(mask):
-                return None
-            of_mask = mask.shape, mask.stride(), mask.dtype, mask.device
-        return _slot(
-            *(query.shape, query.stride(), query.dtype, query.device),
-            *(key.shape, key.stride(), key.dtype, key.device),
-            *(value.shape, value.stride(), value.dtype, value.device),
-            of_mask,
-            *options,
-        )
+        slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
     except (
         AttributeError,
         RuntimeError,
         TypeError,
     ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
         return None
+    if slot.prepared is not None:
+        slot.found += 1
+        if slot.found % FINDS == 1:
+            _put_at_hand(slot, tensors, kind)
+    return slot
+
+
+def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
+    """Let `find` compare a call's tensors to these first, and return the slot for them."""
+    if TensorGuards is None or (kind not in _at_hand and len(_at_hand) == CALLS):
+        return
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
+
+
+def _begin_aligned(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors begin at multiples of 16 bytes."""
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    return addresses % ALIGNMENT == 0
 
 
 def modes_are_active() -> bool:
