@@ -14,4 +14,8 @@ def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
     As in diffusers, attention with different numbers of queries and keys is not skipped.
     """
     modes = torch.overrides._get_current_function_mode_stack()
-    return bool(modes) and any(isinstance(mode, tuple(score_skip_modes)) for mode in modes) and query.shape[2] == value.shape[2]
+    return (
+        bool(modes)
+        and any(isinstance(mode, tuple(score_skip_modes)) for mode in modes)
+        and query.shape[2] == value.shape[2]
+    )

@@ -262,7 +262,8 @@ def _load(module: str) -> ModuleType:
 
 
 def _capability(x: torch.Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device)
+    """Return that of the tensor's GPU; of the current one for a tensor without memory."""
+    return torch.cuda.get_device_capability(x.device if x.is_cuda else None)
 
 
 def _unsupported(request: Request) -> str:
