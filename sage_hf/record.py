@@ -70,7 +70,8 @@ _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
-_observers: list[Callable[[AttentionCall], None]] = []
+observers: list[Callable[[AttentionCall], None]] = []
+"""Functions that `observe` has called with every eager call."""
 _logged: set[tuple[str, ...]] = set()
 _lock = threading.Lock()
 
@@ -128,11 +129,11 @@ def clear() -> None:
 @contextmanager
 def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
     """Call `callback` after every eager `sage_attention` call of any thread while the block runs."""
-    _observers.append(callback)
+    observers.append(callback)
     try:
         yield
     finally:
-        _observers.remove(callback)
+        observers.remove(callback)
 
 
 def file_plan(plan: Plan) -> None:
@@ -174,12 +175,12 @@ def notify_observers(
 ) -> None:
     """Describe the thread's latest call to the observers, if there are any; arguments as in `AttentionCall`."""
     plan, _thread.latest = _thread.latest, None
-    if _observers and plan is not None:
+    if observers and plan is not None:
         layer = _thread.layers[-1] if _thread.layers else None
         call = AttentionCall(
             *(layer, query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output, plan)
         )
-        for observer in tuple(_observers):
+        for observer in tuple(observers):
             observer(call)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,9 @@ def compile_backward(call: Call, plan: Plan) -> None:
     kind = plan.backward, plan.recipe, call.query.device, call.query.dtype, *sizes, call.mask.kind, call.is_causal
     if kind not in _begun:
         _begun.add(kind)
-        stand_in = replace(
-            call,
-            **{name: _without_memory(getattr(call, name)) for name in ("query", "key", "value")},
-            mask=Mask.of_keys(None if call.mask.valid is None else _without_memory(call.mask.valid)),
-        )
+        query, key, value = (_without_memory(x) for x in (call.query, call.key, call.value))
+        mask = Mask.of_keys(None if call.mask.valid is None else _without_memory(call.mask.valid))
+        stand_in = replace(call, query=query, key=key, value=value, mask=mask)
         _start(_compile_launches, stand_in, plan, call.query.device)
 
 
@@ -75,10 +74,10 @@ def _without_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _start(function: object, *arguments: object) -> None:
-    thread = threading.Thread(target=function, args=arguments)  # type: ignore[arg-type]
-    _threads.append(thread)
+def _start(function: Callable[..., None], *arguments: object) -> None:
+    thread = threading.Thread(target=function, args=arguments)
     thread.start()
+    _threads.append(thread)  # before the thread ends that starts it, which is waited for
 
 
 def _compile_launches(call: Call, plan: Plan, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -47,22 +47,21 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self.bind(call)(call.query, call.key, call.value)
+        return self.bind(call)(*(x.transpose(1, 2) for x in (call.query, call.key, call.value))).transpose(1, 2)
 
     def bind(self, call: Call) -> Attend:
-        """Return the function of Q, K and V that computes calls like this one."""
+        """Return the function of tensors with tokens before heads that computes calls like this one."""
         operator = _operator()
         assert operator is not None
         splits = 0 if call.q_len <= FEW_QUERIES else 1  # 0: as it finds best
-        attend = partial(operator, softmax_scale=abs(call.scale), is_causal=call.is_causal, num_splits=splits)
+        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": splits}
         negative = call.scale < 0
 
-        def bound(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            query = -query if negative else query
-            output: torch.Tensor = attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))[0]
-            return output.transpose(1, 2)
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = operator(-query if negative else query, key, value, **options)[0]
+            return output
 
-        return bound
+        return attend
 
 
 def register_kernels() -> None:

@@ -7,6 +7,7 @@ of tracing, of transforms and of modes that want to see operators.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,10 +26,9 @@ from .registry import Attend, BindingExact, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
-try:
+TensorGuards: Any = None
+with contextlib.suppress(ImportError):
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Prepared(Protocol):
-    """Call that is ready to be repeated.
+    """Call that is ready to be repeated."""
 
-    Attributes:
-        plan: what runs.
-    """
-
-    plan: Plan
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -67,12 +65,14 @@ class Slot:
         prepared: the call, if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
+        tokens_first: the calls' tensors are (batch, tokens, heads, channels).
         found: how often the prepared call was found by its facts.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
+    tokens_first: bool = False
     found: int = 0
 
     def prepare(
@@ -84,7 +84,9 @@ class Slot:
         """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
         if self.calls == 2 or at_once:
-            self.prepared, self.announce = make(), announce
+            made = make()
+            self.prepared = TokensFirstCall(made) if made is not None and self.tokens_first else made
+            self.announce = announce
 
 
 @lru_cache(maxsize=CALLS)
@@ -121,8 +123,12 @@ def find(
     kind = mask is None, options
     try:
         for alike, slot in _at_hand.get(kind, ()):
-            if alike.check(*tensors) and _begin_aligned(*tensors):
-                return slot
+            if alike.check(*tensors):
+                addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+                if mask is not None:
+                    addresses |= mask.data_ptr()
+                if addresses % ALIGNMENT == 0:
+                    return slot
         if not is_plain(*tensors):
             return None
         slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
@@ -146,14 +152,6 @@ def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
-
-
-def _begin_aligned(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors begin at multiples of 16 bytes."""
-    addresses = 0
-    for x in tensors:
-        addresses |= x.data_ptr()
-    return addresses % ALIGNMENT == 0
 
 
 def modes_are_active() -> bool:
@@ -274,7 +272,7 @@ class BoundCall:
 
     Attributes:
         plan: as in `Prepared`.
-        attend: the bound function.
+        attend: the bound function, of tensors with tokens before heads.
     """
 
     plan: Plan
@@ -284,7 +282,8 @@ class BoundCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        return self.attend(query, key, value), None
+        output = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return output.transpose(1, 2), None
 
 
 @dataclass(slots=True, eq=False)
@@ -308,6 +307,39 @@ class TapedCall:
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
         output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
         return output, others[0] if self.return_lse else None
+
+
+@dataclass(slots=True, eq=False)
+class TokensFirstCall:
+    """Call whose tensors are (batch, tokens, heads, channels), and its output too.
+
+    Attributes:
+        call: the call of their transposes.
+    """
+
+    call: Prepared
+
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
+        return self.call.plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        call = self.call
+        if isinstance(call, BoundCall):
+            return call.attend(query, key, value), None
+        if not isinstance(call, TapedCall):  # which reads addresses alone
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        output, lse = call(query, key, value, mask)
+        return output.transpose(1, 2), lse
+
+
+def heads_first(call: Prepared) -> Prepared:
+    """Return the call of tensors (batch, heads, tokens, channels)."""
+    return call.call if isinstance(call, TokensFirstCall) else call
 
 
 def is_step(plan: Plan) -> bool:

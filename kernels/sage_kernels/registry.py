@@ -209,7 +209,7 @@ class Exact(Protocol):
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of Q, K and V that returns the output of `Exact.attend`."""
+"""Function of Q, K and V, (batch, tokens, heads, channels), that returns the output so."""
 
 
 @runtime_checkable

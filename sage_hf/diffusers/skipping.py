@@ -8,6 +8,11 @@ import torch
 score_skip_modes: list[type] = []
 
 
+def function_modes_are_active() -> bool:
+    """Return whether any mode replaces PyTorch's functions, as a layer skip does."""
+    return bool(torch._C._len_torch_function_stack())
+
+
 def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether this attention, of (B, H, N, D) tensors, runs inside diffusers' `AttentionScoreSkipFunctionMode`.
 
