@@ -2,7 +2,7 @@
 
 python benchmarks/first_calls.py --output benchmarks/results
 
-writes <gpu>-first_calls.json. Its rows have call, recipe and kernel (what ran), and times: "import_s" of sage_hf once
+writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of sage_hf once
 torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the second one, and
 "exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the cores.
 """
@@ -110,11 +110,6 @@ def main() -> None:
     if args.call:
         print(json.dumps(measure_call(**CALLS[args.call])))
         return
-    rows = []
-    for name in args.calls:
-        rows.append(run_alone(name))
-        print(rows[-1], flush=True)
-
     import torch
     from record import git_commit
 
@@ -123,8 +118,12 @@ def main() -> None:
     found = facts(torch.device("cuda"), git_commit() if args.commit is None else args.commit)
     path = args.output / f"{found['gpu'].lower().replace(' ', '-')}-first_calls.json"
     args.output.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))
-    path.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    rows = []
+    for name in args.calls:
+        rows.append(run_alone(name))
+        print(rows[-1], flush=True)
+        lines = ",\n".join(map(json.dumps, rows))
+        path.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
     print(f"wrote {path}")
 
 
