@@ -2,9 +2,10 @@
 
 python benchmarks/first_calls.py --output benchmarks/results
 
-writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of sage_hf once
-torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the second one, and
-"exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the cores.
+writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of
+sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
+second one, and "exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the
+cores.
 """
 
 from __future__ import annotations
