@@ -147,10 +147,18 @@ def find(
 
 def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
     """Let `find` compare a call's tensors to these first, and return the slot for them."""
+    global TensorGuards
     if TensorGuards is None or (kind not in _at_hand and len(_at_hand) == CALLS):
         return
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    try:
+        alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if not alike.check(*tensors):
+            return
+    except (RuntimeError, SystemError, TypeError) as error:  # another PyTorch's takes other arguments
+        logger.info("prepared calls are found by their facts alone: %s: %s", type(error).__name__, error)
+        TensorGuards = None
+        return
     _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
 
 
