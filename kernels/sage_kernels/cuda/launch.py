@@ -19,6 +19,10 @@ from .context import device_context
 from .parameters import HEADER, header, packer
 
 
+WAIT = 0.1
+"""Seconds in which machine code that was compiled before is read."""
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """A source of this folder with its compile-time constants.
@@ -106,6 +110,9 @@ def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     threads = [threading.Thread(target=_try_to_compile, args=(source, arch)) for source in sources]
     for thread in threads:
         thread.start()
+    threads[0].join(WAIT)
+    if threads[0].is_alive():  # so that the next call waits for nothing
+        rehearsal.load()
     for thread in threads:
         thread.join()
 
