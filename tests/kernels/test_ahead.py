@@ -41,14 +41,22 @@ def described(launch):
     return launch.kernel.__name__, launch.grid, arguments, launch.options
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The launches that are compiled ahead."""
+    from sage_kernels.language import launch
+
+    compiled = []
+    monkeypatch.setattr(launch, "compile_together", lambda launches, device: compiled.extend(launches))
+    return compiled
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"padded": True}], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_compiled_is_what_the_backward_pass_launches(kernel, options, monkeypatch):
+def test_what_is_compiled_is_what_the_backward_pass_launches(kernel, options, compiled):
     from sage_kernels.language.launch import recording
 
     call, plan = call_of(kernel, **options)
-    found = []
-    monkeypatch.setattr(ahead, "_compile", lambda launch, device: found.append(described(launch)))
     output, saved = dispatch.attend_and_save(call, "native")  # on a CPU by the reference
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     backward = BackwardCall(output, call.value, output, saved, 64, call.recipe, call.mask, call.is_causal, 0, 0.125)
@@ -56,18 +64,19 @@ def test_what_is_compiled_is_what_the_backward_pass_launches(kernel, options, mo
         get_backward(kernel).backward(backward)
     ahead.compile_backward(call, plan)
     ahead.wait()
-    assert sorted(found, key=str) == sorted(map(described, launches), key=str)
+    assert [described(launch) for launch in compiled] == [described(launch) for launch in launches]
 
 
-def test_calls_of_one_kind_compile_once_and_those_who_wait_wait(monkeypatch):
+def test_calls_of_one_kind_compile_once_and_those_who_wait_wait(compiled, monkeypatch):
     call, plan = call_of(KERNELS[0])
-    waited, done = threading.Event(), []
-    monkeypatch.setattr(ahead, "_compile", lambda launch, device: waited.wait(20) and done.append(launch))
+    waited, kernel = threading.Event(), get_backward(KERNELS[0])
+    backward = kernel.backward
+    monkeypatch.setattr(type(kernel), "backward", lambda self, call: waited.wait(20) and backward(call))
     for _ in range(2):
         ahead.compile_backward(call, plan)
     threading.Timer(0.2, waited.set).start()
     ahead.wait()
-    assert len(done) == len(set(map(id, done))) == 4
+    assert len(compiled) == 4
 
 
 def test_what_does_not_compile_is_left_to_the_launch(monkeypatch):
@@ -76,6 +85,6 @@ def test_what_does_not_compile_is_left_to_the_launch(monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(ahead, "launches_of_backward", fail)
+    monkeypatch.setattr(type(get_backward(KERNELS[0])), "compile", fail)
     ahead.compile_backward(call, plan)
     ahead.wait()

@@ -18,7 +18,6 @@ from .compiler import CompileError, Cubin, Macro, checked
 from .context import device_context
 from .parameters import HEADER, header, packer
 
-
 WAIT = 0.1
 """Seconds in which machine code that was compiled before is read."""
 

@@ -158,6 +158,13 @@ class Int8Backward:
         """Compute gradients; see `int8_backward.backward`."""
         return _load("int8_backward").backward(call, _capability(call.value))
 
+    def compile(self, call: BackwardCall, device: torch.device) -> None:
+        """Compile for a GPU what `backward` launches."""
+        launch = import_module("..language.launch", __package__)
+        with torch.cuda.device(device), launch.recording() as launches:
+            self.backward(call)
+        launch.compile_together(launches, device)
+
 
 @dataclass(frozen=True)
 class NVFP4Forward:
