@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_hf
 from sage_hf.app.cli import main
-from sage_hf.bench import command, measure_models, model_peers, models, plots, tables
+from sage_hf.bench import command, measure, measure_models, model_peers, models, plots, tables
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
@@ -307,9 +307,11 @@ def test_the_command_writes_the_results_of_the_models_and_providers_asked_for(mo
         arguments = ["--providers", "default", "sage_hf:sage_bwd", "--layers", "4", "--output", str(tmp_path)]
         assert main(["bench", "--model", name, *arguments]) == 0
     assert asked == {"models": ["mochi"], "providers": {"default", "sage_hf:sage_bwd"}, "layers": 4}
+    assert main(["bench", "--model", "sdxl", "mochi", "flux-512", "--output", str(tmp_path / "more")]) == 0
+    assert asked["models"] == ["sdxl", "mochi", "flux-512"]  # in this order, however long there is time
     path = tmp_path / "nvidia-h200-models.json"
     assert [one["name"] for one in json.loads(path.read_text())["rows"]] == ["mochi", "sdxl"]
-    assert list(tmp_path.iterdir()) == [path] and "MOCHI" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.*")) == [path] and "MOCHI" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["models.py", "--render", str(path)])
     forward.main(model=["all"])
     assert "| MOCHI | eager | 2 | – |" in capsys.readouterr().out
@@ -326,3 +328,8 @@ def test_only_the_providers_of_a_kind_of_step_measure_it():
     training = {one.name for one in TRAINING_MODEL_PROVIDERS}
     assert "sage_hf:sage_bwd" in training and training.isdisjoint({"fa3", "sageattention2", "sage_hf:sage2"})
     assert next(iter(MODEL_PROVIDERS)).name == next(iter(TRAINING_MODEL_PROVIDERS)).name == "default"
+
+
+def test_results_name_the_commit_that_the_environment_tells(monkeypatch):
+    monkeypatch.setenv("SAGE_HF_COMMIT", "abc")
+    assert measure.facts(CPU, "")["commit"] == "abc" and measure.facts(CPU, "def")["commit"] == "def"

@@ -19,6 +19,7 @@ class EfficientAttention:
 
     name = "efficient"
     repeats = False
+    tokens_first = False
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -34,15 +35,13 @@ class EfficientAttention:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self.bind(call)(call.query, call.key, call.value, None)
+        return self.bind(call)(call.query, call.key, call.value)
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
         is_causal, scale = call.is_causal, call.scale
 
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             if scale <= 0:  # which it would multiply masked scores by
                 return exact.sdpa(query, key, value, is_causal=is_causal, scale=scale)
             output, *_ = _operator(query, key, value, None, False, 0.0, is_causal, scale=scale)

@@ -31,6 +31,7 @@ class FlashAttention3:
 
     name = "fa3"
     repeats = False
+    tokens_first = True
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -46,7 +47,7 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self.bind(call)(call.query, call.key, call.value, None)
+        return self.bind(call)(*(x.transpose(1, 2) for x in (call.query, call.key, call.value))).transpose(1, 2)
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
@@ -56,12 +57,9 @@ class FlashAttention3:
         options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": splits}
         assert operator is not None
 
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            output, *_ = operator(-query if negative else query, key, value, **options)
-            return output.transpose(1, 2)
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = operator(-query if negative else query, key, value, **options)[0]
+            return output
 
         return attend
 

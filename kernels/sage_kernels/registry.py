@@ -124,8 +124,12 @@ class Backward(Kernel, Protocol):
         """
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(query, key, value, mask) -> output, for the tensors of calls that agree in all else."""
+@runtime_checkable
+class CompilingBackward(Backward, Protocol):
+    """Kernel that computes gradients, and can compile what it launches before there are any."""
+
+    def compile(self, call: BackwardCall, device: torch.device) -> None:
+        """Compile for a GPU what `backward` launches; the call's tensors are on the meta device."""
 
 
 class Exact(Protocol):
@@ -146,9 +150,19 @@ class Exact(Protocol):
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query, key, value) -> output, for the tensors of calls that agree in all else."""
+
+
 @runtime_checkable
 class BoundExact(Exact, Protocol):
-    """Kernel of exact attention that finds out once what calls like one need."""
+    """Kernel of exact attention that finds out once what calls like one need; it serves no masks.
+
+    Attributes:
+        tokens_first: the bound function's tensors are (batch, tokens, heads, channels).
+    """
+
+    tokens_first: bool
 
     def bind(self, call: Call) -> Attend:
         """Return what attends for such calls; it keeps none of this one's tensors."""

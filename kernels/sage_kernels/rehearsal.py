@@ -187,8 +187,19 @@ def rehearsing() -> Iterator[Rehearsal]:
         _current.reset(token)
 
 
+def load() -> None:
+    """Import what PyTorch imports at the first rehearsal, which takes seconds."""
+    with rehearsing() as rehearsal:
+        rehearsal.stand_in(torch.empty(1)).new_empty(1)
+
+
 class _NoMemory(TorchDispatchMode):
     """Refuse operators that allocate memory on a GPU, which all repetitions of a call would share."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have `__torch_dispatch__` as it is: what hides it from the compiler imports that, which takes seconds."""
+        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -155,7 +155,7 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
 
 
 def _execute_models(args: argparse.Namespace, commit: str) -> None:
-    """Measure models, and write <gpu>-models.json after each.
+    """Measure models in the order in which they are named, and write <gpu>-models.json after each.
 
     Rows that this file has of other models and providers stay, if machine, versions and commit are the same.
     """
@@ -164,6 +164,7 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"--layers {args.layers}: a model has at least 1")
     models = _chosen("--model", None if ALL in args.model else args.model, MODELS)
+    models.sort(key=lambda model: args.model.index(model.name) if model.name in args.model else 0)
     providers = _chosen("--providers", args.providers, (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS))
     device = _gpu(args.device)
     args.output.mkdir(parents=True, exist_ok=True)

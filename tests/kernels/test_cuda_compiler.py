@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_kernels.cuda import compiler
+from sage_kernels.cuda import compiler, launch
 from sage_kernels.testing.aot import machine_code
 
 pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
@@ -28,7 +29,7 @@ COMPILE_SLOWLY = """
 import sys, time
 from pathlib import Path
 from cuda.bindings import nvrtc
-from sage_kernels.cuda import compiler
+from sage_kernels.cuda import compiler, launch
 
 compiler.SOURCES = compiler.HEADERS = Path(sys.argv[1])
 calls, compile = 0, nvrtc.nvrtcCompileProgram
@@ -253,6 +254,19 @@ def test_threads_compile_a_source_once(cache, calls, tmp_path, monkeypatch):
         cubins = list(pool.map(lambda _: compiler.compile("kernel.cu", {"FACTOR": 3}), range(4)))
     assert cubins == cubins[:1] * 4
     assert len(calls) == 1
+
+
+def test_the_kernels_of_a_call_compile_at_the_same_time(folder, tmp_path, monkeypatch):
+    """And one that does not compile keeps the others from nothing."""
+    from cuda.bindings import nvrtc
+
+    both, compile_program = threading.Barrier(3, timeout=60), nvrtc.nvrtcCompileProgram
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *args: both.wait() >= 0 and compile_program(*args))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    sources = [launch.Source("kernel.cu", {}, {"FACTOR": factor}) for factor in (3, 5, "?")]
+    kernels = tuple(launch.Kernel(source, "scale", 32) for source in (*sources, sources[0]))
+    launch.compile_together(kernels, torch.device("cuda", 0))
+    assert len(cached_files(tmp_path)) == 2
 
 
 def test_processes_compile_a_source_once(folder):

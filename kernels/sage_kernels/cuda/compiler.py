@@ -45,6 +45,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 _VERSION = re.compile(r"(\d+)\.(\d+)\.cubin")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _lock = threading.Lock()
+_locks: dict[_Program, threading.Lock] = {}
 _unstored: dict[Path, Cubin] = {}
 _unusable: set[Path] = set()
 
@@ -105,6 +106,8 @@ def compile(
     if reason := _unlaunchable():
         raise CompileError(f"{program} cannot be had: {reason}")
     with _lock:
+        lock = _locks.setdefault(program, threading.Lock())
+    with lock:
         if cubin := _cached(program):
             return cubin
         if reason := _forbidden() or missing():

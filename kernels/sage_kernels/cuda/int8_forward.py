@@ -17,7 +17,7 @@ from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import quantize, tokens
-from .launch import Kernel, Source, launch
+from .launch import Kernel, Source, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
@@ -255,12 +255,26 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
-        operands = quantize.quantize_operands(call, padding, leaves_query=True)
+    padded, return_lse = padding is not None, lse is not None
+    if quantizer.name == "int8_quantize_hopper":
+        leaves_query = _leaves_query(call, padded, return_lse)
+        attend = kernel(_config(call, padded, leaves_query), call.is_causal, return_lse, output.dtype)
+        compile_together((attend, *quantize.kernels_of(call, padded)), output.device)
+        operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
     forward(operands, output, lse, call, padding)
     return operands
+
+
+def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
+    recipe, channels = call.recipe, power_of_two(call.query.shape[3])
+    return Config.of(
+        *(channels, recipe.pv, call.kv_len, call.is_causal, padded),
+        heavy=0 < recipe.heavy_keys < call.kv_len,
+        centred=recipe.smooth_k,
+        quantizes_query=quantizes_query,
+    )
 
 
 def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
@@ -268,14 +282,10 @@ def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
 
     The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
     """
-    recipe, query = call.recipe, call.query
-    heavy = 0 < recipe.heavy_keys < call.kv_len
-    if return_lse or not (heavy and recipe.rotate) or 0 in query.stride():
+    heavy = 0 < call.recipe.heavy_keys < call.kv_len
+    if return_lse or not (heavy and call.recipe.rotate) or 0 in call.query.stride():
         return False
-    channels = power_of_two(query.shape[3])
-    return Config.of(
-        channels, recipe.pv, call.kv_len, call.is_causal, padded, heavy, recipe.smooth_k, True
-    ).quantizes_query
+    return _config(call, padded, quantizes_query=True).quantizes_query
 
 
 def forward(

@@ -237,6 +237,16 @@ def unavailable(request: Request) -> str:
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
+def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:
+    """Return the kernels of `quantize_operands` for a call."""
+    channels = power_of_two(call.query.shape[3])
+    return kernels(channels, call.query.dtype, call.recipe.pv, call.return_lse, _features(call, padded))
+
+
+def _features(call: Call, padded: bool) -> Features:
+    return Features(call.recipe.rotate, call.recipe.balance, call.heavy_keys, padded, call.chooses_heavy_keys)
+
+
 def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
@@ -254,9 +264,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         CompileError: see `launch.launch`.
     """
     tail = call.tail
-    features = Features(
-        call.recipe.rotate, call.recipe.balance, call.heavy_keys, padding is not None, call.chooses_heavy_keys
-    )
+    features = _features(call, padding is not None)
     query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
@@ -326,7 +334,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         spans=None if padding is None else padding.spans,
         paddings=paddings,
     )
-    statistics, quantize = kernels(channels, query.dtype, pv, return_lse, features)
+    statistics, quantize = kernels_of(call, padding is not None)
     query_tokens, distance = Tokens.of(query), ceil_div(q_len, BALANCE_QUERIES)
     balance = Balance(
         factors=operands.balance,

@@ -159,6 +159,13 @@ class Int8Backward:
         """Compute gradients; see `int8_backward.backward`."""
         return _load("int8_backward").backward(call, _capability(call.value))
 
+    def compile(self, call: BackwardCall, device: torch.device) -> None:
+        """Compile for a GPU what `backward` launches."""
+        launch = import_module("..language.launch", __package__)
+        with torch.cuda.device(device), launch.recording() as launches:
+            self.backward(call)
+        launch.compile_together(launches, device)
+
 
 @dataclass(frozen=True)
 class NVFP4Forward:
@@ -264,7 +271,8 @@ def _load(module: str) -> ModuleType:
 
 
 def _capability(x: torch.Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device)
+    """Return that of the tensor's GPU; of the current one for a tensor without memory."""
+    return torch.cuda.get_device_capability(x.device if x.is_cuda else None)
 
 
 def _unsupported(request: Request) -> str:
