@@ -127,6 +127,7 @@ class Arguments:
             `spans` count heavy keys; kv_len and causal_offset are those of the others.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
+        parts: of each item of the last round, unless the call is causal.
         valid_stride, spans_stride: from batch element to batch element.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
@@ -150,6 +151,7 @@ class Arguments:
     kv_rows: Int
     causal_offset: Int
     heads_at_once: Int
+    parts: Int
     valid_stride: Int
     spans_stride: Int
     query_factors_stride: Int
@@ -320,6 +322,8 @@ def forward(
         value = tensor_map(operands.value.view(-1, kv_rows), (channels, config.value_width), config.value_width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = 1 if is_causal else last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if quantizes_query:
         query_map = tensor_map(query, box, LINE_BYTES)
     else:
@@ -350,6 +354,7 @@ def forward(
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
+        parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
@@ -366,11 +371,19 @@ def forward(
         query_tokens=NO_TOKENS if heavy is None or quantizes_query else Tokens.of(call.query),
         arguments=arguments,
     )
-    blocks = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
     launch(
         kernel(config, is_causal, lse is not None, output.dtype),
-        blocks,
+        min(items * parts, multiprocessors),
         parameters,
         device,
         dependent=True,
     )
+
+
+def last_parts(items: int, blocks: int, warpgroups: int) -> int:
+    """Return in how many parts the items are split that up to so many blocks have left for a last round.
+
+    Each part has the rows of some of an item's warpgroups; with fewer of them a block takes less time.
+    """
+    left = items % blocks
+    return min(warpgroups, blocks // left) if left else 1

@@ -169,7 +169,7 @@ class Features:
 
     def statistic_rows(self, channels: int) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
-        candidates = SHARERS * 2 * BLOCK // channels if self.choice else 0
+        candidates = SHARERS * 2 * BLOCK // channels + 1 if self.choice else 0
         return self.factors_row + self.rotate + 2 * SHARERS * self.balance + self.padded + candidates
 
     @property

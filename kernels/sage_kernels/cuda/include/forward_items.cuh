@@ -86,6 +86,7 @@ struct alignas(16) ValueScales {
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
+  int warpgroups;       // that have rows of it, the first ones
   int tiles;            // of keys; at least 1, of which a row may see nothing
   int first, in_order;  // the tile to begin with, and how many follow one another; the one before it comes last
 
@@ -107,10 +108,18 @@ struct alignas(256) Control {
 static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
 // Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
-// first, and blocks change order from round to round.
+// first, and blocks change order from round to round. Of others a head's last may have fewer rows: blocks take turns
+// with these. Those that are left for the last round are split in parts, so that more blocks have some.
 DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
-  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;
+  int index = round * grid + (!CAUSAL ? turn : round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  int first = 0, end = WARPGROUPS;
+  if (!CAUSAL && index >= whole) {
+    const int part = (index - whole) % a.parts;
+    index = whole + (index - whole) / a.parts;
+    first = part * WARPGROUPS / a.parts, end = (part + 1) * WARPGROUPS / a.parts;
+  }
   if (index >= items) return false;
   int block, pair;
   if (CAUSAL) {
@@ -125,7 +134,8 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.batch = pair / a.q_heads;
   item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
-  item.first_row = block * BLOCK_M;
+  item.first_row = block * BLOCK_M + first * WARPGROUP_ROWS;
+  item.warpgroups = min(end - first, (a.q_len - item.first_row + WARPGROUP_ROWS - 1) / WARPGROUP_ROWS);
   int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] - HEAVY * HEAVY_KEYS : a.kv_len;
   if (CAUSAL) keys = min(keys, item.first_row + BLOCK_M + a.causal_offset);
   item.in_order = (keys + BLOCK_N - 1) / BLOCK_N;
@@ -138,5 +148,5 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
     item.in_order -= item.first;
   }
   item.tiles = max(1, max(0, item.in_order) + before);
-  return true;
+  return item.warpgroups > 0;
 }

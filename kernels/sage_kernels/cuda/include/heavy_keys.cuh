@@ -118,10 +118,7 @@ struct HeavyRows : Rows {
 
   // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
   static DEVICE uint32 pack_16bit(float a, float b) {
-    if (FLOAT16) return pack_float16(a, b);
-    uint32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-    return y;
+    return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b);
   }
 
   // Make the heavy keys' scores x, but for Q's factor, their weights p, and add these to the rows' sums: relative to

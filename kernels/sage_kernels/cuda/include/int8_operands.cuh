@@ -63,11 +63,18 @@ DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
   return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
 }
 
+// Return whether any first key has left its place.
+DEVICE bool is_exchanged(const Statistics& s, uint32 pair) {
+  const uint2 taken = *reinterpret_cast<const uint2*>(line(s, pair, TAKEN));
+  return taken.x | taken.y;
+}
+
 // Load what is in the places of heavy keys among the thread's tokens, `number(i)` behind the `first`: the keys, or
 // values, whose places these took.
 template <int N, typename Number>
 DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 pair, int first, Number number,
                            uint32 (&x)[N][4]) {
+  if (!is_exchanged(s, pair)) return;
   bool chosen[N], some = false;
 #pragma unroll
   for (int i = 0; i < N; i++) some |= chosen[i] = is_chosen(s, pair, first + number(i));
@@ -223,10 +230,11 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
   wait_for_previous_kernel();
+  const bool exchanged = CHOICE && is_exchanged(s, pair);
 #pragma unroll
   for (int i = 0; CHOICE && i < TILE_ROWS; i++) {
     const int token = first + i * APART;
-    if (!is_chosen(s, pair, token)) continue;
+    if (!exchanged || !is_chosen(s, pair, token)) continue;
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++)
       reader.load<true>(token % PLACES - PLACES - first, section * SECTION + channel < s.head_dim, x[i][section],

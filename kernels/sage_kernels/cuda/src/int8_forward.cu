@@ -186,14 +186,31 @@ struct Consumer : HeavyRows {
     arrive_as_warp(barriers.ending_empty);
   }
 
+  // Leave an item to the other warpgroups, which have rows of it.
+  DEVICE void pass_item(int round) {
+    item.tiles = items[q_stage].tiles;
+    arrive_as_warp(barriers.q_empty[q_stage]);
+    tiles = 0;
+    parity ^= 1;
+    leave_tiles();
+    parity ^= 1;
+    wait(barriers.ending_full, round & 1);
+    arrive_as_warp(barriers.ending_empty);
+  }
+
   DEVICE void run() {
     parity = 0;
 #pragma unroll 1
     for (int round = 0;; round++) {
       q_stage = round % QUERY_STAGES;
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
+      // Beside P in float16 three warpgroups have registers for the item only behind this.
+      if (items[q_stage].tiles == 0) break;
+      if (warpgroup >= items[q_stage].warpgroups) {
+        pass_item(round);
+        continue;
+      }
       item = items[q_stage];
-      if (item.tiles == 0) break;
       tiles = item.tiles;
       if (SKIPS) {
         const int keys = min(a.kv_len, item.first_row + (warpgroup + 1) * WARPGROUP_ROWS + a.causal_offset);

@@ -66,31 +66,30 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
                          of_value ? s.v_head_dim : s.head_dim, 0);
   const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
   Found found;
-  __shared__ Partial partial;
-  __shared__ float mean_query[CHOICE ? CHANNELS : 1];
+  __shared__ alignas(16) Partial partials[2];
+  uint32 mean_query[4];
   if (of_value) {
-    found = reduce_blocks<true>(reader, s, pair, valid, sums, mean_query, partial);
+    found = reduce_blocks<true>(reader, s, pair, valid, sums, mean_query, balance.softmax_scale, partials);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   } else {
-    if (BALANCE)
-      line(s, pair, SQUARES + SHARERS + sharer)[threadIdx.x] = squares_of_sample(query, s, balance, pair, partial);
-    if (CHOICE) find_mean_query(query, s, balance, pair, mean_query, partial);
-    found = reduce_blocks<false>(reader, s, pair, valid, sums, mean_query, partial);
+    // The block begins with the other one of `partials`.
+    if (BALANCE || CHOICE) read_queries(query, s, balance, pair, partials[1], mean_query);
+    found = reduce_blocks<false>(reader, s, pair, valid, sums, mean_query, balance.softmax_scale, partials);
     if (BALANCE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
   }
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
   if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
   sync_cluster();
-  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < HEAVY_KEYS) choose_heavy_key(s, pair, threadIdx.x);
   const float tokens = PADDED ? total_count(counts) : all;
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
   float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens);
   if (ROTATE && !of_value) {
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
     prepare_rotation(s, balance, pair, channel, mean, tokens);
-    return;
   }
+  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < HEAVY_KEYS) choose_heavy_key(s, pair, threadIdx.x);
+  if (ROTATE && !of_value) return;
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
     line(s, pair, KEY_MEAN)[channel] = mean;
