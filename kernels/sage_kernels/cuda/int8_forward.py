@@ -12,7 +12,7 @@ from ..call import Call
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
@@ -109,7 +109,8 @@ class Config:
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
         query = 1 + 2 if self.quantizes_query else STAGES
         of_tiles = query * self.block_m + STAGES * (1 + value) * self.block_n
-        return (of_tiles + sums * self.block_m + 4 * HEAVY_KEYS * self.heavy) * self.head_dim + CONTROL_BYTES
+        heavy = 4 * HEAVY_KEYS * self.heavy + 2 * MEAN_PARTS * self.quantizes_query
+        return (of_tiles + sums * self.block_m + heavy) * self.head_dim + CONTROL_BYTES
 
 
 @dataclass(slots=True)
@@ -121,7 +122,8 @@ class Arguments:
         query_factors: (batch, kv_heads, CHANNELS), the bits of the factors of Q's rotation, if Q comes in 16 bits.
         key_scale: bfloat16 (batch, kv_heads, kv_rows / KEY_BLOCK, 4): thread i of a quad has the i-th.
         value_scale, value_mean: (batch, kv_heads, CHANNELS).
-        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets; or None.
+        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets, and heavy keys' scores
+            lose unless Q comes in 16 bits; or None.
         lse: (batch, q_heads, q_len), or None.
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count heavy keys; kv_len and causal_offset are those of the others.
@@ -168,7 +170,8 @@ class Parameters:
         key: boxes (1, BLOCK_N, CHANNELS).
         value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
-        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
+        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP; if Q comes in 16 bits, those of
+            heavy_key have MEAN_PARTS more rows.
         query_tokens: Q in 16 bits, beside heavy keys and Q in INT8, or NO_TOKENS.
         arguments: the others.
     """
@@ -210,6 +213,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
         "HEAVY_KEYS": HEAVY_KEYS,
+        "MEAN_PARTS": MEAN_PARTS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
     return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
@@ -331,9 +335,8 @@ def forward(
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
-        of_heads = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (
-            tensor_map(x.view(-1, channels), of_heads, LINE_BYTES) for x in (heavy.key, heavy.value)
+            tensor_map(x.view(-1, channels), (x.shape[2], LINE_CHANNELS), LINE_BYTES) for x in (heavy.key, heavy.value)
         )
     arguments = Arguments(
         query_scale=operands.query_scale,

@@ -311,36 +311,37 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   }
 }
 
-// Write the heavy keys of one pair, without the mean, within the range of their 16 bits unless they are infinite; or
-// their V as it is. If they are the first ones, they lie before the tokens that `tokens` describes.
+// Write K's mean as rows in 16 bits: what each leaves is in the next one, the last ones are zeros.
+DEVICE void write_mean(const Statistics& s, uint16* into, uint32 pair) {
+  if (threadIdx.x >= CHANNELS) return;
+  float left = line(s, pair, KEY_MEAN)[threadIdx.x];
+#pragma unroll
+  for (int i = 0; i < MEAN_PARTS; i++) {
+    const uint32 part = i >= 3 ? 0 : FLOAT16 ? to_float16(left, 0.0f) : to_bfloat16(left, 0.0f);
+    into[i * CHANNELS + threadIdx.x] = part;
+    left = __fsub_rn(left, first_of(part));
+  }
+}
+
+// Write the heavy keys of one pair, or their V, as they are. If they are the first ones, they lie before the tokens that
+// `tokens` describes.
 template <bool OF_VALUE>
-DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool in_order = true) {
+DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool with_mean = false) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
   const KeyReader reader(tokens, s, pair, first - HEAVY_KEYS, 0, channel, OF_VALUE ? s.v_head_dim : s.head_dim);
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; !CHOICE && i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
-  if (CHOICE || !OF_VALUE) wait_for_previous_kernel();
+  if (CHOICE || with_mean) wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; CHOICE && i < LOADS; i++)
     reader.load<true>(s.chosen[pair * HEAVY_KEYS + first + i * ROWS] - first, reader.has(i * ROWS), x[i]);
-  if (!OF_VALUE) {
-    float mean[8];
-    load_floats(line(s, pair, KEY_MEAN) + channel, mean);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++)
-#pragma unroll
-      for (int w = 0; w < 4; w++) {
-        const float a = __fsub_rn(first_of(x[i][w]), mean[2 * w]), b = __fsub_rn(second_of(x[i][w]), mean[2 * w + 1]);
-        const uint32 kept = not_finite(x[i][w]);
-        x[i][w] = (FLOAT16 ? to_float16(a, b) : to_bfloat16(a, b)) & ~kept | x[i][w] & kept;
-        if (PADDED && !reader.has(i * ROWS)) x[i][w] = 0;
-      }
-  }
+  const int64 rows = static_cast<int64>(pair) * (HEAVY_KEYS + with_mean * MEAN_PARTS);
+  if (with_mean) write_mean(s, into + (rows + HEAVY_KEYS) * CHANNELS, pair);
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
-    const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + first + i * ROWS;
-    if (OF_VALUE || in_order) {
+    const int64 row = rows + first + i * ROWS;
+    if (OF_VALUE || with_mean) {
       reinterpret_cast<uint4*>(into)[row * LANES + lane % LANES] = make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]);
     } else {  // in the order of `layout.heavy_order`
 #pragma unroll

@@ -46,6 +46,7 @@ ASSERT_SIGNS(SIGNS_2);
 ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
               "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
+static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8 rows, of three parts of K's mean and zeros, for a matrix product");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16,
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
       quantize_key<false>(key, s, o, pair, number);
   } else if (HEAVY_KEYS && number >= of_key_and_value) {
     if (number == of_key_and_value)
-      copy_heavy<false>(key, s, o.heavy_key, pair, o.heavy_key_in_order);
+      copy_heavy<false>(key, s, o.heavy_key, pair, o.heavy_key_with_mean);
     else
       copy_heavy<true>(value, s, o.heavy_value, pair);
   } else if (PV_FLOAT16) {
