@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,11 @@ def measure(before: Path | None, commit: str, before_commit: str) -> dict[str, A
         for case in CASES:
             tensors = case.tensors()
             calls = [caller(name, case, on) for name, on in sides]
-            graphs = [captured(lambda call=call: call(*tensors)) for call in calls]  # type: ignore[misc]
+            graphs = [captured(partial(call, *tensors)) for call in calls]
             before_ms, after_ms = (round(ms, 4) for ms in medians(graphs))
-            print(f"{case.recipe} {case.shape}: {before_ms} → {after_ms} ms, {after_ms / before_ms - 1:+.1%}", flush=True)
+            print(
+                f"{case.recipe} {case.shape}: {before_ms} → {after_ms} ms, {after_ms / before_ms - 1:+.1%}", flush=True
+            )
             rows.append({"recipe": case.recipe, "shape": case.shape, "before_ms": before_ms, "after_ms": after_ms})
             del graphs, tensors
             torch.cuda.empty_cache()

@@ -134,14 +134,12 @@ struct HeavyRows : Rows {
   }
 
   // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
-  static DEVICE uint32 pack_16bit(float a, float b) {
-    return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b);
-  }
+  static DEVICE uint32 pack_16bit(float a, float b) { return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b); }
 
   // Make the heavy keys' scores x, less `mean_score`, but for Q's factor, their weights p, and add these to the rows'
   // sums: relative to the others' weights, unless they outgrow 1. `others` is what these have of the sums, and the
-  // outputs are to be multiplied by `factor`, which also divides by the power of two near the sum, lest V times a weight
-  // be infinite.
+  // outputs are to be multiplied by `factor`, which also divides by the power of two near the sum, lest V times a
+  // weight be infinite.
   DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], const float (&mean_score)[2], uint32 (&p)[HEAVY_SCORES / 2],
                                float (&factor)[2], float (&others)[2]) {
     int place = quad;

@@ -230,6 +230,16 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
   wait_for_previous_kernel();
+  // All loads are under way before the first is waited for.
+  const float* means = line(s, pair, ROTATED_MEAN) + channel;
+  const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
+  float mean[SECTIONS][8];
+  uint4 factor[SECTIONS];
+#pragma unroll
+  for (int section = 0; section < SECTIONS; section++) {
+    load_floats(means + section * SECTION, mean[section]);
+    factor[section] = *reinterpret_cast<const uint4*>(factors + section * SECTION);
+  }
   const bool exchanged = CHOICE && is_exchanged(s, pair);
 #pragma unroll
   for (int i = 0; CHOICE && i < TILE_ROWS; i++) {
@@ -241,15 +251,12 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
                         section * SECTION);
   }
   TileFloats y;
-  const float* means = line(s, pair, ROTATED_MEAN) + channel;
-  const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
-  rotate(x, factors, y, [&](int section, float (&of_first)[8], float (&of_second)[8]) {
-    float mean[8];
-    load_floats(means + section * SECTION, mean);
+  auto of_section = [&](int section) { return factor[section]; };
+  rotate(x, of_section, y, [&](int section, float (&of_first)[8], float (&of_second)[8]) {
 #pragma unroll
     for (int c = 0; c < 8; c++) {
-      of_first[c] = WHOLE || reader.has(0) ? mean[c] : 0.0f;
-      of_second[c] = WHOLE || reader.has(APART) ? mean[c] : 0.0f;
+      of_first[c] = WHOLE || reader.has(0) ? mean[section][c] : 0.0f;
+      of_second[c] = WHOLE || reader.has(APART) ? mean[section][c] : 0.0f;
     }
   });
   float largest = larger_magnitude(largest_of(y[0]), largest_of(y[1]));
@@ -323,8 +330,8 @@ DEVICE void write_mean(const Statistics& s, uint16* into, uint32 pair) {
   }
 }
 
-// Write the heavy keys of one pair, or their V, as they are. If they are the first ones, they lie before the tokens that
-// `tokens` describes.
+// Write the heavy keys of one pair, or their V, as they are. If they are the first ones, they lie before the tokens
+// that `tokens` describes.
 template <bool OF_VALUE>
 DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool with_mean = false) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
@@ -374,13 +381,15 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 #pragma unroll
   for (int i = 0; i < 8; i++) reader.load<true>(number(i), has(number(i)), x[i]);
   wait_for_previous_kernel();
-  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, number, x);
-
   const float* means = s.value_mean + pair * CHANNELS + channel;
   const float* inverses = line(s, pair, VALUE_INVERSE) + channel;
+  // Those of the first channel, which bring the others' to the cache, are under way before a flag is waited for.
+  const float first_mean = means[0], first_inverse = inverses[0];
+  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, number, x);
+
   // Scale a channel of the thread's tokens, and return the sum of its errors over the warp's tokens.
   auto scale = [&](int c, float (&y)[8]) {
-    const float mean = means[c], inverse = inverses[c];
+    const float mean = c == 0 ? first_mean : means[c], inverse = c == 0 ? first_inverse : inverses[c];
     int sum = -8 * ERROR_ROUNDER;
 #pragma unroll
     for (int i = 0; i < 8; i++) {

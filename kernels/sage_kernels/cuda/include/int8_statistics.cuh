@@ -42,7 +42,7 @@ struct Partial {
 // that is not finite counts as 0.
 template <typename Load>
 DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][CHANNELS]) {
-  constexpr int LOADED = 4;  // at once
+  constexpr int LOADED = 2;  // at once
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float squares[8] = {};
 #pragma unroll 1
@@ -104,14 +104,16 @@ DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4],
 }
 
 // Reduce 128 tokens of K, or of V. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
-// With CHOICE, find K's products with a mean query. Return whether a sum of the thread is not finite.
-template <bool OF_VALUE, bool CAREFUL>
-DEVICE bool reduce_tokens(const KeyReader& reader, const uint32 (&mean_query)[4], Partial& partial) {
+// With CHOICE, find K's products with a mean query, which is there when `prepare`, called while the tokens are on their
+// way, is done. Return whether a sum of the thread is not finite.
+template <bool OF_VALUE, bool CAREFUL, typename Prepare>
+DEVICE bool reduce_tokens(const KeyReader& reader, Prepare prepare, const uint32 (&mean_query)[4], Partial& partial) {
   constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
   for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
+  prepare();
   if constexpr (CHOICE && !OF_VALUE) {
 #pragma unroll
     for (int i = 0; CAREFUL && i < 16; i++)
@@ -255,78 +257,6 @@ DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
   if (place % 32 == 0) reinterpret_cast<uint32*>(line(s, pair, TAKEN))[place / 32] = taken;
 }
 
-struct Found {
-  float largest, smallest;
-  bool finite;  // all are
-  float squares;
-  int count;  // of tokens that exist, if some may not
-};
-
-// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
-// `threadIdx.x`, and the sum of K's squares; with CHOICE write K's candidates for heavy keys.
-template <bool OF_VALUE>
-DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, uint32 pair, const uint8* valid, float* sums,
-                           const uint32 (&mean_query)[4], float softmax_scale, Partial (&partials)[2]) {
-  constexpr bool SQUARES = BALANCE && !OF_VALUE;
-  constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
-  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
-  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
-  float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
-  bool finite = true;
-  int count = 0, heaviest[SCORED];
-  float heaviest_score[SCORED];
-#pragma unroll
-  for (int i = 0; i < SCORED; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
-#pragma unroll 1
-  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
-    // Two in turn: threads write to one while others read what they wrote to the other.
-    Partial& partial = partials[block / SHARERS % 2];
-    bool careful = (block + 1) * BLOCK > tokens;
-    if (PADDED) {
-      int exist = 0;
-      for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
-        exist += __syncthreads_count(token < tokens && valid[token]);
-      careful |= exist < BLOCK;
-      count += exist;
-    }
-    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, mean_query, partial));
-    if (careful) {
-      reduce_tokens<OF_VALUE, true>(reader, mean_query, partial);
-      if (SQUARES)  // read again: a thread lacks registers for this beside the other
-        sum_squares(
-            16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
-      __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) {
-      const int token = block * BLOCK + scored_token(i);
-      const float found = __fmul_rn(score_of(partial, i), softmax_scale);
-      const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
-      float score = scored ? found : -INFINITE;
-      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
-      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
-      if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
-    }
-    *sum = total_of_warps(partial.sum);
-    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
-    sum += SHARERS * CHANNELS;
-    reader.skip(SHARERS * BLOCK);
-#pragma unroll
-    for (int i = 0; OF_VALUE && i < WARPS; i++) {
-      auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
-      largest = fmaxf(largest, half(partial.largest[i]));
-      smallest = fminf(smallest, half(partial.smallest[i]));
-      finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < KEYS; i++) {
-    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
-    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
-  }
-  return {largest, smallest, finite, squares, count};
-}
-
 // Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
 // LANES channels each; all of a block's threads call, those of the first LANES get the mean.
 DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
@@ -387,6 +317,86 @@ DEVICE void read_queries(const Tokens& query, const Statistics& s, const Balance
   mean[threadIdx.x] = __fdiv_rn(total_of_warps(partial.sum), count);
   __syncthreads();
   split_query(mean, mean_query);
+}
+
+struct Found {
+  float largest, smallest;
+  bool finite;  // all are
+  float squares;
+  int count;  // of tokens that exist, if some may not
+};
+
+// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
+// `threadIdx.x`, and the sum of K's squares; beside K read what is needed of Q, and with CHOICE write K's candidates
+// for heavy keys.
+template <bool OF_VALUE>
+DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Balance& b, uint32 pair,
+                           const uint8* valid, float* sums) {
+  __shared__ alignas(16) Partial partials[2];
+  constexpr bool SQUARES = BALANCE && !OF_VALUE;
+  constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
+  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
+  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
+  float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
+  bool finite = true, prepared = OF_VALUE || !(BALANCE || CHOICE);
+  uint32 mean_query[4];
+  auto prepare = [&] {  // with the partial that is not the first block's
+    if (!prepared) read_queries(query, s, b, pair, partials[1], mean_query);
+    prepared = true;
+  };
+  int count = 0, heaviest[SCORED];
+  float heaviest_score[SCORED];
+#pragma unroll
+  for (int i = 0; i < SCORED; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
+#pragma unroll 1
+  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
+    // Two in turn: threads write to one while others read what they wrote to the other.
+    Partial& partial = partials[block / SHARERS % 2];
+    bool careful = (block + 1) * BLOCK > tokens;
+    if (PADDED) {
+      int exist = 0;
+      for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
+        exist += __syncthreads_count(token < tokens && valid[token]);
+      careful |= exist < BLOCK;
+      count += exist;
+    }
+    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare, mean_query, partial));
+    if (careful) {
+      reduce_tokens<OF_VALUE, true>(reader, prepare, mean_query, partial);
+      if (SQUARES)  // read again: a thread lacks registers for this beside the other
+        sum_squares(
+            16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+      const int token = block * BLOCK + scored_token(i);
+      const float found = __fmul_rn(score_of(partial, i), b.softmax_scale);
+      const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
+      float score = scored ? found : -INFINITE;
+      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
+      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
+      if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
+    }
+    *sum = total_of_warps(partial.sum);
+    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
+    sum += SHARERS * CHANNELS;
+    reader.skip(SHARERS * BLOCK);
+#pragma unroll
+    for (int i = 0; OF_VALUE && i < WARPS; i++) {
+      auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
+      largest = fmaxf(largest, half(partial.largest[i]));
+      smallest = fminf(smallest, half(partial.smallest[i]));
+      finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
+    }
+  }
+  prepare();  // a block without tokens has a share of Q
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
+    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
+  }
+  return {largest, smallest, finite, squares, count};
 }
 
 // Return a sum of counts by sharer, at least 1.

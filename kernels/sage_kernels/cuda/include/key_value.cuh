@@ -16,7 +16,7 @@ enum Line {
   COUNTS = SQUARES + 2 * SHARERS * BALANCE,  // of tokens that exist, by sharer: of K, then of V
   HEAVIEST = COUNTS + PADDED,                // of the keys of each sharer: see `Candidates`
   TAKEN = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS,  // bits of places that other keys than the first take
-  SUMS = TAKEN + CHOICE  // of K's blocks of 128 tokens, then of V's
+  SUMS = TAKEN + CHOICE                                        // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 

@@ -67,16 +67,12 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
                          of_value ? s.v_head_dim : s.head_dim, 0);
   const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
   Found found;
-  __shared__ alignas(16) Partial partials[2];
-  uint32 mean_query[4];
   if (of_value) {
-    found = reduce_blocks<true>(reader, s, pair, valid, sums, mean_query, balance.softmax_scale, partials);
+    found = reduce_blocks<true>(reader, query, s, balance, pair, valid, sums);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   } else {
-    // The block begins with the other one of `partials`.
-    if (BALANCE || CHOICE) read_queries(query, s, balance, pair, partials[1], mean_query);
-    found = reduce_blocks<false>(reader, s, pair, valid, sums, mean_query, balance.softmax_scale, partials);
+    found = reduce_blocks<false>(reader, query, s, balance, pair, valid, sums);
     if (BALANCE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
   }
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
