@@ -278,6 +278,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         heavy = HeavyKeys(
             new(batch, kv_heads, key_rows, channels, dtype=query.dtype), new(*heavy_shape, dtype=query.dtype)
         )
+    reads_mean = return_lse or (heavy is not None and not leaves_query)
     operands = Int8Operands(
         query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
         new(0) if leaves_query else new(*q_shape),
@@ -286,7 +287,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         new(batch, kv_heads, *value_shape, dtype=VALUE_DTYPES[pv]),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
-        new(*q_shape) if return_lse or (heavy is not None and not leaves_query) else None,
+        new(*q_shape) if reads_mean else None,
         heavy,
         new(batch, kv_heads, channels) if features.balance else None,
         lines[:, :, features.factors_row] if leaves_query and features.rotate else None,
@@ -323,7 +324,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         pairs=pairs,
         q_heads=q_heads,
         q_blocks=q_blocks,
-        leading_query_blocks=0 if return_lse or heavy is not None or features.rotate else min(LEADING_QUERY_BLOCKS, query_blocks),
+        leading_query_blocks=0 if reads_mean or features.rotate else min(LEADING_QUERY_BLOCKS, query_blocks),
         q_len=q_len,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
