@@ -81,7 +81,7 @@ CASES = (
     Case("sage2", 2, 32, 16384, 64),
     Case("sage2", 2, 32, 16384, 64, is_causal=True),
     Case("sage2", 2, 30, 17776, 64),
-    Case("sage2", 1, 24, 44520, 128),
+    Case("sage2", 1, 24, 44776, 128),
     Case("sage2", 1, 32, 32768, 128, 8, is_causal=True),
 )
 
