@@ -240,15 +240,17 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
     load_floats(means + section * SECTION, mean[section]);
     factor[section] = *reinterpret_cast<const uint4*>(factors + section * SECTION);
   }
-  const bool exchanged = CHOICE && is_exchanged(s, pair);
+  if constexpr (CHOICE) {
+    const bool exchanged = is_exchanged(s, pair);
 #pragma unroll
-  for (int i = 0; CHOICE && i < TILE_ROWS; i++) {
-    const int token = first + i * APART;
-    if (!exchanged || !is_chosen(s, pair, token)) continue;
+    for (int i = 0; i < TILE_ROWS; i++) {
+      const int token = first + i * APART;
+      if (!exchanged || !is_chosen(s, pair, token)) continue;
 #pragma unroll
-    for (int section = 0; section < SECTIONS; section++)
-      reader.load<true>(token % PLACES - PLACES - first, section * SECTION + channel < s.head_dim, x[i][section],
-                        section * SECTION);
+      for (int section = 0; section < SECTIONS; section++)
+        reader.load<true>(token % PLACES - PLACES - first, section * SECTION + channel < s.head_dim, x[i][section],
+                          section * SECTION);
+    }
   }
   TileFloats y;
   auto of_section = [&](int section) { return factor[section]; };

@@ -338,11 +338,10 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
-  bool finite = true, prepared = OF_VALUE || !(BALANCE || CHOICE);
+  bool finite = true;
   uint32 mean_query[4];
-  auto prepare = [&] {  // with the partial that is not the first block's
-    if (!prepared) read_queries(query, s, b, pair, partials[1], mean_query);
-    prepared = true;
+  auto prepare = [&](bool first) {  // with the partial that is not the first block's
+    if ((BALANCE || CHOICE) && !OF_VALUE && first) read_queries(query, s, b, pair, partials[1], mean_query);
   };
   int count = 0, heaviest[SCORED];
   float heaviest_score[SCORED];
@@ -352,6 +351,7 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
     // Two in turn: threads write to one while others read what they wrote to the other.
     Partial& partial = partials[block / SHARERS % 2];
+    auto prepare_once = [&] { prepare(block < SHARERS); };
     bool careful = (block + 1) * BLOCK > tokens;
     if (PADDED) {
       int exist = 0;
@@ -360,9 +360,9 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       careful |= exist < BLOCK;
       count += exist;
     }
-    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare, mean_query, partial));
+    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare_once, mean_query, partial));
     if (careful) {
-      reduce_tokens<OF_VALUE, true>(reader, prepare, mean_query, partial);
+      reduce_tokens<OF_VALUE, true>(reader, prepare_once, mean_query, partial);
       if (SQUARES)  // read again: a thread lacks registers for this beside the other
         sum_squares(
             16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
@@ -390,7 +390,7 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
     }
   }
-  prepare();  // a block without tokens has a share of Q
+  prepare(blockIdx.x % SHARERS >= s.sums);  // without tokens it has a share of Q
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
     Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);

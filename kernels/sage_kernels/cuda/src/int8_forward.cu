@@ -214,6 +214,7 @@ struct Consumer : HeavyRows {
         continue;
       }
       item = items[q_stage];
+      asm volatile("" : "+r"(q), "+r"(k), "+r"(v));  // else the main loop computes them anew for each product
       tiles = item.tiles;
       if (SKIPS) {
         const int keys = min(a.kv_len, item.first_row + (warpgroup + 1) * WARPGROUP_ROWS + a.causal_offset);
