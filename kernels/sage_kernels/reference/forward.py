@@ -63,7 +63,8 @@ class Heavy:
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys.
+        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys: in NVFP4 recipes rounded to the
+            caller's dtype, in INT8 ones not, because there the mean's scores are subtracted.
         value: (batch, kv_heads, keys, v_head_dim), with its mean.
         dtype: the caller's, to which P is rounded.
     """
@@ -136,7 +137,8 @@ def quantize_operands(
             key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
         heavy_key, heavy_value = key[..., :heavy_keys, :], value[..., :heavy_keys, :]
         if key_mean is not None:
-            heavy_key = (heavy_key - key_mean).to(dtype).float()
+            heavy_key = heavy_key - key_mean
+            heavy_key = heavy_key if recipe.qk == "int8" else heavy_key.to(dtype).float()
         heavy = Heavy(query, heavy_key, heavy_value, dtype)
     if key_mean is not None:
         key = key - key_mean

@@ -472,7 +472,7 @@ def nvfp4_forward(
             row_max, heavy_total, accumulator = attend_heavy_keys(
                 heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
                 mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, heavy_stride_token,
-                heavy_stride_channel, mask_stride_row, mask_stride_column,
+                heavy_stride_channel, mask_stride_row, mask_stride_column, None,
                 row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
                 CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
