@@ -148,7 +148,7 @@ def kernels(
     heavy_keys: int,
     choice: bool,
     padded: bool,
-    return_lse: bool,
+    mean_score: bool,
 ) -> tuple[Kernel, Kernel, Kernel]:
     """Return `reduce`, `means` and `quantize`.
 
@@ -160,7 +160,7 @@ def kernels(
         heavy_keys: of the call.
         choice: they are not just the first ones (`Call.chooses_heavy_keys`).
         padded: keys may be left out.
-        return_lse: whether Q's products with K's mean are written.
+        mean_score: whether Q's products with K's mean are written.
     """
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
     macros = {
@@ -177,7 +177,7 @@ def kernels(
         "PADDED": padded,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
-        "MEAN_SCORE": return_lse,
+        "MEAN_SCORE": mean_score,
         "SMOOTH_Q": recipe.smooth_q,
         "SMOOTH_K": recipe.smooth_k,
         "SMOOTH_V": recipe.smooth_v,
@@ -214,8 +214,8 @@ def unavailable(request: Request) -> str:
     heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
     rotation = _rotation(recipe, request.head_dim)
     choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not request.is_causal
-    padded = request.mask != "none"
-    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.return_lse)
+    padded, mean_score = request.mask != "none", request.return_lse or (request.is_causal and recipe.recent_keys > 0)
+    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, mean_score)
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))
 
@@ -269,7 +269,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         codes(batch, kv_heads, channels, rows // GROUP),
         new(batch, kv_heads),
         found.value_mean,
-        new(batch, q_heads, q_rows) if call.return_lse else None,
+        new(batch, q_heads, q_rows) if call.wants_mean_score else None,
         found,
         heavy,
     )
@@ -327,7 +327,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         call.heavy_keys,
         call.chooses_heavy_keys,
         valid is not None,
-        call.return_lse,
+        call.wants_mean_score,
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.balance else 0
