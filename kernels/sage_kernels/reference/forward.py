@@ -404,7 +404,8 @@ def _unquantized_parts(
         ages = torch.arange(recipe.recent_keys, device=recent.key.device)
         column = torch.arange(chunk.start, chunk.stop, device=ages.device)[:, None] + causal_offset - ages
         exists, column = (column >= heavy_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
-        key, value = recent.key[:, :, column], recent.value[:, :, column]  # (batch, kv_heads, rows, ages, channels)
+        # (batch, kv_heads, rows, ages, channels)
+        key, value = (torch.where(exists[..., None], x[:, :, column], 0.0) for x in (recent.key, recent.value))
         query = per_group(recent.query[:, :, chunk], kv_heads).transpose(2, 3)
         scores = (query @ key.transpose(-1, -2)).transpose(2, 3).flatten(1, 2) * scale
         if mask is not None:
