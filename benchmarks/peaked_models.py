@@ -7,8 +7,8 @@ The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with
 such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
 over all layers as in `peaked_table`; and "perplexity", the Llama's on held-out text with every recipe: its "change",
 the "standard_error" of that over windows of text, and the "divergence" (Kullback and Leibler's) of what the model
-predicts from what it predicts with exact attention. The divergence, in nats a byte, is the change that a text drawn from the
-model itself would have, and varies a third as much from text to text.
+predicts from what it predicts with exact attention. The divergence, in nats a byte, is the change that a text drawn
+from the model itself would have, and varies a third as much from text to text.
 """
 
 from __future__ import annotations
