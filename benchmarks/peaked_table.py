@@ -54,6 +54,8 @@ LABELS = {provider.name: provider.label for provider in PEERS}
 TENSORS = ("query", "key", "value")
 BATCH_ELEMENTS = 2**28
 """Largest number of elements of K in a batch of cases: the emulation takes about 40 bytes for each."""
+COMPILE_SECONDS = 30
+"""How long to begin compiling ahead; a call compiles what it lacks, and rows come from then on."""
 ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
 """Peers whose causal attention aligns the last query with the last key; others' call has as many queries as keys."""
 
@@ -147,7 +149,8 @@ def warm(cases: Sequence[Case]) -> None:
     """Compile on a GPU, in several processes, what the INT8 recipes need for the cases."""
     names = [name for name in OURS if RECIPES[name].qk == "int8"]
     # One of each kernel comes before others of it, which would wait for the same compiler.
-    call_in_processes(_compile, itertools.product((group[0] for group in alike(cases)), names, (False, True)))
+    each = itertools.product((group[0] for group in alike(cases)), names, (False, True))
+    call_in_processes(_compile, each, COMPILE_SECONDS)
 
 
 @torch.no_grad()
@@ -290,8 +293,9 @@ def main() -> None:
     missing = [case for case in cases if case.name not in there]
     if on_gpu:
         started = time.perf_counter()
+        print(f"compiling for {len(missing)} tensors", file=sys.stderr, flush=True)
         warm(missing)
-        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     rows = run(device, missing, PEERS if on_gpu else (), write)
     print(markdown(merged(rows, kept, cases)))
     if path is not None:

@@ -245,7 +245,8 @@ def test_a_part_that_cannot_run_ours_does_not_keep_the_other_from_it() -> None:
     ("name", "implementation"),
     [("llama", "sage_exact"), ("llama", "sage3"), ("mistral", "sage3"), ("gemma2", "sage3")],
 )
-def test_a_forward_compiles_into_one_graph(name: str, implementation: str) -> None:
+def test_a_forward_compiles_into_one_graph(name: str, implementation: str, no_recent_keys: None) -> None:
+    """Compiled, causality is a mask, for transformers cannot tell from tensors whether sequences are packed."""
     tiny = MODELS[name]
     model, inputs = tiny.build(implementation), tiny.inputs()
     plain = run(model, **inputs, use_cache=False)
