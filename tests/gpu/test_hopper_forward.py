@@ -122,6 +122,14 @@ def test_it_is_as_accurate_where_keys_do_not_exist(recipe, sizes, head_dim, v_he
             assert_as_accurate(operands, is_causal, offset, valid[:, None, None])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_warpgroups_leave_any_number_of_an_items_tiles(recipe, head_dim):
+    operands = Operands((1, 2, 1, 200, 700), head_dim, head_dim, torch.bfloat16, recipe).quantize()
+    for offset in range(-200, 700, 24):
+        assert_as_accurate(operands, True, offset)
+
+
 def assert_as_accurate(operands, is_causal, offset, mask=None):
     output, lse = operands.attend(hopper, is_causal, offset)
     expected, expected_lse = operands.attend(int8_forward, is_causal, offset)

@@ -61,6 +61,8 @@ constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && 
 constexpr bool HALVES = ERASES && BLOCK_N == 128;
 // Warpgroups whose rows see none of the item's last tiles leave them to the others.
 constexpr bool SKIPS = CAUSAL && !PADDED;
+static_assert(!SKIPS || ((WARPGROUPS - 1) * WARPGROUP_ROWS + BLOCK_N - 1) / BLOCK_N <= STAGES,
+              "a warpgroup must leave at most STAGES of an item's tiles: the last waits for the first one to be free");
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.

@@ -63,6 +63,8 @@ DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* token
 }
 
 // Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage, `end` follows the last.
+// It does not follow the tile that completes a round: the stage of that is free only when all warpgroups have left what
+// they do not attend to, and they wait for what `end` brings before they do.
 template <typename Load, typename End>
 DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load,
                           End end) {
@@ -76,8 +78,8 @@ DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES],
       wait(empty[stage], uses / STAGES & 1 ^ 1);
       arrive_expecting(full[stage], bytes);
       load(item, tile, stage);
+      if (tile == item.tiles - 1) end(item, round);
     }
-    end(item, round);
   }
 }
 
