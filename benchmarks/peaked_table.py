@@ -6,8 +6,9 @@ python benchmarks/peaked_table.py --device cpu --output benchmarks/results     #
 python benchmarks/peaked_table.py --render benchmarks/results/cpu-peaked.json  # print the table of a JSON
 
 Errors are relative L1 errors of the output against exact attention in float64, Σ|O - O'| / Σ|O|, on the tensors of
-`peaked`. The JSON is <device>-peaked.json, written as the rows come; a row has "tensor", "provider" (a recipe or a
-peer), "rel_l1" and, for recipes, "remedies" and "kernel".
+`peaked`. Short tensors come first, and of each those whose kernels are fast: others' and INT8's. The JSON is
+<device>-peaked.json, written whenever a provider is done with tensors of one size; a row has "tensor", "provider" (a
+recipe or a peer), "rel_l1" and, for recipes, "remedies" and "kernel".
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ LABELS = {provider.name: provider.label for provider in PEERS}
 TENSORS = ("query", "key", "value")
 BATCH_ELEMENTS = 2**28
 """Largest number of elements of K in a batch of cases: the emulation takes about 40 bytes for each."""
+COMPILE_SECONDS = 30
+"""How long to begin compiling ahead; a call compiles what it lacks, and rows come from then on."""
 ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
 """Peers whose causal attention aligns the last query with the last key; others' call has as many queries as keys."""
 
@@ -129,14 +132,14 @@ def alike(cases: Sequence[Case]) -> list[list[Case]]:
     """Return the cases in groups of equal sizes and causality, of at most BATCH_ELEMENTS elements of K each.
 
     The recipes run a group as one batch, whose samples do not know each other: the emulation takes most of its time to
-    launch what it computes.
+    launch what it computes. Groups with few keys and queries come first.
     """
     groups: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         causal = isinstance(case, Sinks) and case.causal
         groups[case.q_len, case.kv_len, case.q_heads, case.kv_heads, case.head_dim, causal].append(case)
     found = []
-    for group in groups.values():
+    for group in sorted(groups.values(), key=lambda group: group[0].q_len * group[0].kv_len):
         size = max(1, BATCH_ELEMENTS // (group[0].kv_heads * group[0].kv_len * group[0].head_dim))
         found += [group[start : start + size] for start in range(0, len(group), size)]
     return found
@@ -146,8 +149,8 @@ def warm(cases: Sequence[Case]) -> None:
     """Compile on a GPU, in several processes, what the INT8 recipes need for the cases."""
     names = [name for name in OURS if RECIPES[name].qk == "int8"]
     # One of each kernel comes before others of it, which would wait for the same compiler.
-    groups = sorted(alike(cases), key=lambda group: group[0].kv_len)
-    call_in_processes(_compile, itertools.product((group[0] for group in groups), names, (False, True)))
+    each = itertools.product((group[0] for group in alike(cases)), names, (False, True))
+    call_in_processes(_compile, each, COMPILE_SECONDS)
 
 
 @torch.no_grad()
@@ -171,7 +174,7 @@ def run(
         device: where to.
         cases: the tensors.
         peers: others' kernels to measure beside our recipes.
-        write: called with the rows so far after each group of `alike` cases.
+        write: called with the rows so far whenever a provider has measured a group of `alike` cases.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     seconds: dict[str, float] = defaultdict(float)
@@ -179,32 +182,47 @@ def run(
     def found() -> list[dict[str, Any]]:
         return [row for case in cases for row in rows.get(case.name, ())]
 
+    @contextmanager
+    def timed(provider: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        seconds[provider] += time.perf_counter() - started
+        write(found())
+
     for group in alike(cases):
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        samples = [case.draw(device).to(dtype) for case in group]
-        batch = samples[0]._replace(**{name: torch.cat([getattr(one, name) for one in samples]) for name in TENSORS})
-        truths, _ = exact.attention(*batch[:3], is_causal=batch.is_causal, causal_offset=batch.causal_offset)
+        with timed("exact"):
+            samples = [case.draw(device).to(dtype) for case in group]
+            tensors = {name: torch.cat([getattr(one, name) for one in samples]) for name in TENSORS}
+            batch = samples[0]._replace(**tensors)
+            truths, _ = exact.attention(*batch[:3], is_causal=batch.is_causal, causal_offset=batch.causal_offset)
         rows |= {case.name: [] for case in group}
-        for name in OURS:
-            started = time.perf_counter()
-            for case, of_sample in zip(group, measure_recipe(batch, truths, name), strict=True):
-                rows[case.name] += [{"tensor": case.name, **row} for row in of_sample]
-            seconds[name] += time.perf_counter() - started
-        del batch
         for peer in peers:
-            started = time.perf_counter()
-            for case, inputs, truth in zip(group, samples, truths, strict=True):
-                rows[case.name].append({"tensor": case.name, **measure_peer(inputs, truth[None], peer)})
-            seconds[peer.name] += time.perf_counter() - started
+            with timed(peer.name):
+                for case, inputs, truth in zip(group, samples, truths, strict=True):
+                    rows[case.name].append({"tensor": case.name, **measure_peer(inputs, truth[None], peer)})
+        for name in OURS:
+            with timed(name):
+                for case, of_sample in zip(group, measure_recipe(batch, truths, name), strict=True):
+                    rows[case.name] += [{"tensor": case.name, **row} for row in of_sample]
         for case in group:
             print(f"{case.name}: {_summary(rows[case.name])}", file=sys.stderr, flush=True)
-        write(found())
+        spent = ", ".join(f"{name} {total:.1f}" for name, total in seconds.items())
+        print(f"seconds, after {len(rows)} of {len(cases)} tensors: {spent}", file=sys.stderr, flush=True)
     for peer in peers:
         reasons = {row["unavailable"] for row in found() if row["provider"] == peer.name and "unavailable" in row}
         for why in sorted(reasons):
             print(f"note: {peer.name} is missing where: {why}", file=sys.stderr)
-    print("seconds: " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()), file=sys.stderr)
     return found()
+
+
+def complete(rows: Sequence[dict[str, Any]], peers: Sequence[Provider]) -> list[dict[str, Any]]:
+    """Return the rows of those tensors that every provider has measured."""
+    there = defaultdict(set)
+    for row in rows:
+        there[row["tensor"]].add(row["provider"])
+    wanted = {*OURS, *(peer.name for peer in peers)}
+    return [row for row in rows if wanted <= there[row["tensor"]]]
 
 
 def merged(
@@ -264,7 +282,7 @@ def main() -> None:
     if args.resume and path is not None and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         if {**before, "rows": [], "date": ""} == {**facts, "rows": [], "date": ""}:
-            kept = before["rows"]
+            kept = complete(before["rows"], PEERS if on_gpu else ())
     there = {row["tensor"] for row in kept}
 
     def write(rows: list[dict[str, Any]]) -> None:
@@ -275,8 +293,9 @@ def main() -> None:
     missing = [case for case in cases if case.name not in there]
     if on_gpu:
         started = time.perf_counter()
+        print(f"compiling for {len(missing)} tensors", file=sys.stderr, flush=True)
         warm(missing)
-        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     rows = run(device, missing, PEERS if on_gpu else (), write)
     print(markdown(merged(rows, kept, cases)))
     if path is not None:

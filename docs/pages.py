@@ -235,6 +235,9 @@ def peaked_models_errors() -> str:
         (
             peaked_table.markdown(result["rows"]),
             peaked_models.perplexity_markdown(result["perplexity"]),
+            "The same of `sage3` by the number of recent keys, over a quarter of this text:",
+            peaked_models.recent_markdown(result["recent_keys"]),
+            "Where the weight lies:",
             peaked_models.peaks_markdown(result["heads"]),
             sources("cpu-peaked_models"),
         )
@@ -267,6 +270,7 @@ def recipes() -> str:
         rotated = "balanced, rotated" if recipe.balance else "rotated" if recipe.rotate else "as they are"
         chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"
         heavy = f"{chosen} {recipe.heavy_keys}" if recipe.heavy_keys else "none"
+        heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
         rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
     return "\n".join(rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,8 +18,8 @@ from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_kernels import costs
-from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import Outcome, routing
+from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.registry import Outcome, Plan, routing
 
 UNATTRIBUTED = "(compiled, or no layer)"
 
@@ -38,6 +37,8 @@ class LayerRow:
         quantizer: the kernel that made the operands; "" if the attention kernel makes them itself.
         backward: the kernel that computes gradients; "" if none were wanted.
         calls: number of such calls, among the layer's latest 256.
+        heavy, chosen, recent: how many of these had heavy keys, chose them among all keys, and had recent ones
+            (`sage_kernels.recipe.Recipe`). Which keys were chosen, only the GPU knows.
         reason: why the recipe asked for did not run, or why nothing is known about this layer.
     """
 
@@ -50,6 +51,9 @@ class LayerRow:
     reason: str = ""
     quantizer: str = ""
     backward: str = ""
+    heavy: int = 0
+    chosen: int = 0
+    recent: int = 0
 
     @property
     def kernels(self) -> str:
@@ -108,11 +112,8 @@ class Explanation:
         text += [f"[{number}] {reason}" for reason, number in notes.items()]
         names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.compiled)]
         for name in dict.fromkeys(names):
-            if name in RECIPES and (heavy := RECIPES[name].heavy_keys):
-                which = f"{heavy} keys of each sequence in 16 bits, in calls with more keys: the first ones"
-                if RECIPES[name].heavy_choice == "heaviest":
-                    which += ", or heavier ones in their places where no causality or mask of scores orders keys"
-                text.append(f"* {name}: {which}")
+            if name in RECIPES and RECIPES[name].heavy_keys:
+                text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
         text += [
@@ -152,11 +153,41 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
     for name, layer in target.layers.items():
         recipes, reason = asked_of(layer)
         row = LayerRow(target.label(name), recipes, reason=reason)
-        ran = Counter(plan.outcome for plan in record.last_plans(layer)) if recipes else Counter()
-        if not ran:
+        plans: dict[Outcome, list[Plan]] = {}
+        for plan in record.last_plans(layer) if recipes else ():
+            plans.setdefault(plan.outcome, []).append(plan)
+        if not plans:
             yield row
-        for outcome, calls in ran.items():
-            yield _make_row(row.layer, outcome, calls)
+        for outcome, alike in plans.items():
+            heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, alike), strict=True))
+            ran = _make_row(row.layer, outcome, len(alike))
+            yield replace(ran, heavy=heavy, chosen=chosen, recent=recent)
+
+
+def _counts(plan: Plan) -> tuple[bool, bool, bool]:
+    """Return whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
+    request, recipe = plan.request, get_recipe(plan.recipe)
+    dense = not request.mask.startswith("block")
+    heavy = dense and 0 < recipe.heavy_keys < request.kv_len
+    ordered = request.is_causal or request.mask not in ("none", "keys")
+    chosen = heavy and recipe.heavy_choice == "heaviest" and not ordered
+    return heavy, chosen, dense and request.is_causal and recipe.recent_keys > 0
+
+
+def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
+    """Return which keys the recipe attends to in 16 bits, and in how many of the layers' calls it did."""
+    recipe = RECIPES[name]
+    text = f"{recipe.heavy_keys} keys of each sequence in 16 bits, in calls with more keys: the first ones"
+    if recipe.heavy_choice == "heaviest":
+        text += ", or heavier ones in their places where no causality or mask of scores orders keys"
+    if recipe.recent_keys:
+        text += f"; and the {recipe.recent_keys} latest keys of each causal row"
+    ran = [row for row in rows if row.recipe == name]
+    if calls := sum(row.calls for row in ran):
+        heavy, chosen, recent = (sum(getattr(row, what) for row in ran) for what in ("heavy", "chosen", "recent"))
+        text += f". Of {calls} calls {heavy} had such keys, {chosen} chose among all"
+        text += f", {recent} had latest ones" if recipe.recent_keys else ""
+    return text
 
 
 def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:

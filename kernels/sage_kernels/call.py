@@ -155,6 +155,19 @@ class Call:
         ordered = self.is_causal or self.mask.kind not in ("none", "keys")
         return self.heavy_keys > 0 and self.recipe.heavy_choice == "heaviest" and not ordered
 
+    @property
+    def recent_keys(self) -> int:
+        """Return the number of keys, the latest that a causal row sees, that are attended to in 16 bits.
+
+        Heavy keys among them are heavy. Without causality, and beside a block list, there are none.
+        """
+        return self.recipe.recent_keys if self.is_causal and self.mask.blocks is None else 0
+
+    @property
+    def wants_mean_score(self) -> bool:
+        """Return whether kernels of NVFP4 need Q's products with K's mean: for the LSE, or for recent keys."""
+        return self.return_lse or self.recent_keys > 0
+
     @cached_property
     def tail(self) -> Call:
         """Return the call without its heavy keys, whose positions are counted from the first key that is left."""

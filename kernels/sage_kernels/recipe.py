@@ -53,6 +53,9 @@ class Recipe:
             keys than that has none, nor has one with a block list. Not with `backward`.
         heavy_choice: which they are. "first": the first ones. "heaviest": those whose places keys with much larger
             scores take (transforms.heavy_places), in calls in which the order of keys does not matter.
+        recent_keys: number of keys, the latest that a causal row sees, that are attended to in the caller's dtype. Rows
+            of language models give their own key and its neighbours so much weight that the rounding of these alone
+            carries most of the error. Not beside a block list, nor with `backward`.
         tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q and V: codes from amax/6 to each further scale that is tried
@@ -73,6 +76,7 @@ class Recipe:
     balance: bool = False
     heavy_keys: int = 0
     heavy_choice: Literal["first", "heaviest"] = "first"
+    recent_keys: int = 0
     tensor_scale: bool = True
     scale_steps: tuple[int, ...] = ()
     key_scale_steps: tuple[int, ...] = ()
@@ -105,6 +109,7 @@ RECIPES: dict[str, Recipe] = {
             denominator="quantized_p",
             heavy_keys=64,
             heavy_choice="heaviest",
+            recent_keys=4,
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
         Recipe(
@@ -156,10 +161,10 @@ def get_recipe(name: str) -> Recipe:
 
 
 def without_remedies(recipe: Recipe) -> Recipe:
-    """Return the recipe without what serves peaked attention only: 16-bit heavy keys, balance, and INT8's rotation.
+    """Return the recipe without what serves peaked attention only: 16-bit keys, balance, and INT8's rotation.
 
     It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
     """
-    remedies = {"heavy_keys", "heavy_choice", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
+    remedies = {"heavy_keys", "heavy_choice", "recent_keys", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
     defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
     return replace(recipe, **defaults)

@@ -99,6 +99,13 @@ class LayerErrorRecorder:
             if layer.calls
         ]
 
+    def __str__(self) -> str:
+        """Return a table of the layers that were called."""
+        header, rows = table(self.layers())
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [header, ["─" * width for width in widths], *rows]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
 
 @contextmanager
 def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True) -> Iterator[LayerErrorRecorder]:

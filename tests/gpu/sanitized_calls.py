@@ -10,6 +10,7 @@ did before. With --every-thread-arrives they are compiled such that all do, and 
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
 from sage_kernels.cuda import compiler, nvfp4_forward
 from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import LOW_BIT, attend
@@ -71,7 +73,8 @@ def attend_emulated() -> None:
                 quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
                 nvfp4_forward.attend(new_call(*inputs, "sage3_paper", **options), quantizer, native=False)
                 if valid is None:
-                    nvfp4_forward.attend(new_call(*inputs, "sage3", **options), quantizer, native=False)
+                    recipe = replace(get_recipe("sage3"), recent_keys=0)
+                    nvfp4_forward.attend(new_call(*inputs, recipe, **options), quantizer, native=False)
         torch.cuda.synchronize()
         print(f"nvfp4_forward_cuda: {q_len} queries, {kv_len} keys, head_dim {head_dim}, {v_head_dim}")
 

@@ -12,7 +12,7 @@ from sage_hf import sage_attention
 from sage_kernels import exact, prepared
 from sage_kernels.cuda import delta_scores, nvfp4_forward, padding
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
-from sage_kernels.recipe import get_recipe
+from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.reference import forward as reference
 from sage_kernels.registry import select
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
@@ -21,6 +21,7 @@ from tests.helpers.triton_calls import new_call
 # Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
 # across a rounding boundary: their errors against float64 agree to a few percent.
 RATIO = 1.05
+SAGE3 = replace(get_recipe("sage3"), recent_keys=0)  # it has none
 
 
 def random_inputs(q_len, kv_len, q_heads, kv_heads, head_dim, batch=2, v_head_dim=None, dtype=torch.bfloat16):
@@ -66,8 +67,8 @@ def check(inputs, recipe, return_lse=False, valid=None, **options):
     ids=str,
 )
 def test_the_kernel_has_the_recipe_s_error(recipe, options, head_dim):
-    sage3 = get_recipe("sage3")
-    recipe = replace(sage3, smooth_q=False, heavy_keys=0) if recipe == "plain" else get_recipe(recipe)
+    recipes = {"plain": replace(SAGE3, smooth_q=False, heavy_keys=0), "sage3": SAGE3}
+    recipe = recipes.get(recipe) or get_recipe(recipe)
     check(random_inputs(300, 700, 4, 2, head_dim), recipe, **options)
 
 
@@ -84,7 +85,7 @@ def test_the_kernel_has_the_recipe_s_error(recipe, options, head_dim):
 def test_any_length_and_head_dim(q_len, kv_len, head_dim, v_head_dim, dtype):
     inputs = random_inputs(q_len, kv_len, 6, 2, head_dim, v_head_dim=v_head_dim, dtype=dtype)
     for options in ({"return_lse": True}, {"is_causal": True, "causal_offset": kv_len - q_len}):
-        check(inputs, get_recipe("sage3"), **options)
+        check(inputs, SAGE3, **options)
 
 
 def keys_that_exist(kind, kv_len):
@@ -102,7 +103,7 @@ def keys_that_exist(kind, kv_len):
 @pytest.mark.parametrize("kind", ["right", "left", "holes", "shared", "none"])
 def test_keys_that_do_not_exist(kind, head_dim):
     # Without the search for scales, which Triton's quantiser compiles for long.
-    recipe = replace(get_recipe("sage3"), scale_steps=(), key_scale_steps=())
+    recipe = replace(SAGE3, scale_steps=(), key_scale_steps=())
     inputs = random_inputs(300, 700, 4, 2, head_dim)
     valid = keys_that_exist(kind, 700)
     check(inputs, recipe, valid=valid, return_lse=True)
@@ -119,7 +120,7 @@ def test_spans_are_those_of_triton():
 def test_what_keys_that_do_not_exist_hold_does_not_matter():
     query, key, value = random_inputs(200, 400, 2, 2, 64)
     valid = keys_that_exist("holes", 400)
-    recipe = replace(get_recipe("sage3"), scale_steps=(), key_scale_steps=())
+    recipe = replace(SAGE3, scale_steps=(), key_scale_steps=())
     outputs = []
     for filler in (0.0, torch.nan):
         there = valid[:, None, :, None]
@@ -133,12 +134,12 @@ def test_more_items_than_multiprocessors():
     """A block works through several items, whose tiles its producer brings ahead."""
     inputs = random_inputs(1000, 900, 16, 4, 64, batch=5)
     for options in ({}, {"is_causal": True, "return_lse": True}):
-        check(inputs, get_recipe("sage3"), **options)
+        check(inputs, SAGE3, **options)
 
 
 def test_a_small_workspace_gives_the_same_bits(monkeypatch):
     inputs = random_inputs(600, 500, 2, 1, 64, batch=3)
-    call = new_call(*inputs, "sage3", is_causal=True)
+    call = new_call(*inputs, SAGE3, is_causal=True)
     whole, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
     for share in (0.0, 0.01, 0.02):
         monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", share)
@@ -147,7 +148,7 @@ def test_a_small_workspace_gives_the_same_bits(monkeypatch):
 
 def test_rows_without_a_key_are_zero():
     inputs = random_inputs(300, 200, 2, 2, 64)
-    call = new_call(*inputs, "sage3", is_causal=True, causal_offset=-150, return_lse=True)
+    call = new_call(*inputs, SAGE3, is_causal=True, causal_offset=-150, return_lse=True)
     output, lse = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
     assert output[:, :, :150].count_nonzero() == 0 and (lse[:, :, :150] == -torch.inf).all()
     assert output[:, :, 150:].isfinite().all() and lse[:, :, 150:].isfinite().all()
@@ -156,9 +157,9 @@ def test_rows_without_a_key_are_zero():
 def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it():
     query, key, value = random_inputs(140, 300, 2, 2, 64)
     key[0, 0, 100, 5] = torch.nan
-    call = new_call(query, key, value, "sage3", is_causal=True)
+    call = new_call(query, key, value, SAGE3, is_causal=True)
     output, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
-    expected, _ = reference.attention(query, key, value, get_recipe("sage3"), is_causal=True, block_n=128)
+    expected, _ = reference.attention(query, key, value, SAGE3, is_causal=True, block_n=128)
     assert torch.equal(output.isnan(), expected.isnan())
 
 
@@ -188,6 +189,7 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, o
     def attend(self, call, quantizer):
         return nvfp4_forward.attend(call, quantizer, native=False)
 
+    monkeypatch.setitem(RECIPES, "sage3", SAGE3)
     monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
     monkeypatch.setattr(NVFP4Forward, "attend", attend)
     repeated = []
@@ -201,7 +203,7 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, o
         for _ in range(5):
             inputs = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
             found = sage_attention(*inputs, recipe="sage3", fallback="error", **options)
-            expected = nvfp4_forward.attend(new_call(*inputs, "sage3", **options), NVFP4Quantizer(), native=False)
+            expected = nvfp4_forward.attend(new_call(*inputs, SAGE3, **options), NVFP4Quantizer(), native=False)
             assert torch.equal(found[0] if "return_lse" in options else found, expected[0])
             if "return_lse" in options:
                 torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)

@@ -152,6 +152,29 @@ def test_recipes_with_heavy_keys_are_said_once():
     assert all("64 keys" in line and "16 bits" in line and "heavier" in line for line in said)
 
 
+def test_calls_with_keys_in_16_bits_are_counted():
+    model = tiny.llama()
+    model.set_attn_implementation("sage3_emulate")
+    with torch.no_grad():
+        model(torch.arange(80)[None] % 32)
+        model(torch.arange(60)[None] % 32)
+    first, *_ = sage_hf.explain(model).rows
+    assert (first.calls, first.heavy, first.chosen, first.recent) == (2, 1, 0, 2)
+    (line,) = [line for line in str(sage_hf.explain(model)).splitlines() if line.startswith("*")]
+    layers = len(sage_hf.explain(model).rows)
+    assert f"Of {2 * layers} calls {layers} had such keys, 0 chose among all, {2 * layers} had latest ones" in line
+
+    model = tiny.transformer()
+    layer = model.transformer_blocks[0].attn1
+    layer.set_processor(sage_hf.SageAttnProcessor("sage2"))
+    inputs = [torch.randn(1, 2, 100, 32) for _ in range(3)]
+    for options in ({}, {"attn_mask": torch.ones(1, 1, 1, 100, dtype=torch.bool)}, {"is_causal": True}):
+        record.run_in_layer(layer, sage_hf.sage_attention, *inputs, recipe="sage2", **options)
+    first, *_ = sage_hf.explain(model).rows
+    assert (first.calls, first.heavy, first.chosen, first.recent) == (3, 3, 2, 0)
+    assert "Of 3 calls 3 had such keys, 2 chose among all" in str(sage_hf.explain(model))
+
+
 def ran(layer: str, recipe: str = "sage3", calls: int = 1, reason: str = "") -> LayerRow:
     return LayerRow(layer, "sage3", recipe, "kernel", "native", calls, reason)
 

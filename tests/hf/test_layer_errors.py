@@ -56,6 +56,16 @@ def test_errors_are_those_of_low_bit_against_exact_attention_on_the_layers_own_i
         assert layer.errors.rel_l1 > 100 * ROUNDING
 
 
+def test_the_recorder_prints_its_layers():
+    model = tiny.llama()
+    with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder:
+        run(model)
+    header, _, *lines = str(recorder).splitlines()
+    assert header.startswith("layer ") and "rel-L1 without remedies" in header and "heaviest key" in header
+    for line, layer in zip(lines, recorder.layers(), strict=True):
+        assert line.startswith(layer.layer) and f"{layer.errors.rel_l1:.4f}" in line
+
+
 def test_calls_add_up_and_other_models_are_passed_by():
     model, other = tiny.transformer(), tiny.transformer()
     sage_hf.apply(model, "sage2")

@@ -131,6 +131,22 @@ def test_what_is_in_keys_that_no_row_sees_changes_nothing(recipe, kind, hidden):
     assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("heavy_keys", [KEYS, 0])
+@pytest.mark.parametrize("mask", ["none", "bool", pytest.param("additive", marks=pytest.mark.audit)])
+def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(mask, heavy_keys):
+    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, recent_keys=150)
+    query, key, value = draw(batch=2, q_heads=4, kv_heads=2, head_dim=40, v_head_dim=24)
+    query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    inputs = query, key, value.mT.contiguous().mT
+    options = {"mask": masks()[mask], "is_causal": True, "causal_offset": 20}
+    if mask == "bool":
+        options["mask"] = options["mask"].repeat(1, 2, 1, 1)
+    output, lse = run(inputs, recipe, **options)
+    truth, true_lse = exact.attention(*inputs, **options)
+    assert torch.allclose(output.double(), truth, atol=1e-5)
+    assert torch.allclose(lse.double(), true_lse.double(), atol=1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["sage1", "sage3"])
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.audit), True])
 def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe, is_causal):

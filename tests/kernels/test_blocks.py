@@ -45,7 +45,7 @@ def test_a_list_of_kept_tiles_lists_those(block_m, block_n):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"keys": True}])
 @pytest.mark.parametrize("recipe", ["exact", "sage2", "sage1", "sage3"])
 def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m, block_n):
-    """In few bits without heavy keys, to the bit."""
+    """In few bits without heavy and recent keys, to the bit."""
     inputs, options = draw(), dict(options)
     blocks = draw_blocks(2, 4, 300, 330, block_m, block_n)
     mask = as_mask(blocks, 300, 330)
@@ -67,7 +67,7 @@ def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m,
         assert torch.allclose(lse[finite].double(), truth_lse[finite], atol=1e-4)
         return
     # Each key is listed by some block, so means and scales are the same.
-    expected = reference.attention(*inputs, replace(RECIPES[recipe], heavy_keys=0), mask=mask, **options)
+    expected = reference.attention(*inputs, replace(RECIPES[recipe], heavy_keys=0, recent_keys=0), mask=mask, **options)
     assert torch.equal(output, expected[0])
     assert torch.equal(lse, expected[1])
 

@@ -122,6 +122,7 @@ def can_compile(monkeypatch):
         ({"head_dim": 80, "v_head_dim": 128}, ""),
         ({"head_dim": 40, "v_head_dim": 64, "dtype": torch.float16}, ""),
         ({"recipe": "sage3_paper", "return_lse": True, "is_causal": True}, ""),
+        ({"is_causal": True}, "recent keys"),
         ({"capability": (9, 0)}, "12.0 or 12.1"),
         ({"head_dim": 64}, "both"),
         ({"head_dim": 256, "v_head_dim": 256}, "both"),

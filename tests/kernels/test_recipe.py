@@ -29,6 +29,7 @@ def test_the_recipes_are_those_of_the_table():
             tensor_scale=True,
             heavy_keys=64,
             heavy_choice="heaviest",
+            recent_keys=4,
             scale_steps=(-1, 1, 4, 5, 6),
             key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",

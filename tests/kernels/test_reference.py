@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_kernels import exact, transforms
+from sage_kernels.blocks import BlockList
 from sage_kernels.recipe import RECIPES, Recipe
 from sage_kernels.reference import forward as reference
 
@@ -278,6 +279,49 @@ def test_rows_all_biased_alike_attend_to_all_keys():
     output, _ = reference.attention(query, key, value, RECIPES["sage1"], mask=mask)
     # Scores near -1e4 have float32 steps of 2**-10.
     assert torch.allclose(output, unmasked, atol=0.01)
+
+
+def masked(kind, q_len, kv_len):
+    generator = torch.Generator().manual_seed(3)
+    if kind == "keys":
+        return torch.rand(2, 1, 1, kv_len, generator=generator) < 0.7
+    if kind == "bool":
+        return torch.rand(1, 4, q_len, kv_len, generator=generator) < 0.5
+    return torch.randn(2, 1, q_len, kv_len, generator=generator) if kind == "additive" else None
+
+
+@pytest.mark.parametrize("mask", ["none", "keys", "bool", "additive"])
+@pytest.mark.parametrize(("q_len", "kv_len", "offset"), [(150, 150, 0), (140, 200, 60), (90, 70, -3), (20, 300, 400)])
+def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(q_len, kv_len, offset, mask):
+    recipe = replace(RECIPES["sage3"], recent_keys=max(q_len + offset, kv_len))
+    inputs = draw(2, 4, 2, q_len, kv_len, 40, 24)
+    options = {"mask": masked(mask, q_len, kv_len), "is_causal": True, "causal_offset": offset}
+    output, lse = reference.attention(*inputs, recipe, **options)
+    truth, true_lse = exact.attention(*inputs, **options)
+    assert torch.allclose(output.double(), truth, atol=1e-5)
+    assert torch.allclose(lse.double(), true_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("heavy_keys", [0, 64])
+def test_recent_keys_are_as_many_as_the_recipe_says_and_others_are_quantised(heavy_keys):
+    """A row whose weight is on one key has that key's V, exactly if the key is recent."""
+    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, recent_keys=3)
+    for age in range(6):
+        query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 200, 64)
+        query[..., :8], key[:, :, 150 - age, :8] = 5.0, 50.0
+        value = torch.randn(1, 1, 200, 64, generator=torch.Generator().manual_seed(age))
+        output, _ = reference.attention(query, key, value, recipe, is_causal=True, causal_offset=150)
+        error = (output[0, 0, 0] - value[0, 0, 150 - age]).abs().mean()
+        assert (error < 1e-5) == (age < 3) and error < 0.2
+
+
+def test_without_causality_and_beside_a_block_list_no_key_is_recent():
+    inputs = draw(1, 2, 1, 140, 200, 32, 32)
+    recipe, without = (replace(RECIPES["sage3"], recent_keys=recent) for recent in (4, 0))
+    blocks = BlockList(torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32))
+    for options in ({}, {"is_causal": True, "blocks": blocks}):
+        outputs = [reference.attention(*inputs, one, **options)[0] for one in (recipe, without)]
+        assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("block_n", [16, 32, 64, 128])

@@ -167,7 +167,7 @@ def kernels(
     choice: bool,
     padded: bool,
     packed: bool,
-    return_lse: bool,
+    mean_score: bool,
 ) -> tuple[Kernel, Kernel, Kernel]:
     """Return `reduce`, `means` and `quantize`.
 
@@ -180,7 +180,7 @@ def kernels(
         choice: they are not just the first ones (`Call.chooses_heavy_keys`).
         padded: keys may be left out.
         packed: sequences lie one after the other.
-        return_lse: whether Q's products with K's mean are written.
+        mean_score: whether Q's products with K's mean are written.
     """
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
     macros = {
@@ -199,7 +199,7 @@ def kernels(
         "BALANCE_QUERIES": BALANCE_QUERIES,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
-        "MEAN_SCORE": return_lse,
+        "MEAN_SCORE": mean_score,
         "SMOOTH_Q": recipe.smooth_q,
         "SMOOTH_K": recipe.smooth_k,
         "SMOOTH_V": recipe.smooth_v,
@@ -250,8 +250,9 @@ def unavailable(request: Request) -> str:
     ordered = request.is_causal or request.mask not in ("none", "keys")
     choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not ordered
     padded = request.mask not in ("none", "blocks")
+    mean_score = request.return_lse or (request.is_causal and recipe.recent_keys > 0)
     reduce, _, _ = kernels(
-        channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.packed, request.return_lse
+        channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.packed, mean_score
     )
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))
@@ -306,7 +307,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         codes(operand_batch, kv_heads, channels, rows // GROUP),
         new(batch, kv_heads),
         found.value_mean,
-        new(operand_batch, q_heads, q_rows) if call.return_lse else None,
+        new(operand_batch, q_heads, q_rows) if call.wants_mean_score else None,
         found,
         heavy,
     )
@@ -374,7 +375,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         call.chooses_heavy_keys,
         valid is not None,
         q_sequences.packed,
-        call.return_lse,
+        call.wants_mean_score,
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.balance else 0

@@ -170,6 +170,8 @@ class NVFP4Forward:
             return reason
         if request.mask not in ("none", "keys"):
             return "no masks but those of keys"
+        if request.is_causal and get_recipe(request.recipe).recent_keys:
+            return "no recent keys in 16 bits"
         if not request.aligned or request.v_head_dim % 8:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
@@ -202,7 +204,7 @@ def _serves_nvfp4(recipe: Recipe) -> bool:
     formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, nvfp4_forward.HEAVY_KEYS)
     transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
     return formats and recipe.is_plain_but_for(
-        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice"
+        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice", "recent_keys"
     )
 
 

@@ -8,6 +8,7 @@ length.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,7 @@ class Operands:
         key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
         balance: the result of `transforms.balance`, or None.
         heavy: the keys that are attended to in the caller's dtype, which all others are without; or None.
+        recent: what attends to the latest keys of causal rows likewise, all keys included; or None.
     """
 
     query: torch.Tensor
@@ -54,17 +56,18 @@ class Operands:
     key_mean: torch.Tensor | None
     value_mean: torch.Tensor | None
     balance: torch.Tensor | None = None
-    heavy: Heavy | None = None
+    heavy: Unquantized | None = None
+    recent: Unquantized | None = None
 
 
 @dataclass(frozen=True)
-class Heavy:
-    """Heavy keys and what attends to them, as float32 values of the caller's dtype.
+class Unquantized:
+    """Keys and what attends to them in the caller's dtype, as float32 values.
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys: in NVFP4 recipes rounded to the
-            caller's dtype, in INT8 ones not, because there the mean's scores are subtracted.
+        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are rounded
+            to the caller's dtype after that; in INT8 ones not, because there the mean's scores are subtracted.
         value: (batch, kv_heads, keys, v_head_dim), with its mean.
         dtype: the caller's, to which P is rounded.
     """
@@ -112,13 +115,13 @@ def quantize_operands(
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
             `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`). Means, the balance, and
-            the scales of V are those of all keys.
+            the scales of V are those of all keys. With `recent_keys` all keys are kept for `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
             the balance.
         scale: factor of the scores, by which heavy keys are chosen; default head_dim ** -0.5.
     """
-    dtype, heavy, heavy_value = query.dtype, None, None
+    dtype, heavy, recent = query.dtype, None, None
     valid_queries = valid if query.shape[-2] == key.shape[-2] else None
     query, key, value = query.float(), key.float(), value.float()
     if valid is not None:
@@ -130,16 +133,19 @@ def quantize_operands(
         key_mean = transforms.mean_of_tokens(key, valid)
     if recipe.smooth_v:
         _, value_mean = transforms.smooth_value(value, valid)
-    if heavy_keys := recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0:
-        if recipe.heavy_choice == "heaviest":
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            chosen = transforms.heavy_places(query, key, heavy_keys, scale, valid)
-            key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+    heavy_keys = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0
+    if heavy_keys and recipe.heavy_choice == "heaviest":
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        chosen = transforms.heavy_places(query, key, heavy_keys, scale, valid)
+        key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+    if recipe.recent_keys:
+        recent = Unquantized(query, key if key_mean is None else key - key_mean, value, dtype)
+    if heavy_keys:
         heavy_key, heavy_value = key[..., :heavy_keys, :], value[..., :heavy_keys, :]
         if key_mean is not None:
             heavy_key = heavy_key - key_mean
             heavy_key = heavy_key if recipe.qk == "int8" else heavy_key.to(dtype).float()
-        heavy = Heavy(query, heavy_key, heavy_value, dtype)
+        heavy = Unquantized(query, heavy_key, heavy_value, dtype)
     if key_mean is not None:
         key = key - key_mean
     if value_mean is not None:
@@ -178,6 +184,7 @@ def quantize_operands(
         value_mean,
         balance,
         heavy,
+        recent,
     )
 
 
@@ -206,9 +213,10 @@ def attention(
         scale: default head_dim ** -0.5.
         block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
-            all keys, listed or not. Beside a list no key is heavy.
+            all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
 
     Where order matters, with causality or a mask that says more than which keys exist, heavy keys are the first ones.
+    Causal rows attend to their latest `recent_keys` keys in the caller's dtype.
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -227,7 +235,9 @@ def attention(
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     if blocks is not None:
-        recipe = replace(recipe, heavy_keys=0)
+        recipe = replace(recipe, heavy_keys=0, recent_keys=0)
+    if not is_causal:
+        recipe = replace(recipe, recent_keys=0)
     if is_causal or (mask is not None and key_mask(mask, kv_len) is None):
         recipe = replace(recipe, heavy_choice="first")
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
@@ -320,7 +330,9 @@ def _attend(
     denominator = torch.zeros_like(maximum)
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
     heavy_keys = 0 if operands.heavy is None else operands.heavy.key.shape[-2]
-    last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
+    recent_keys = 0 if operands.recent is None else recipe.recent_keys
+    others_offset = causal_offset - recent_keys
+    last_column = min(kv_len, chunk.stop + others_offset) if is_causal else kv_len
     listed = None if blocks is None else blocks.kept_by_rows(kv_len, chunk.start, chunk.stop)
     for column in range(heavy_keys, last_column, block_n):
         tile = slice(column - heavy_keys, column - heavy_keys + block_n)
@@ -333,7 +345,7 @@ def _attend(
                 block_scores.add_(delta[:, :, block : block + 1], alpha=scale)
         scores[..., kv_len - column :] = -torch.inf
         inside = scores[..., : kv_len - column]
-        inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column, causal_offset))
+        inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column, others_offset))
         if blocks is not None and listed is not None:
             keys = torch.arange(column, column + inside.shape[-1], device=inside.device)
             inside.masked_fill_(~listed[..., keys // blocks.block_n], -torch.inf)
@@ -354,20 +366,57 @@ def _attend(
     output = output * value_scale
     if operands.value_mean is not None:
         output = output + denominator * operands.value_mean.repeat_interleave(query.shape[2], 1)
-    if operands.heavy is not None:
-        heavy = operands.heavy
-        scores = per_group(heavy.query[:, :, chunk], kv_heads) @ heavy.key.unsqueeze(2).transpose(-1, -2)
-        scores = apply_mask(scores.flatten(1, 2) * scale, mask, is_causal, chunk.start, 0, causal_offset)
+    for scores, weigh in _unquantized_parts(operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale):
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
         p = scores.sub_(offset).exp_().mul_(p_scale)
         decay = torch.exp(maximum - offset)
-        weighed = per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)
-        output = output * decay + weighed.flatten(1, 2)
+        output = output * decay + weigh(p)
         total, denominator = (x * decay + p.sum(-1, keepdim=True) for x in (total, denominator))
         maximum = new_maximum
     output = torch.where(denominator == 0, 0.0, output / torch.where(denominator == 0, 1.0, denominator))
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
+
+
+def _unquantized_parts(
+    operands: Operands,
+    recipe: Recipe,
+    chunk: slice,
+    kv_len: int,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    causal_offset: int,
+    scale: float,
+) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Give the scores of heavy keys, then of recent ones, (batch, q_heads, rows, keys), each with what weighs V by P.
+
+    P is rounded to the caller's dtype for heavy keys, which matrix units multiply; recent keys are few enough for
+    float32.
+    """
+    kv_heads, heavy_keys = operands.key.shape[1], 0
+    if (heavy := operands.heavy) is not None:
+        heavy_keys = heavy.key.shape[-2]
+        scores = per_group(heavy.query[:, :, chunk], kv_heads) @ heavy.key.unsqueeze(2).transpose(-1, -2)
+        scores = apply_mask(scores.flatten(1, 2) * scale, mask, is_causal, chunk.start, 0, causal_offset)
+        yield (
+            scores,
+            lambda p: (per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)).flatten(1, 2),
+        )
+    if (recent := operands.recent) is not None:
+        ages = torch.arange(recipe.recent_keys, device=recent.key.device)
+        column = torch.arange(chunk.start, chunk.stop, device=ages.device)[:, None] + causal_offset - ages
+        exists, column = (column >= heavy_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
+        # (batch, kv_heads, rows, ages, channels)
+        key, value = (torch.where(exists[..., None], x[:, :, column], 0.0) for x in (recent.key, recent.value))
+        query = per_group(recent.query[:, :, chunk], kv_heads).transpose(2, 3)
+        scores = (query @ key.transpose(-1, -2)).transpose(2, 3).flatten(1, 2) * scale
+        if mask is not None:
+            seen = mask[:, :, chunk].gather(-1, column.expand(*scores.shape))
+            scores = apply_mask(scores, seen, False, 0, 0)
+        yield (
+            scores.masked_fill(~exists, -torch.inf),
+            lambda p: (per_group(p, kv_heads).transpose(2, 3) @ value).transpose(2, 3).flatten(1, 2),
+        )
 
 
 def tile_scores(

@@ -22,6 +22,7 @@ _SERVED_BY_FORWARD = (
     "balance",
     "heavy_keys",
     "heavy_choice",
+    "recent_keys",
 )
 
 

@@ -21,7 +21,7 @@ ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr
 
 @dataclass(frozen=True)
 class MaskTiles:
-    """The tiles of (block_m, block_n) scores, of the keys behind the heavy ones, that a mask leaves to compute.
+    """The tiles of (block_m, block_n) scores, of keys neither heavy nor recent, that a mask leaves to compute.
 
     Attributes:
         mask: as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
@@ -67,7 +67,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         keys=keys,
         q_len=shape[2],
         kv_len=columns,
-        causal_offset=call.causal_offset,
+        causal_offset=call.causal_offset - call.recent_keys,
         **strides("", mask.stride(), MASK_AXES),
         tiles_per_row=tiles.shape[3],
         BLOCK_M=block_m,

@@ -26,6 +26,7 @@ from ..language.nvfp4 import (
     weigh_values,
 )
 from ..language.padding import key_tiles
+from ..language.recent import attend_recent_keys
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import opaque
@@ -90,7 +91,7 @@ def forward(
         capability, native: see `attend`.
         tiles: the tiles that the mask leaves, or those of a block list; None without either.
     """
-    (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
+    (q_sequences, kv_sequences), heavy, recent_keys = call.token_axes, operands.heavy, call.recent_keys
     tail_sequences = call.tail.token_axes[1]
     channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
     batch, kv_heads = operands.value_tensor_scale.shape
@@ -136,7 +137,9 @@ def forward(
             lse=lse,
             mask=mask,
             tiles=None if tiles is None else tiles.tiles,
-            heavy_query=None if heavy is None else call.query,
+            source_query=None if heavy is None and recent_keys == 0 else call.query,
+            source_key=call.key if recent_keys else None,
+            source_value=call.value if recent_keys else None,
             heavy_key=None if heavy is None else heavy.key,
             heavy_value=None if heavy is None else heavy.value,
             q_ranges=q_sequences.ranges,
@@ -159,7 +162,9 @@ def forward(
             **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
             **strides("mask", mask_strides, MASK_AXES),
             **strides("tiles", (0, 0, 0) if tiles is None else tiles.tile_strides, MASK_AXES),
-            **strides("heavy", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
+            **strides("source_query", batch_strides(call.query, q_sequences)),
+            **strides("source_key", batch_strides(call.key, kv_sequences)),
+            **strides("source_value", batch_strides(call.value, kv_sequences)),
             CHANNELS=channels,
             V_CHANNELS=v_channels,
             BLOCK_M=config.block_m,
@@ -174,6 +179,7 @@ def forward(
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
             HEAVY=call.heavy_keys,
+            RECENT=recent_keys,
             LIST_M=list_m,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
@@ -298,7 +304,9 @@ def nvfp4_forward(
     lse,
     mask,
     tiles,
-    heavy_query,
+    source_query,
+    source_key,
+    source_value,
     heavy_key,
     heavy_value,
     q_ranges,
@@ -331,10 +339,18 @@ def nvfp4_forward(
     tiles_stride_batch,
     tiles_stride_head,
     tiles_stride_row,
-    heavy_stride_batch,
-    heavy_stride_head,
-    heavy_stride_token,
-    heavy_stride_channel,
+    source_query_stride_batch,
+    source_query_stride_head,
+    source_query_stride_token,
+    source_query_stride_channel,
+    source_key_stride_batch,
+    source_key_stride_head,
+    source_key_stride_token,
+    source_key_stride_channel,
+    source_value_stride_batch,
+    source_value_stride_head,
+    source_value_stride_token,
+    source_value_stride_channel,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -349,13 +365,15 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
     HEAVY: tl.constexpr,
+    RECENT: tl.constexpr,
     LIST_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
     A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
-    HEAVY is 0. `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do not have.
+    HEAVY and RECENT are 0. `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do
+    not have. `source_query`, `source_key` and `source_value` are the caller's tensors.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -363,11 +381,11 @@ def nvfp4_forward(
     q_heads = tl.num_programs(1)
     kv_head = head // (q_heads // kv_heads)
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
-    _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
+    kv_start, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     q_rows, kv_rows = q_blocks * BLOCK_ROWS, kv_blocks * BLOCK_ROWS
-    tail_len, tail_offset = kv_len, causal_offset
+    tail_len, tail_offset = kv_len, causal_offset - (HEAVY + RECENT)
     if HEAVY > 0:
-        tail_len, tail_offset = tl.maximum(kv_len - HEAVY, 0), causal_offset - HEAVY
+        tail_len = tl.maximum(kv_len - HEAVY, 0)
     delta_block = block * BLOCK_M // BLOCK_ROWS
     block += first_row // BLOCK_M
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -463,16 +481,29 @@ def nvfp4_forward(
         factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
-        if HEAVY > 0:
+        if HEAVY + RECENT > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+            source_query += batch * source_query_stride_batch + head * source_query_stride_head
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
+        if RECENT > 0:
+            source_key += batch * source_key_stride_batch + kv_head * source_key_stride_head
+            source_value += batch * source_value_stride_batch + kv_head * source_value_stride_head
+            row_max, recent_total, divisor, accumulator = attend_recent_keys(
+                source_query, source_key, source_value, mask, row, token, kv_start, q_len, kv_len, head_dim, v_head_dim,
+                causal_offset, softmax_scale, tl.load(mean_score + q_row),
+                source_query_stride_token, source_query_stride_channel, source_key_stride_token,
+                source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
+                mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
+                CHANNELS, V_CHANNELS, RECENT, HEAVY, MASK,
+            )  # fmt: skip
+            if TOTAL:
+                row_sum = recent_total
         if HEAVY > 0:
-            heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
             row_max, heavy_total, accumulator = attend_heavy_keys(
-                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
-                mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, heavy_stride_token,
-                heavy_stride_channel, mask_stride_row, mask_stride_column, None,
+                source_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
+                mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, source_query_stride_token,
+                source_query_stride_channel, mask_stride_row, mask_stride_column, None,
                 row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
                 CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
             )  # fmt: skip

@@ -262,7 +262,7 @@ def _serves_nvfp4(recipe: Recipe) -> bool:
     transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
     formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, HEAVY_KEYS)
     return formats and recipe.is_plain_but_for(
-        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice"
+        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice", "recent_keys"
     )
 
 

@@ -217,7 +217,7 @@ def test_a_batch_in_a_static_cache_keeps_its_full_mask() -> None:
     "extra", ["nothing", "dropout", "softcap", "s_aux", "position_bias", "output_attentions", "temper"]
 )
 def test_a_mask_of_two_dimensions_is_padding_under_causality_whatever_comes_beside_it(
-    recipe: str, grad: bool, extra: str
+    recipe: str, grad: bool, extra: str, no_recent_keys: None
 ) -> None:
     """`recipe` is what a rule or the mode gives the layer; the masks are those of the implementation's name."""
     values = {
@@ -329,7 +329,7 @@ def test_a_rule_alone_trains_its_layers_in_few_bits_with_padding(padding: str) -
     assert torch.cosine_similarity(found, expected, dim=0) > 0.98
 
 
-def test_the_shipped_configuration_trains_in_int8_and_infers_in_fp4() -> None:
+def test_the_shipped_configuration_trains_in_int8_and_infers_in_fp4(no_recent_keys: None) -> None:
     model = LLAMA.build("sdpa")
     with sage_hf.apply(model, "train-int8-infer-fp4"):
         low_bit = run(model, **LLAMA.inputs("right"))

@@ -34,7 +34,7 @@ LIMIT_MANTISSA = tl.constexpr(0x280000)
 
 
 def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
-    """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score` for the LSE.
+    """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`.
 
     Args:
         call: of a recipe whose qk and pv are "nvfp4"; not empty.
@@ -45,7 +45,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     counts = None if valid is None else valid[:, call.heavy_keys :]
     statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
-        call.query, recipe, q_sequences, batch, statistics, None, True, call.return_lse
+        call.query, recipe, q_sequences, batch, statistics, None, True, call.wants_mean_score
     )
     key_codes, key_scale, key_tensor_scale, _, _ = _quantize_tokens(
         tail.key, recipe, kv_sequences, batch, statistics, counts, False, False
