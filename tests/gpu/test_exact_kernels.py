@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_hf import sage_attention
+from sage_hf import record, sage_attention
 from sage_kernels import costs, dispatch, exact, prepared, registry
 from sage_kernels.call import Call, Mask
 from sage_kernels.prepared import TapedCall
@@ -140,6 +140,25 @@ def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device
     if reason := get_exact("fa3_padded").unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
     assert_rounded_twice(call, run(call, "fa3_padded"))
+
+
+@pytest.mark.parametrize("kind", ["none", "causal none"])
+@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0])
+def test_pytorchs_memory_efficient_kernel(device, kind, scale):
+    call = replace(draw_call(device, (2, 4, 4, 60, 60), 64, kind), scale=scale)
+    assert_rounded_twice(call, run(call, "efficient"))
+
+
+def test_steps_over_keys_that_lie_where_they_lay_are_shared_and_right(device, routed):
+    call = draw_call(device, (2, 8, 2, 1, 3000), 128)
+    if get_exact("split_forward").unsupported(dispatch.request_of(call)):
+        pytest.skip("measured on compute capability 9.0 (Hopper) only")
+    ran = []
+    for _ in range(4):
+        with record.observe(lambda one: ran.append(one.plan.kernel)):
+            output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
+        assert_rounded_twice(call, output)
+    assert ran == ["sdpa_without_cudnn", *["split_forward"] * 3]
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
