@@ -102,7 +102,7 @@ def preparation(
     """
     rows = []
     for name, shape in product(recipes, shapes):
-        row = {"recipe": name, "shape": shape.name}
+        row: dict[str, Any] = {"recipe": name, "shape": shape.name}
         try:
             inputs = measure.draw(shape, "normal", device)
             call = Call(*inputs, get_recipe(name), is_causal=shape.causal, scale=shape.head_dim**-0.5)
