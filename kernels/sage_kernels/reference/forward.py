@@ -66,8 +66,8 @@ class Unquantized:
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are rounded
-            to the caller's dtype after that; in INT8 ones not, because there the mean's scores are subtracted.
+        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are
+            rounded to the caller's dtype after that; in INT8 ones not: there the mean's scores are subtracted.
         value: (batch, kv_heads, keys, v_head_dim), with its mean.
         dtype: the caller's, to which P is rounded.
     """
