@@ -84,10 +84,10 @@ DEVICE float score_of(const Partial& partial, int i) {
 DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4], Partial& partial) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 + lane / LANES * WARPS, quad = lane / 4 % QUADS;
 #pragma unroll
-  for (int first = 0; first < 16; first += 4) {
-    float scores[4];
+  for (int first = 0; first < 16; first += 2) {
+    float scores[2];
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
+    for (int i = 0; i < 2; i += 2) {
       float sum[4] = {};
 #pragma unroll
       for (int w = 0; w < 4; w += 2) {
@@ -98,8 +98,7 @@ DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4],
       scores[i] = __fadd_rn(sum[0], sum[1]), scores[i + 1] = __fadd_rn(sum[2], sum[3]);
     }
     if (lane % 4 == quad)
-      *reinterpret_cast<float4*>(partial.scores[row][quad] + first) =
-          make_float4(scores[0], scores[1], scores[2], scores[3]);
+      *reinterpret_cast<float2*>(partial.scores[row][quad] + first) = make_float2(scores[0], scores[1]);
   }
 }
 
@@ -336,12 +335,13 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   constexpr bool SQUARES = BALANCE && !OF_VALUE;
   constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
   const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
-  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
-  bool finite = true;
+  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
+  bool finite = true, prepared = OF_VALUE || !(BALANCE || CHOICE);
   uint32 mean_query[4];
-  auto prepare = [&](bool first) {  // with the partial that is not the first block's
-    if ((BALANCE || CHOICE) && !OF_VALUE && first) read_queries(query, s, b, pair, partials[1], mean_query);
+  auto prepare = [&] {  // with the partial that is not the first block's
+    if (!prepared) read_queries(query, s, b, pair, partials[1], mean_query);
+    prepared = true;
   };
   int count = 0, heaviest[SCORED];
   float heaviest_score[SCORED];
@@ -351,7 +351,6 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
     // Two in turn: threads write to one while others read what they wrote to the other.
     Partial& partial = partials[block / SHARERS % 2];
-    auto prepare_once = [&] { prepare(block < SHARERS); };
     bool careful = (block + 1) * BLOCK > tokens;
     if (PADDED) {
       int exist = 0;
@@ -360,9 +359,9 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       careful |= exist < BLOCK;
       count += exist;
     }
-    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare_once, mean_query, partial));
+    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare, mean_query, partial));
     if (careful) {
-      reduce_tokens<OF_VALUE, true>(reader, prepare_once, mean_query, partial);
+      reduce_tokens<OF_VALUE, true>(reader, prepare, mean_query, partial);
       if (SQUARES)  // read again: a thread lacks registers for this beside the other
         sum_squares(
             16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
@@ -379,8 +378,8 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
     }
     *sum = total_of_warps(partial.sum);
-    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
     sum += SHARERS * CHANNELS;
+    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
     reader.skip(SHARERS * BLOCK);
 #pragma unroll
     for (int i = 0; OF_VALUE && i < WARPS; i++) {
@@ -390,7 +389,7 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
     }
   }
-  prepare(blockIdx.x % SHARERS >= s.sums);  // without tokens it has a share of Q
+  prepare();  // without tokens it has a share of Q
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
     Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
