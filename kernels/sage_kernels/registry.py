@@ -124,14 +124,6 @@ class Backward(Kernel, Protocol):
         """
 
 
-@runtime_checkable
-class CompilingBackward(Backward, Protocol):
-    """Kernel that computes gradients, and can compile what it launches before there are any."""
-
-    def compile(self, call: BackwardCall, device: torch.device) -> None:
-        """Compile for a GPU what `backward` launches; the call's tensors are on the meta device."""
-
-
 class Exact(Protocol):
     """Kernel of exact attention beside PyTorch's own."""
 

@@ -22,15 +22,14 @@ def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Te
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
     if call.is_empty:
-        return output, empty_saved(call, lse)
+        return output, _empty_saved(call, lse)
     operands = quantize_and_attend(call.for_kernel(), output=output, lse=lse)
     codes = operands.query.neg_() if call.scale < 0 else operands.query
     balance = lse.new_empty(0) if operands.balance is None else operands.balance
     return output, Saved(codes, operands.query_scale, operands.key, operands.key_scale, balance, lse)
 
 
-def empty_saved(call: Call, lse: torch.Tensor) -> Saved:
-    """Return, filled with 0, what a call saves; without its LSE, which is `lse`."""
+def _empty_saved(call: Call, lse: torch.Tensor) -> Saved:
     q_sequences, kv_sequences = call.token_axes
     channels, rows, kv_rows = padded_channels(call.query.shape[3]), q_sequences.rows, kv_sequences.rows
     query, key = call.query.shape[:2], call.key.shape[:2]

@@ -57,13 +57,6 @@ class HopperBackward:
         """Compute gradients; see `int8_backward.backward`."""
         return import_module(".int8_backward", __package__).backward(call)
 
-    def compile(self, call: BackwardCall, device: torch.device) -> None:
-        """Compile for a GPU what `backward` launches."""
-        launch = import_module("..language.launch", __package__)
-        with torch.cuda.device(device), launch.recording() as launches:
-            self.backward(call)
-        launch.compile_together(launches, device)
-
 
 def register_kernels() -> None:
     """Register the kernels; they are preferred to those registered later."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -69,23 +68,6 @@ def recording() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorded.reset(token)
-
-
-def compile_together(launches: Iterable[Launch], device: torch.device) -> None:
-    """Compile the kernels of recorded launches for a GPU, one thread for each.
-
-    What does not compile says so when it is launched.
-    """
-
-    def compile(launch: Launch) -> None:
-        with torch.cuda.device(device), contextlib.suppress(Exception):
-            launch.kernel.run(grid=launch.grid, warmup=True, **launch.arguments, **launch.options)
-
-    threads = [threading.Thread(target=compile, args=(launch,)) for launch in launches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @contextlib.contextmanager

@@ -159,13 +159,6 @@ class Int8Backward:
         """Compute gradients; see `int8_backward.backward`."""
         return _load("int8_backward").backward(call, _capability(call.value))
 
-    def compile(self, call: BackwardCall, device: torch.device) -> None:
-        """Compile for a GPU what `backward` launches."""
-        launch = import_module("..language.launch", __package__)
-        with torch.cuda.device(device), launch.recording() as launches:
-            self.backward(call)
-        launch.compile_together(launches, device)
-
 
 @dataclass(frozen=True)
 class NVFP4Forward:
@@ -271,8 +264,7 @@ def _load(module: str) -> ModuleType:
 
 
 def _capability(x: torch.Tensor) -> tuple[int, int]:
-    """Return that of the tensor's GPU; of the current one for a tensor without memory."""
-    return torch.cuda.get_device_capability(x.device if x.is_cuda else None)
+    return torch.cuda.get_device_capability(x.device)
 
 
 def _unsupported(request: Request) -> str:
