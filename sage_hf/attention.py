@@ -272,7 +272,7 @@ def attend(
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:
             slot.announce(plan)
-            output, lse = prepared.heads_first(slot.prepared)(query, key, value, attn_mask)
+            output, lse = prepared.as_planned(slot.prepared)(query, key, value, attn_mask)
         else:
             output, lse = dispatch.run(call, plan)
             if not at_once:

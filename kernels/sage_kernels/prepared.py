@@ -378,9 +378,13 @@ class TokensFirstCall:
         return output.transpose(1, 2), lse
 
 
-def heads_first(call: Prepared) -> Prepared:
-    """Return the call of tensors (batch, heads, tokens, channels)."""
-    return call.call if isinstance(call, TokensFirstCall) else call
+def as_planned(call: Prepared) -> Prepared:
+    """Return the call of tensors (batch, heads, tokens, channels) that was just prepared, to run as it was planned.
+
+    The keys of the first step of decoding lie where the first ones lay: that tells nothing.
+    """
+    call = call.call if isinstance(call, TokensFirstCall) else call
+    return call.prepared if isinstance(call, GrowingCall) else call
 
 
 def is_step(plan: Plan) -> bool:
