@@ -78,7 +78,7 @@ def attend_heavy_keys(
         )
         x *= softmax_scale * LOG2E
         if mean_score is not None:
-            x -= (softmax_scale * LOG2E * tl.load(mean_score + row))[:, None]
+            x -= tl.load(mean_score + row)[:, None] * (softmax_scale * LOG2E)
         if CAUSAL or RAGGED or MASK != "none":
             x = mask_scores(
                 x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
