@@ -6,18 +6,20 @@ VENV := .venv
 OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 
-# One thread a process: the tests run in parallel processes.
+# One thread a process: the tests run in parallel processes, which take neighbouring tests, so that they seldom make the
+# same fixtures.
 export OMP_NUM_THREADS ?= 1
+PARALLEL := -n auto --dist worksteal
 
-.PHONY: setup demo test audit lint types test-oldest wheel clean
+.PHONY: setup demo test tests audit lint types test-oldest wheel clean
 
 setup: $(VENV)/ready
 
+# Python compiles the modules that are imported; pip would compile thousands that never are.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile $(TORCH)
+	$(BIN)/pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 demo: export OMP_NUM_THREADS = $(shell nproc)
@@ -26,14 +28,17 @@ demo: export GOMP_SPINCOUNT = 1000
 demo: setup
 	$(BIN)/python examples/generate_video.py --compare --output demo_output
 
-test: lint types
-	$(BIN)/python -m pytest -n auto -m "not audit"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n auto -m "not audit"
+test: lint
+	$(MAKE) --no-print-directory --jobs=2 types tests
+
+tests: setup
+	$(BIN)/python -m pytest $(PARALLEL) -m "not audit and not gpu" --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter $(PARALLEL) -m "not audit"
 
 # What the kernels compile to on every architecture, and more cases of the promises that `make test` checks.
 audit: setup
-	$(BIN)/python -m pytest -n auto -m audit
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter -n auto -m audit
+	$(BIN)/python -m pytest $(PARALLEL) -m "audit and not gpu" --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter $(PARALLEL) -m audit
 
 lint: setup
 	$(BIN)/ruff check
@@ -45,13 +50,12 @@ types: setup
 
 # The oldest versions that pyproject.toml admits, as tests/oldest.txt pins them.
 test-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest -n auto
-	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/interpreter -n auto
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/interpreter $(PARALLEL)
 
 $(OLDEST)/ready: pyproject.toml tests/oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --upgrade pip
-	$(OLDEST)/bin/pip install --quiet --editable ".[test]" --constraint tests/oldest.txt
+	$(OLDEST)/bin/pip install --quiet --no-compile --editable ".[test]" --constraint tests/oldest.txt
 	touch $@
 
 wheel: setup

@@ -2,9 +2,10 @@
 
 python benchmarks/first_calls.py --output benchmarks/results
 
-writes <gpu>-first_calls.json. Its rows have call, recipe and kernel (what ran), and times: "import_s" of sage_hf once
-torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the second one, and
-"exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the cores.
+writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of
+sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
+second one, and "exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the
+cores.
 """
 
 from __future__ import annotations
@@ -75,10 +76,12 @@ def measure_call(
     for x in (query, key, value):
         x.requires_grad_(grad)
 
+    gradient = torch.randn(batch, q_len or tokens, 24 * head_dim, device="cuda", dtype=torch.bfloat16)
+
     def step() -> None:
         output = sage_attention(query, key, value, attn_mask, is_causal=is_causal, recipe=recipe)
-        if grad:
-            output.sum().backward()
+        if grad:  # as it comes from a linear layer
+            output.transpose(1, 2).flatten(2).backward(gradient)
 
     ran: list[Any] = []
     with torch.set_grad_enabled(grad), record.observe(ran.append):
@@ -110,11 +113,6 @@ def main() -> None:
     if args.call:
         print(json.dumps(measure_call(**CALLS[args.call])))
         return
-    rows = []
-    for name in args.calls:
-        rows.append(run_alone(name))
-        print(rows[-1], flush=True)
-
     import torch
     from record import git_commit
 
@@ -123,8 +121,12 @@ def main() -> None:
     found = facts(torch.device("cuda"), git_commit() if args.commit is None else args.commit)
     path = args.output / f"{found['gpu'].lower().replace(' ', '-')}-first_calls.json"
     args.output.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))
-    path.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    rows = []
+    for name in args.calls:
+        rows.append(run_alone(name))
+        print(rows[-1], flush=True)
+        lines = ",\n".join(map(json.dumps, rows))
+        path.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
     print(f"wrote {path}")
 
 

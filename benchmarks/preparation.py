@@ -5,8 +5,9 @@ python benchmarks/preparation.py --output benchmarks/results
 writes <gpu>-sage3.json. Its "rows" have phase, kernels, batch, heads, tokens, head_dim and ms: "statistics", "query",
 "key", "value", "delta_scores" of each kernels, and "all" but delta_scores from the first kernel's start to the last
 one's end. Kernels "cuda" quantise Q, K and V in one launch; its time without much of K and V counts for Q, that without
-much of Q for "key and value". "copy_ms" is what copying the bytes that "all" moves takes: Q read once, K and V twice,
-the operands written. No FP4 hardware is needed: these kernels run on any GPU.
+much of Q for "key and value". "all" and "delta_scores" are replayed as graphs, so that the host's time does not count.
+"copy_ms" is what copying the bytes that "all" moves takes: Q read once, K and V twice, the operands written. No FP4
+hardware is needed: these kernels run on any GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,19 @@ def phase_ms(call: Callable[[], object], phases: dict[str, tuple[str, ...]]) -> 
     return {phase: statistics.median(values) for phase, values in sums.items()}
 
 
-def measure_shape(batch: int, heads: int, tokens: int, head_dim: int, bandwidth: float) -> list[dict[str, Any]]:
-    """Return the rows of one shape."""
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """Return a call's launches as a graph: without it a short call takes as long as its host does."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure_shape(
+    batch: int, heads: int, tokens: int, head_dim: int, bandwidth: float, kernels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of one shape, of those of Triton's and CUDA's kernels that are named."""
     recipe, device = get_recipe("sage3"), torch.device("cuda")
     shape = measure.Shape("preparation", batch, heads, heads, tokens, head_dim)
     query, key, value = measure.draw(shape, "biased", device)
@@ -89,21 +101,25 @@ def measure_shape(batch: int, heads: int, tokens: int, head_dim: int, bandwidth:
         "triton": lambda: quantize_nvfp4_operands(call),
         "cuda": lambda: quantize_nvfp4.quantize_operands(call),
     }
-    found = phase_ms(quantizers["triton"], TRITON_PHASES)
-    for phase, ms in found.items():
-        add("triton", phase, ms)
-    add("cuda", "statistics", phase_ms(cuda(call), CUDA_PHASES)["statistics"])
-    add("cuda", "query", phase_ms(cuda(few_keys), CUDA_PHASES)["quantize"])
-    add("cuda", "key and value", phase_ms(cuda(few_queries), CUDA_PHASES)["quantize"])
-    whole = measure.median_ms({name: (quantizer, 20) for name, quantizer in quantizers.items()})
+    quantizers = {name: quantizer for name, quantizer in quantizers.items() if name in kernels}
+    if "triton" in quantizers:
+        for phase, ms in phase_ms(quantizers["triton"], TRITON_PHASES).items():
+            add("triton", phase, ms)
+    if "cuda" in quantizers:
+        add("cuda", "statistics", phase_ms(cuda(call), CUDA_PHASES)["statistics"])
+        add("cuda", "query", phase_ms(cuda(few_keys), CUDA_PHASES)["quantize"])
+        add("cuda", "key and value", phase_ms(cuda(few_queries), CUDA_PHASES)["quantize"])
+    whole = measure.median_ms({name: (replayed(quantizer), 20) for name, quantizer in quantizers.items()})
     for name, ms in whole.items():
         add(name, "all", ms, copy_ms=moved / bandwidth * 1e3)
 
-    operands = quantizers["cuda"]()
+    if "triton" not in quantizers:
+        return rows
+    operands = quantizers["triton"]()
     columns = operands.key.shape[2]
     delta = query.new_empty((batch, heads, operands.query.shape[2] // 128, columns), dtype=torch.float32)
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "delta_scores": (lambda: delta_scores(operands, call.tail, None, 0, 0, delta), 20)
+        "delta_scores": (replayed(lambda: delta_scores(operands, call.tail, None, 0, 0, delta)), 20)
     }
     written = delta.numel() * delta.element_size() + key.numel() * key.element_size()
     add("triton", "delta_scores", measure.median_ms(calls)["delta_scores"], copy_ms=written / bandwidth * 1e3)
@@ -114,11 +130,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(), help="folder to write <gpu>-sage3.json into")
     parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=["triton", "cuda"])
     arguments = parser.parse_args()
     device = torch.device("cuda")
     facts = measure.facts(device, git_commit() if arguments.commit is None else arguments.commit)
     bandwidth = measure.copy_bandwidth(device)
-    rows = [row for shape in SHAPES for row in measure_shape(*shape, bandwidth)]
+    rows = [row for shape in SHAPES for row in measure_shape(*shape, bandwidth, arguments.kernels)]
     for row in rows:
         sizes = f"{row['batch']}x{row['heads']}x{row['tokens']}x{row['head_dim']}"
         print(f"{sizes:18s} {row['kernels']:6s} {row['phase']:14s} {row['ms']:.3f} ms  {row.get('copy_ms', '')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from datetime import date
 from pathlib import Path
@@ -10,9 +11,13 @@ import torch
 
 
 def git_commit() -> str:
-    """Return the commit of the checkout; "" if there is no checkout."""
+    """Return the commit of the checkout; $SAGE_HF_COMMIT, or "", if there is no checkout."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:  # no git
+        found = ""
+    return found or os.environ.get("SAGE_HF_COMMIT", "")
 
 
 def cpu_facts() -> dict[str, str]:

@@ -6,6 +6,7 @@ Lists are drawn at random, with the same number of tiles for each block of rows.
 kept tiles alone, quantising and sorting of lists included in its time. "training" has such rows of forward and backward
 pass together, whose operations are 3.5 times those of the forward. "routing" has the times of what comes before:
 choosing tiles, and putting tokens into 4×4×4 order and back, each beside the dense `sage2` call of as many tokens.
+Kernels are compiled first, each shape's in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,7 @@ from record import git_commit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sage_hf.bench import tables
-from sage_hf.bench.measure import facts, first_calls, median_ms, reason, require_finite
+from sage_hf.bench.measure import MIN_CALLS, facts, first_calls, median_ms, reason, require_finite
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_hf.sparse.layer import order_beside_text, permute_tokens
 from sage_kernels import exact, ops, training
@@ -136,9 +141,8 @@ def new_row(case: Case, provider: str) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
-    """Return a row for each provider; one that fails has a row that says how."""
-    inputs, blocks = draw(case, device)
+def forward_calls(case: Case, inputs: list[torch.Tensor], blocks: BlockList) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return the calls of all providers, which return the output."""
     providers: dict[str, Callable[[], torch.Tensor]] = {
         "sage_hf:sage2": lambda: ops.attention(*inputs, blocks=blocks, recipe="sage2")[0]
     }
@@ -147,6 +151,13 @@ def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
     if case.block_m == case.block_n == 128:
         lists, flex = flex_mask(blocks, case.tokens), torch.compile(flex_attention, dynamic=False)
         providers["flex_attention"] = lambda: flex(*inputs, block_mask=lists)
+    return providers
+
+
+def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row for each provider; one that fails has a row that says how."""
+    inputs, blocks = draw(case, device)
+    providers = forward_calls(case, inputs, blocks)
     rows = {name: new_row(case, name) for name in providers}
     calls = {}
     for name, call in providers.items():
@@ -157,7 +168,7 @@ def measure(case: Case, device: torch.device) -> list[dict[str, Any]]:
             rows[name] |= {"peak_extra_bytes": peak}
             if name != DENSE:
                 rows[name] |= {"rel_l1": error(output, inputs, blocks)}
-            calls[name] = (call, count)
+            calls[name] = (call, max(MIN_CALLS, count // 2))
         except Exception as failure:  # A provider may fail in any way: its row says how.
             rows[name] |= {"unavailable": reason(failure)}
     for name, ms in median_ms(calls).items():
@@ -188,12 +199,18 @@ def exact_gradients(
     return found
 
 
-def measure_training(case: Case, device: torch.device) -> list[dict[str, Any]]:
-    """Return a row of forward and backward pass for each provider; one that fails has a row that says how."""
-    inputs, blocks = draw(case, device)
-    inputs = [x.requires_grad_() for x in inputs]
-    gradient = torch.randn(inputs[0].shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    gradient = gradient.to(inputs[0].dtype)
+def output_gradient(query: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the output that backward passes start from, drawn."""
+    generator = torch.Generator(query.device).manual_seed(1)
+    return torch.randn(query.shape, generator=generator, device=query.device).to(query.dtype)
+
+
+def training_calls(
+    case: Case, inputs: list[torch.Tensor], blocks: BlockList, gradient: torch.Tensor
+) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
+    """Return the calls of all providers, which return dQ, dK and dV; the inputs will require gradients."""
+    for x in inputs:
+        x.requires_grad_()
     attend: dict[str, Callable[[], torch.Tensor]] = {
         "sage_hf:sage_bwd": lambda: training.attention(*inputs, blocks=blocks)[0]
     }
@@ -202,24 +219,31 @@ def measure_training(case: Case, device: torch.device) -> list[dict[str, Any]]:
     if case.block_m == case.block_n == 128:
         lists, flex = flex_mask(blocks, case.tokens), torch.compile(flex_attention, dynamic=False)
         attend["flex_attention"] = lambda: flex(*inputs, block_mask=lists)
-    rows = {name: new_row(case, name) | {"direction": "forward_backward"} for name in attend}
-    calls = {}
-    for name, forward in attend.items():
 
-        def call(forward: Callable[[], torch.Tensor] = forward) -> tuple[torch.Tensor, ...]:
+    def forward_backward(forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
             return torch.autograd.grad(forward(), inputs, gradient)
 
+    return {name: partial(forward_backward, forward) for name, forward in attend.items()}
+
+
+def measure_training(case: Case, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row of forward and backward pass for each provider; one that fails has a row that says how."""
+    inputs, blocks = draw(case, device)
+    gradient = output_gradient(inputs[0])
+    rows, calls = {}, {}
+    for name, call in training_calls(case, inputs, blocks, gradient).items():
+        rows[name] = new_row(case, name) | {"direction": "forward_backward"}
         try:
-            with torch.enable_grad():
-                _, peak, count = first_calls(call)
-                found = call()
+            _, peak, count = first_calls(call)
+            found = call()
             rows[name] |= {"peak_extra_bytes": peak}
             if name != DENSE_TRAINING:
                 truths = exact_gradients(inputs, gradient, blocks, 0)
                 names = ("rel_l1_dq", "rel_l1_dk", "rel_l1_dv")
                 for error_name, x, truth in zip(names, found, truths, strict=True):
                     rows[name][error_name] = float((x[0, 0] - truth).abs().sum() / truth.abs().sum())
-            calls[name] = (torch.enable_grad()(call), count)
+            calls[name] = (call, max(MIN_CALLS, count // 2))
         except Exception as failure:  # A provider may fail in any way: its row says how.
             rows[name] |= {"unavailable": reason(failure)}
     for name, ms in median_ms(calls).items():
@@ -228,34 +252,77 @@ def measure_training(case: Case, device: torch.device) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def measure_routing(device: torch.device) -> list[dict[str, Any]]:
-    """Return the time of each router, keeping a quarter of the tiles, and of reordering Q, K, V and the output.
+def routing_calls(grid: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return the calls that `measure_routing` times, for one grid of tokens."""
+    tokens = math.prod(grid)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, tokens, 24, 128)  # as projections lay them out
+    query, key, value = (
+        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)
+    )
+    states, angles = value.transpose(1, 2).flatten(2), torch.rand(2, tokens, 128, device=device)
+    order = order_beside_text(grid, tokens, "last", device)
+    return {
+        "mean": lambda: MeanRouter(0.25).route(query, key),
+        "subblock": lambda: SubBlockRouter(0.25).route(query, key),
+        "share": lambda: ShareRouter(0.9).route(query, key),
+        "reorder in each call": lambda: [permute_tokens(x, order.tokens) for x in (query, key, value, value)],
+        "reorder once a model's call": lambda: [
+            x.index_select(1, index)
+            for x, index in ((states, order.tokens), (angles, order.tokens), (states, order.places))
+        ],
+        "dense": lambda: ops.attention(query, key, value, recipe="sage2"),
+    }
 
-    Beside them stands that of the dense `sage2` call, and their share of it.
+
+def measure_routing(device: torch.device) -> list[dict[str, Any]]:
+    """Return the time of each router, keeping a quarter of the tiles, and of reordering, in calls and around a model.
+
+    In each call of attention Q, K, V and the output are permuted; around a model its hidden states, at both ends, and
+    cosines and sines of rotary embeddings. Beside them stands the dense `sage2` call, and their share of it.
     """
     rows = []
     for grid in GRIDS:
-        tokens = math.prod(grid)
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (1, tokens, 24, 128)  # as projections lay them out
-        query, key, value = (
-            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2)
-            for _ in range(3)
-        )
-        order = order_beside_text(grid, tokens, "last", device)
-        calls: dict[str, Callable[[], object]] = {
-            "mean": lambda: MeanRouter(0.25).route(query, key),  # noqa: B023
-            "subblock": lambda: SubBlockRouter(0.25).route(query, key),  # noqa: B023
-            "share": lambda: ShareRouter(0.9).route(query, key),  # noqa: B023
-            "reorder": lambda: [permute_tokens(x, order.tokens) for x in (query, key, value, value)],  # noqa: B023
+        counted = {
+            name: (call, max(MIN_CALLS, first_calls(call)[2] // 2))
+            for name, call in routing_calls(grid, device).items()
         }
-        calls["dense"] = lambda: ops.attention(query, key, value, recipe="sage2")  # noqa: B023
-        counted = {name: (call, first_calls(call)[2]) for name, call in calls.items()}
         times = median_ms(counted)
         for name, ms in times.items():
-            row = {"q_heads": 24, "q_len": tokens, "head_dim": 128, "part": name, "ms": ms}
+            row = {"q_heads": 24, "q_len": math.prod(grid), "head_dim": 128, "part": name, "ms": ms}
             rows.append(row | {"share_of_dense": ms / times["dense"]})
     return rows
+
+
+def compile_kernels(direction: str, case: Case | None) -> None:
+    """Make each call of a case once, forward or with gradients, or without a case those of routing."""
+    device = torch.device("cuda")
+    if case is None:
+        calls: Iterable[Callable[[], object]] = routing_calls(GRIDS[0], device).values()
+    else:
+        inputs, blocks = draw(case, device)
+        if direction == "forward":
+            calls = forward_calls(case, inputs, blocks).values()
+        else:
+            calls = training_calls(case, inputs, blocks, output_gradient(inputs[0])).values()
+    with torch.no_grad():
+        for call in calls:
+            with suppress(Exception):  # whoever measures it says how it fails
+                call()
+                torch.cuda.synchronize()
+
+
+def compile_ahead() -> None:
+    """Compile the kernels of all cases side by side: caches on disk hand them to this process.
+
+    A process that fails is passed over, because the measurement says how.
+    """
+    kinds: dict[tuple[str, Case | None], None] = {("forward", None): None}
+    for direction, cases in (("forward", CASES), ("training", TRAINING_CASES)):
+        kinds.update({(direction, replace(case, skipped=SKIPPED[0])): None for case in cases})
+    with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
+        for process in [pool.submit(compile_kernels, *kind) for kind in kinds]:
+            process.exception()
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -281,6 +348,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     args = parser.parse_args()
     device = torch.device("cuda")
+    compile_ahead()
     result = facts(device, git_commit() if args.commit is None else args.commit)
     path = args.output / f"{'-'.join(result['gpu'].lower().split())}-{NAME}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,13 +1,16 @@
 """Train a small video model densely and with VSA on this GPU, run the dense one sparsely, and judge what they draw.
 
-python benchmarks/sparse_quality.py --minutes 6.5 --output benchmarks/results
+python benchmarks/sparse_quality.py --minutes 3.3 --output benchmarks/results
 
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
 attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both as they were trained; by the dense one
 with its tiles chosen by each router; by VSA with its fine stage in few bits. "rows" of the JSON have what was
 recognised in the clips; PSNR and SSIM against the same weights with exact attention (of VSA: with an exact fine stage),
 clip by clip from the same noise; and the share of tiles, and of attention weight, that was kept. "training" has the
-losses. The number of training steps follows from measured times, so that the whole ends within --minutes.
+losses.
+
+On a GPU both kinds of training have a process of their own, so that one compiles, or draws pictures of clips, while
+the other computes. Every row is written when it is known: a run that is cut keeps what it has.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
+import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from record import git_commit
@@ -42,12 +48,13 @@ KEEPS = (0.25, 0.5, 0.15)
 ROUTERS = ("mean", "subblock", "share")
 DENSE_STEPS = 3
 GUIDANCE = 3.0
+KINDS = ("dense", "vsa")
+"""Kinds of training."""
 TOY = Size(8, 16, 2, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
 JUDGED_BY_SSIM = 8
 """Clips whose SSIM is computed, by the host."""
-CALIBRATION_STEPS = 12
-TIMED_STEPS = 3
-"""Steps of rendering by which its time is planned."""
+STEPS = 1600
+"""Training steps, of `Size.batch` clips."""
 POINTS = 50
 """Points of a curve of losses."""
 SHOWN = 8
@@ -61,7 +68,7 @@ class Variant:
     """A way to run a trained model.
 
     Attributes:
-        trained: "dense" or "vsa".
+        trained: one of KINDS.
         run: name in the JSON.
         config: what is applied; None: nothing.
         vsa: whether it attends by VSA though it was trained densely.
@@ -102,104 +109,56 @@ def variants(fallback: str | None = None) -> list[Variant]:
     return found
 
 
-class Experiment:
-    """The whole measurement, within its time.
+Message = dict[str, Any]
+"""What a process tells: a row of "training" or "rows", with it the middle frames of some clips, or a line of text."""
+
+
+class Trained:
+    """One kind of training and the ways to run its models, seed after seed.
 
     Attributes:
-        result: the JSON so far.
+        kind: one of KINDS.
+        send: takes its messages.
     """
 
-    def __init__(self, size: Size, device: torch.device, args: argparse.Namespace) -> None:
-        self.size, self.device, self.args = size, device, args
-        self.started = time.perf_counter()
-        self.budget = 60 * args.minutes
-        self.fallback = None if device.type == "cuda" else "emulate"
-        self.models: dict[tuple[str, int], Denoiser] = {}
-        self.references: dict[tuple[str, int], Tensor] = {}
-        self.frames: dict[str, Tensor] = {}
-        self.result: dict[str, Any] = {
-            **facts(device, git_commit()),
-            "size": asdict(size) | {"tokens": size.tokens},
-            "sparsity": SPARSITY,
-            "learning_rate": args.learning_rate,
-            "sampling": {"steps": args.sampling_steps, "guidance": GUIDANCE},
-            "training": [],
-            "rows": [],
-        }
-
-    @property
-    def elapsed(self) -> float:
-        """Return the seconds since the start."""
-        return time.perf_counter() - self.started
+    def __init__(self, kind: str, args: argparse.Namespace, started: float, send: Callable[[Message], None]) -> None:
+        self.kind, self.args, self.started, self.send = kind, args, started, send
+        self.size = TOY if args.toy else Size()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.fallback = None if self.device.type == "cuda" else "emulate"
 
     def run(self) -> None:
-        """Train, render, judge, and write the JSON after each part."""
+        """Train, render and judge, until the time is over."""
         clips = Clips.to_learn_from(self.size, self.device)
         held_out = Clips.held_out(self.size, self.device)
-        self._say(f"{len(clips.clips)} clips drawn")
-        steps = self._plan(clips)
+        self.send({"said": f"{self.kind}: {len(clips.clips)} clips drawn"})
         for seed in range(self.args.seeds):
-            for trained in ("dense", "vsa"):
-                self._train(trained, seed, steps, clips, held_out)
+            if self._is_over():
+                break
+            denoiser = self._train(seed, clips, held_out)
+            reference = None
             for variant in variants(self.fallback):
-                if self.elapsed > self.budget - 5:
-                    self._say(f"no time for {variant.run}, seed {seed}")
-                else:
-                    self._render(variant, seed)
-            self.models.clear()
-            if seed == 0:
-                self._draw()
-        self._say("done")
+                if variant.trained == self.kind and not self._is_over():
+                    rendered = self._render(variant, seed, denoiser, reference)
+                    reference = rendered if variant.is_reference else reference
 
-    def _build(self, trained: str, seed: int) -> Denoiser:
+    def _is_over(self) -> bool:
+        return time.time() - self.started > 60 * self.args.minutes
+
+    def _train(self, seed: int, clips: Clips, held_out: Clips) -> Denoiser:
         denoiser = Denoiser(self.size, seed).to(self.device)
-        if trained == "vsa":
+        if self.kind == "vsa":
             sage_hf.enable_vsa(denoiser.transformer, SPARSITY)
         if self.args.compile:
             for block in denoiser.transformer.blocks:
                 block.compile(dynamic=False)
-        return denoiser
-
-    def _plan(self, clips: Clips) -> int:
-        """Measure a training step of both kinds and a step of rendering; return the steps that there is time for."""
-        seconds = {}
-        for trained in ("dense", "vsa"):
-            warm = Training(self._build(trained, 0), self.args.learning_rate, [])
-            warm.run(clips, self.size, 0, CALIBRATION_STEPS)
-            self._say(f"{trained}: compiled, {CALIBRATION_STEPS} steps in {warm.seconds:.1f} s")
-            timed = Training(warm.denoiser, self.args.learning_rate, [])
-            timed.run(clips, self.size, 0, CALIBRATION_STEPS)
-            seconds[trained] = timed.seconds / CALIBRATION_STEPS
-        denoiser = in_low_precision(self._build("dense", 0))
-        for _ in range(2):
-            began = self.elapsed
-            scenes = shown_scenes()
-            generate(denoiser, scenes, self.size, steps=TIMED_STEPS, guidance=GUIDANCE, device=self.device)
-            self._synchronize()
-        step = (self.elapsed - began) / TIMED_STEPS
-        count, seeds = len(variants()), self.args.seeds
-        judging = seeds * count * (1.4 * self.args.sampling_steps * step + 0.7) + 10
-        left = self.budget - self.elapsed
-        judging = min(judging, left / 2)
-        steps = self.args.steps or max(1, int(0.9 * (left - judging) / seeds / sum(seconds.values())))
-        self.result["plan"] = {
-            "training_ms": {name: 1e3 * value for name, value in seconds.items()},
-            "rendering_ms": 1e3 * step,
-            "steps": steps,
-            "minutes": self.args.minutes,
-        }
-        self._say(f"plan: {self.result['plan']}, {judging:.0f} s for judging")
-        return steps
-
-    def _train(self, trained: str, seed: int, steps: int, clips: Clips, held_out: Clips) -> None:
-        training = Training(self._build(trained, seed), self.args.learning_rate, [])
-        training.run(clips, self.size, seed, steps, until=lambda: self.elapsed > 0.95 * self.budget)
+        training = Training(denoiser, self.args.learning_rate, [])
+        training.run(clips, self.size, seed, self.args.steps)
         losses = torch.stack(training.losses).float()
-        every = max(1, len(losses) // POINTS)
-        curve = [part.mean().item() for part in losses.split(every)]
-        plain = copy.deepcopy(training.denoiser)
+        curve = [part.mean().item() for part in losses.split(max(1, len(losses) // POINTS))]
+        plain = copy.deepcopy(denoiser).eval()
         row = {
-            "trained": trained,
+            "trained": self.kind,
             "seed": seed,
             "steps": len(losses),
             "seconds": training.seconds,
@@ -207,20 +166,15 @@ class Experiment:
             "held_out_loss": held_out_loss(plain, held_out, self.size),
             "curve": [round(loss, 5) for loss in curve],
         }
-        self.result["training"].append(row)
-        self.models[trained, seed] = plain.eval()
-        self._write()
-        shown = ", ".join(f"{loss:.4f}" for loss in curve[:: max(1, len(curve) // 8)])
-        self._say(
-            f"{trained}, seed {seed}: {row['steps']} steps in {training.seconds:.0f} s, loss {row['train_loss']:.5f}, "
-            f"held out {row['held_out_loss']:.5f} ({shown})"
-        )
+        self.send({"training": row})
+        return plain
 
-    def _render(self, variant: Variant, seed: int) -> None:
-        scenes = shown_scenes()
+    def _render(self, variant: Variant, seed: int, denoiser: Denoiser, reference: Tensor | None) -> Tensor | None:
+        """Send a row of a way to run a model; return its clips, None if it fails."""
+        scenes, clips, frames = shown_scenes(), None, None
         row: dict[str, Any] = {"trained": variant.trained, "run": variant.run, "seed": seed}
         try:
-            denoiser = in_low_precision(self.models[variant.trained, seed])
+            denoiser = in_low_precision(denoiser)
             if variant.vsa:
                 sage_hf.enable_vsa(denoiser.transformer, SPARSITY)
             with applied(denoiser, variant.config, self.args.sampling_steps) as kept:
@@ -233,48 +187,120 @@ class Experiment:
                     device=self.device,
                 )
                 row |= kept()
-            if variant.is_reference:
-                self.references[variant.trained, seed] = clips
-            elif (reference := self.references.get((variant.trained, seed))) is not None:
+            if reference is not None:
                 row |= distances(reference, clips)
             row["score"] = score(clips, scenes)
             if seed == 0:
-                self.frames[f"{variant.trained}: {variant.run}"] = clips[:: len(scenes) // SHOWN, clips.shape[1] // 2]
+                frames = clips[:: len(scenes) // SHOWN, clips.shape[1] // 2].cpu().numpy()
         except Exception as error:  # a variant that fails says so in its row, and costs no other one
             row["unavailable"] = reason(error)
-        self.result["rows"].append(row)
-        self._write()
-        told = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        self._say(", ".join(f"{key} {value}" for key, value in told.items()))
+        self.send({"row": row, "frames": frames})
+        return clips
+
+
+def run_kind(kind: str, args: argparse.Namespace, started: float, send: Callable[[Message], None]) -> None:
+    """Run one kind of training, and say where it ends."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    set_routing(False)  # quality is judged: what is asked for runs, at any cost
+    try:
+        Trained(kind, args, started, send).run()
+    finally:
+        send({"ended": kind})
+
+
+class Record:
+    """The JSON and the picture, written whenever there is something new.
+
+    Attributes:
+        result: the JSON so far.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started = args, time.time()
+        size = TOY if args.toy else Size()
+        self.pixels = size.pixels
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.frames: dict[str, Any] = {}
+        self.running = set(KINDS)
+        self.result: dict[str, Any] = {
+            **facts(device, git_commit() if args.commit is None else args.commit),
+            "size": asdict(size) | {"tokens": size.tokens},
+            "sparsity": SPARSITY,
+            "learning_rate": args.learning_rate,
+            "sampling": {"steps": args.sampling_steps, "guidance": GUIDANCE},
+            "training": [],
+            "rows": [],
+        }
+
+    def take(self, message: Message) -> None:
+        """Add what a process tells."""
+        if "ended" in message:
+            self.running.remove(message["ended"])
+            return
+        if (row := message.get("training") or message.get("row")) is None:
+            self._say(message["said"])
+            return
+        self.result["training" if "training" in message else "rows"].append(row)
+        for name in ("training", "rows"):
+            self.result[name].sort(key=_place)
+        if message.get("frames") is not None:
+            self.frames[f"{row['trained']}: {row['run']}"] = message["frames"]
+            self._draw()
+        self.write()
+        told = {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items() if key != "curve"}
+        self._say(", ".join(f"{key} {x}" for key, x in told.items()))
+
+    def write(self) -> None:
+        """Write the JSON."""
+        self.args.output.mkdir(parents=True, exist_ok=True)
+        self._file().write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def _draw(self) -> None:
         """Write the picture: the middle frame of some prompts with each way to run seed 0's models."""
-        if not self.frames:
-            return
-        side = ENLARGED * self.size.pixels
-        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, len(self.frames) * side), "white")
-        for line, (label, frames) in enumerate(self.frames.items()):
-            pixels = (torch.cat(list(frames), -1) * 255).round().byte().permute(1, 2, 0)
-            image = Image.fromarray(pixels.cpu().numpy()).resize((len(frames) * side, side), Image.Resampling.NEAREST)
+        labels = [label for one in variants() if (label := f"{one.trained}: {one.run}") in self.frames]
+        side = ENLARGED * self.pixels
+        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, len(labels) * side), "white")
+        for line, label in enumerate(labels):
+            frames = self.frames[label]
+            pixels = (np.concatenate(list(frames), -1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
+            image = Image.fromarray(pixels).resize((len(frames) * side, side), Image.Resampling.NEAREST)
             picture.paste(image, (LABEL_WIDTH, line * side))
             ImageDraw.Draw(picture).text((4, line * side + side // 2 - 6), label, fill="black")
+        self.args.output.mkdir(parents=True, exist_ok=True)
         picture.save(self._file().with_suffix(".png"))
-        self.result["picture"] = list(self.frames)
-        self._write()
+        self.result["picture"] = labels
 
     def _file(self) -> Path:
         return self.args.output / f"{'-'.join(self.result['gpu'].lower().split())}-{NAME}.json"
 
-    def _write(self) -> None:
-        self.args.output.mkdir(parents=True, exist_ok=True)
-        self._file().write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-
     def _say(self, text: str) -> None:
-        print(f"{self.elapsed:6.1f} s  {text}", flush=True)
+        print(f"{time.time() - self.started:6.1f} s  {text}", flush=True)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    """Return where a row stands: by seed, then in the order of `variants`."""
+    names = [(one.trained, one.run) for one in variants()]
+    run = (row["trained"], row.get("run"))
+    return row["seed"], names.index(run) if run in names else KINDS.index(row["trained"])
+
+
+def run_apart(record: Record) -> None:
+    """Run each kind in a process of its own, and end those that are still running when the time is over."""
+    context = multiprocessing.get_context("spawn")
+    messages = context.Queue()
+    processes = [
+        context.Process(target=run_kind, args=(kind, record.args, record.started, messages.put)) for kind in KINDS
+    ]
+    for process in processes:
+        process.start()
+    end = record.started + 60 * record.args.minutes
+    while record.running and time.time() < end:
+        with suppress(queue.Empty):
+            record.take(messages.get(timeout=1))
+        if not any(process.is_alive() for process in processes) and messages.empty():
+            break
+    for process in processes:
+        process.terminate()
 
 
 def in_low_precision(denoiser: Denoiser) -> Denoiser:
@@ -334,19 +360,24 @@ def distances(reference: Tensor, clips: Tensor) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.5, help="that the whole may take")
+    parser.add_argument("--minutes", type=float, default=3.3, help="after which the run is cut")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of training (default: those that there is time for)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     parser.add_argument("--sampling-steps", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--apart", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    set_routing(False)  # quality is judged: what is asked for runs, at any cost
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    Experiment(TOY if args.toy else Size(), device, args).run()
+    record = Record(args)
+    if args.apart:
+        run_apart(record)
+    else:
+        for kind in KINDS:
+            run_kind(kind, args, record.started, record.take)
+    record.write()
 
 
 if __name__ == "__main__":

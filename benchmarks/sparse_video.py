@@ -10,7 +10,8 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,8 @@ MEAN, CONTRAST = 0.1, 0.25
 """A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
 DATA = 0.5
 HELD_OUT_SEED = 12345
+EAGER_STEPS = 3
+"""First steps of training that are not captured."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Size:
     Attributes:
         frames, pixels: of a clip; `patch` × `patch` pixels of a frame are a token.
         heads, head_dim, layers: of the transformer.
-        batch: clips a training step.
+        batch: clips a training step: few, for as many steps as there is time for.
         pool: clips that are drawn to learn from.
         held_out: clips of the held-out loss.
     """
@@ -60,7 +63,7 @@ class Size:
     heads: int = 3
     head_dim: int = 64
     layers: int = 4
-    batch: int = 16
+    batch: int = 4
     pool: int = 8000
     held_out: int = 96
 
@@ -197,35 +200,84 @@ class Training:
     losses: list[Tensor]
     seconds: float = 0.0
 
-    def run(self, clips: Clips, size: Size, seed: int, steps: int, until: Callable[[], bool] = lambda: False) -> None:
-        """Train for a number of steps, or until `until` says so at a step."""
-        parameters = list(self.denoiser.parameters())
-        on_gpu = parameters[0].is_cuda
-        optimizer = torch.optim.AdamW(
-            parameters, lr=self.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu
-        )
+    def run(self, clips: Clips, size: Size, seed: int, steps: int) -> None:
+        """Train for a number of steps; on a GPU nearly all replay a CUDA graph."""
         warmup = max(1, steps // 20)
 
         def rate(step: int) -> float:
-            return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+            return self.learning_rate * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         self.denoiser.train()
         started = time.perf_counter()
-        for step in range(steps):
-            loss = flow_loss(self.denoiser, *draw_batch(clips, size, seed, step))
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            self.losses.append(loss.detach())
-            if step % 20 == 19:
-                torch.stack(self.losses[-20:]).tolist()  # the host does not run ahead of the clock
-                if until():
-                    break
-        self.losses[-1].item()
+        with on_stream_of_its_own(clips.clips.device):
+            update = Update(self.denoiser)
+            for step in range(steps):
+                self.losses.append(update(draw_batch(clips, size, seed, step), rate(step)))
+            self.losses[-1].item()
         self.seconds += time.perf_counter() - started
+
+
+class Update:
+    """One step of AdamW after another, of batches of one shape.
+
+    On a GPU the first `EAGER_STEPS` compile and make the optimizer's state; the next is captured in a CUDA graph, which
+    it and all later ones replay, because the host launches a small model's kernels more slowly than they run.
+    """
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        self.denoiser = denoiser
+        self.parameters = list(denoiser.parameters())
+        self.on_gpu = self.parameters[0].is_cuda
+        self.rate = torch.zeros((), device=self.parameters[0].device)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=self.rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            fused=self.on_gpu,
+            capturable=self.on_gpu,
+        )
+        self.steps = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batch: tuple[Tensor, ...] = ()
+        self.loss = torch.empty(())
+
+    def __call__(self, batch: tuple[Tensor, ...], rate: float) -> Tensor:
+        """Take a step with a batch of `draw_batch` at a learning rate, and return its loss."""
+        self.rate.fill_(rate)
+        self.steps += 1
+        if not self.on_gpu or self.steps <= EAGER_STEPS:
+            return self._step(batch)
+        if self.graph is None:
+            self.batch = tuple(x.clone() for x in batch)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.loss = self._step(self.batch)
+        for fixed, x in zip(self.batch, batch, strict=True):
+            fixed.copy_(x)
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _step(self, batch: tuple[Tensor, ...]) -> Tensor:
+        loss = flow_loss(self.denoiser, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@contextmanager
+def on_stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """Run on another stream of a GPU than the default one, which cannot be captured."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ TREES = ("sage_hf", "kernels/sage_kernels")
 sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
 import error_table  # noqa: E402
 import gradient_table  # noqa: E402
+import imports  # noqa: E402
 import peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import peaked_table  # noqa: E402
@@ -81,6 +82,24 @@ def model_gain() -> str:
     every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
     drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
     return "\n\n".join((drawn, tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
+
+
+def arrows() -> str:
+    """Return a table of the folders of the packages and of those that each imports."""
+    rows = ["| folder | imports |", "|---|---|"]
+    for folder, others in imports.arrows().items():
+        rows.append(f"| `{folder}` | {', '.join(f'`{other}`' for other in others) or 'none'} |")
+    return "\n".join(rows)
+
+
+def clip_scores() -> str:
+    """Return a table of the tiny model's clips of held-out captions in which each attribute is as written."""
+    scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text(encoding="utf-8"))
+    attributes = ("colour", "shape", "direction")
+    rows = [f"| attention | clips | {' | '.join(attributes)} |", "|---|---|---|---|---|"]
+    for recipe, score in scores.items():
+        rows.append(f"| `{recipe}` | {score['prompts']} | {' | '.join(str(score[name]) for name in attributes)} |")
+    return "\n".join(rows)
 
 
 def measured_models() -> str:
@@ -154,9 +173,11 @@ def sparse_speed() -> str:
     for row in result["routing"]:
         share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
         parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
-    before = "What comes before it: each router at a quarter of the tiles, and Q, K, V and the output reordered"
-    note = "" if "training" in result else ", measured before routers had kernels"
-    return "\n\n".join((*tables, f"{before}{note}:", "\n".join(parts), sources(SPARSE)))
+    before = (
+        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V "
+        "and the output in each call, or hidden states and rotary embeddings once in a call of the model"
+    )
+    return "\n\n".join((*tables, f"{before}:", "\n".join(parts), sources(SPARSE)))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
@@ -274,7 +295,7 @@ python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse_quality.py --minutes 6.5 --output {BENCHMARKS}/results
+python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -352,6 +373,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "trained-models": trained_models,
     "recipes": recipes,
+    "arrows": arrows,
+    "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,

@@ -32,7 +32,7 @@ from tiny_video_score import generate
 from torch import Tensor
 from tqdm.auto import tqdm
 from train_tiny_video import CAPTION_DROPOUT, DEFAULT_FOLDER, caption_ids, to_model_range
-from training_loop import build_accelerator, fit, kernels_that_ran
+from training_loop import build_accelerator, fit, kernels_that_ran, run_own_numerics
 from training_report import (
     compare,
     comparison_table,
@@ -46,7 +46,6 @@ from training_report import (
 )
 
 import sage_hf
-from sage_kernels.registry import set_routing
 
 TRAINING_RECIPES = ("exact", "sage_bwd", "sage_bwd_int8")
 INFERENCE_RECIPES = ("exact", "sage_bwd", "sage2", "sage3")
@@ -349,10 +348,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    set_routing(False)  # short sequences would train exactly, and the recipes are what is compared
-    # Run each recipe's own numerics on every device, never another recipe's.
-    sage_hf.set_default_fallback("emulate")
-    torch.set_float32_matmul_precision("high")
+    run_own_numerics()
     experiment = Experiment(args)
     if args.command in ("finetune", "all"):
         experiment.finetune()

@@ -36,7 +36,7 @@ from source_text import (
 )
 from torch import Tensor
 from tqdm.auto import tqdm
-from training_loop import build_accelerator, fit, kernels_that_ran
+from training_loop import build_accelerator, fit, kernels_that_ran, run_own_numerics
 from training_report import (
     compare,
     comparison_table,
@@ -55,9 +55,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-
-import sage_hf
-from sage_kernels.registry import set_routing
 
 # One model without and one with QK-norm; nothing else differs.
 ARCHITECTURES = {
@@ -328,10 +325,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    set_routing(False)  # short sequences would train exactly, and the recipes are what is compared
-    # Run each recipe's own numerics on every device, never another recipe's.
-    sage_hf.set_default_fallback("emulate")
-    torch.set_float32_matmul_precision("high")
+    run_own_numerics()
     experiments = Experiments(args)
     commands: dict[str, Callable[[], None]] = {
         "pretrain": experiments.pretrain,

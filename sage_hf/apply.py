@@ -172,7 +172,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         if schedule is not None:
             undo.append(schedule.attach(target.model).remove)
         if sparse is not None:
-            undo.append(sparse.attach(target.model).remove)
+            undo.append(sparse.attach(target.model))
 
     return change
 

@@ -126,7 +126,7 @@ def sage_attention(
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
         blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
-            attn_mask may only say which keys exist. The first keys are then in few bits too.
+            attn_mask may only say which keys exist. All keys are then in few bits, also those that are heavy otherwise.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
@@ -154,8 +154,11 @@ def sage_attention(
             blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
         )
         return sparse if return_lse else sparse[0]
-    output, lse = _attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, 0, scale, enable_gqa, recipe, fallback, return_lse)
+    output, lse = attend(
+        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
     )
     return output if lse is None or not return_lse else (output, lse)
 
@@ -174,54 +177,41 @@ def attend(
     recipe: str = "sage3",
     fallback: str | None = None,
     return_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `sage_attention`, but accept a mask and causality together; see there for the other arguments.
 
     Args:
         attn_mask, is_causal: a query attends to what both allow.
         causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
+        tokens_first: query, key, value and the output are (batch, tokens, heads, channels).
 
     Returns:
-        (output, lse); lse has no elements without return_lse.
+        (output, lse); without return_lse, the lse is None or has no elements.
     """
-    output, lse = _attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, causal_offset, scale, enable_gqa),
-        *(recipe, fallback, return_lse),
-    )
-    return output, query.new_empty(0, dtype=torch.float32) if lse is None or not return_lse else lse
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: str,
-    fallback: str | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attend`; the lse may be None without return_lse."""
     checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
     is_causal = bool(is_causal)
     slot = None
     if not torch.compiler.is_compiling() and dropout_p == 0.0:
         if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             query, key, value = exact.in_autocast_dtype(query, key, value)
-        grad = ops.wants_gradient(query, key, value, attn_mask)
+        grad = torch.is_grad_enabled() and ops.wants_gradient(query, key, value, attn_mask)
         options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
-        slot = prepared.find(query, key, value, attn_mask, "sage_attention", grad, *options)
+        slot = prepared.find(query, key, value, attn_mask, "sage_attention", tokens_first, grad, *options)
         if slot is not None and slot.prepared is not None:
             slot.announce(slot.prepared.plan)
             output, lse = slot.prepared(query, key, value, attn_mask)
-            record.notify_observers(
-                *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output)
-            )
+            if record.observers:
+                shown = query, key, value, output
+                query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
+                record.notify_observers(
+                    *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
+                )
             return output, lse
+    if tokens_first:
+        if slot is not None:
+            slot.tokens_first = True
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     query, key, value = exact.in_autocast_dtype(query, key, value)
@@ -274,21 +264,22 @@ def _attend(
         )
     else:  # nothing watches operators
         call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-        plan = dispatch.plan_of(call, checked_fallback)
-        prepare_call = partial(prepared.prepare, call, plan, mask)
-        at_once = slot.calls == 0 and prepared.is_step(plan)
+        recurs = slot.recurs(query, key)
+        plan = dispatch.plan_of(call, checked_fallback, recurs)
+        prepare_call = partial(prepared.prepare_step, call, plan, mask, slot, checked_fallback)
+        at_once = (slot.calls == 0 or recurs) and prepared.is_step(plan)
         if at_once:
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:
             slot.announce(plan)
-            output, lse = slot.prepared(query, key, value, attn_mask)
+            output, lse = prepared.heads_first(slot.prepared)(query, key, value, attn_mask)
         else:
             output, lse = dispatch.run(call, plan)
             if not at_once:
                 slot.prepare(prepare_call)
     if not torch.compiler.is_compiling():
         record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
-    return output, lse
+    return output.transpose(1, 2) if tokens_first else output, lse
 
 
 def _exact(

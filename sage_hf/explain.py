@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -17,8 +17,9 @@ from sage_hf.diffusers.vsa import VSAProcessor
 from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
+from sage_kernels import costs
 from sage_kernels.recipe import RECIPES, get_recipe
-from sage_kernels.registry import Outcome, Plan
+from sage_kernels.registry import Outcome, Plan, routing
 
 UNATTRIBUTED = "(compiled, or no layer)"
 
@@ -71,12 +72,14 @@ class Explanation:
         planned: whether the rows say what will run rather than what ran.
         sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
             ran.
+        costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
     """
 
     rows: tuple[LayerRow, ...]
     compiled: tuple[tuple[Outcome, int], ...] = ()
     planned: bool = False
     sparse: tuple[tuple[str, str], ...] = ()
+    costs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         notes: dict[str, int] = {}
@@ -113,8 +116,10 @@ class Explanation:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
-        text += [f"{layer}: {kept}" for layer, kept in self.sparse]
-        return "\n".join(text)
+        text += [
+            f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
+        ]
+        return "\n".join([*text, *self.costs])
 
 
 def explain(pipe_or_model: object) -> Explanation:
@@ -132,7 +137,15 @@ def explain(pipe_or_model: object) -> Explanation:
     targets = find_targets(pipe_or_model)
     rows = [row for target in targets for row in _target_rows(target)]
     sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
-    return Explanation(tuple(rows), tuple(record.compiled_outcomes().items()), sparse=tuple(sparse))
+    compiled = tuple(record.compiled_outcomes().items())
+    return Explanation(tuple(rows), compiled, sparse=tuple(sparse), costs=_costs(targets))
+
+
+def _costs(targets: Sequence[Target]) -> tuple[str, ...]:
+    layers = (layer for target in targets for layer in target.layers.values())
+    requests = [plan.request for layer in layers for plan in record.last_plans(layer)]
+    capabilities = dict.fromkeys(request.capability for request in requests if request.device_type == "cuda")
+    return tuple(map(costs.description, capabilities)) if routing() else ()
 
 
 def _target_rows(target: Target) -> Iterator[LayerRow]:

@@ -76,7 +76,7 @@ class StepSchedule:
                 "rather than to its denoiser, or count from the first step"
             )
         self._config = config
-        self._processors = dict(processors)
+        self.processors = dict(processors)
         self._pipe = None if pipe is None else _PipelineReference(pipe)
         self._on_step = on_step
         self._generations = _Generations()
@@ -125,7 +125,7 @@ class StepSchedule:
         self.step, self.num_steps = generation.step, generation.num_steps
         if self._on_step is not None:
             self._on_step(self.step)
-        for layer, processor in self._processors.items():
+        for layer, processor in self.processors.items():
             recipe = self._config.resolve(layer, self.step, self.num_steps)
             if processor.recipe != recipe:
                 processor.recipe = recipe

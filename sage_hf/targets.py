@@ -20,7 +20,7 @@ class Target:
 
     Attributes:
         name: the model's name in the pipeline if several of its models are switched, else "".
-        model: the model as given, possibly compiled.
+        model: the model as given, possibly compiled; of PEFT's wrapper the model inside.
         library: "diffusers" or "transformers".
         layers: the attention layers, by dotted name in the (uncompiled) model.
     """
@@ -61,7 +61,9 @@ def find_targets(pipe_or_model: object) -> list[Target]:
 
 
 def _target(name: str, model: nn.Module) -> Target:
-    plain = getattr(model, "_orig_mod", model)
+    plain: Any = getattr(model, "_orig_mod", model)
+    if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
+        return _target(name, plain.get_base_model())
     library = "transformers" if _is_transformers(plain) else "diffusers"
     if library == "transformers":
         if reason := transformers.unsupported(plain):

@@ -277,6 +277,8 @@ def test_the_command_times_what_is_asked_for_and_resumes(monkeypatch, tmp_path, 
     assert len(json.loads(path.read_text())["rows"]) == 4 and path.with_suffix(".png").exists()
     assert "ours is faster by" in capsys.readouterr().out
     assert main(["bench", "--grid", "--training", "--output", str(tmp_path)]) == 0 and asked[2] == TRAINING
+    assert main(["bench", "--grid", "--only", "causal, .*×192,", "--output", str(tmp_path)]) == 0
+    assert asked[3] and {(point.kind, point.head_dim) for point in asked[3]} == {("causal", 192)}
     monkeypatch.setattr("sys.argv", ["grid.py", "--render", str(path)])
     capsys.readouterr()
     forward.main(grid=True)
@@ -294,7 +296,8 @@ def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
     assert "unknown nothing; choose from: self-attention; " in refused("--grid", "--shapes", "nothing")
     assert "it takes no --shape, --providers" in refused("--grid", "--providers", "cudnn")
     assert "--part 2" in refused("--grid", "--part", "2")
-    assert "--part, --resume and --cached need --grid" in refused("--resume")
+    assert "--part, --only, --resume and --cached need --grid" in refused("--resume")
+    assert "no call of the grid contains that" in refused("--grid", "--only", "nothing")
     assert "it takes no --training" in refused("--phases", "--training")
 
 
@@ -322,7 +325,7 @@ def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
         measure_phases, "quantizers", lambda *arguments, only_preferred: {"operands of sage2": (lambda: None, 200_000)}
     )
     monkeypatch.setattr(measure_phases, "trace", lambda call: spans)
-    rows = measure_phases._measure_shape(shape, CPU, 1e10)
+    rows = measure_phases.measure_shape(shape, CPU, 1e10)
     shares = {one["phase"]: one for one in rows if one["what"] == "operands of sage2"}
     read = 2 * 2 * 100 * 64 * 2  # K and V
     assert [shares[phase]["bytes"] for phase in ("statistics", "quantize", WHOLE)] == [read, 200_000 - read, 200_000]

@@ -71,3 +71,14 @@ print((time.process_time() - start) / torch_seconds)
     command = [sys.executable, "-c", code]
     ratios = (float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3))
     assert any(ratio <= 1.3 for ratio in ratios)
+
+
+def test_preparing_a_call_leaves_the_compiler_alone():
+    code = """
+import sys
+import torch
+from sage_kernels import rehearsal
+rehearsal.load()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

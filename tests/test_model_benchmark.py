@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_hf
 from sage_hf.app.cli import main
-from sage_hf.bench import command, measure_models, model_peers, models, plots, tables
+from sage_hf.bench import command, measure, measure_models, model_peers, models, plots, tables
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
@@ -54,7 +54,7 @@ def tiny(name: str) -> Model:
     if model.library == "diffusers":
         return replace(model, config=TINY_COGVIDEOX, inputs=tiny_inputs(1), layers_of_model=2, layers=None)
     tokens = 1 if model.kind == "decode" else 80
-    inputs = models._batch(tokens, 97) if model.training else lambda draw: {"input_ids": draw.ids(97, 1, tokens)}
+    inputs = models.token_batch(tokens, 97) if model.training else lambda draw: {"input_ids": draw.ids(97, 1, tokens)}
     return replace(
         model,
         config=TINY_LLAMA,
@@ -172,7 +172,7 @@ def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
     """It computes something else, and only where the grid of tokens is known and calls are long enough."""
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
     (ours,) = (one for one in MODEL_PROVIDERS if one.name == "sage_hf:sage2 keep .25")
-    eager = replace(ours, use=model_peers._ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
+    eager = replace(ours, use=model_peers.ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
     providers = [one for one in MODEL_PROVIDERS if one.name in ("default", "sage_hf:sage2")]
     video, text = tiny("cogvideox-2b"), tiny("llama-3-prefill-1k")
     (short,) = measure_models.run(CPU, [video], [ours], progress=lambda line: None)["rows"]
@@ -209,7 +209,7 @@ def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_
         return torch.zeros_like(query)
 
     seen = []
-    use = model_peers._in_place_of_pytorch("theirs", lambda: theirs)
+    use = model_peers.in_place_of_pytorch("theirs", lambda: theirs)
     q, mask = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bool)
     original = F.scaled_dot_product_attention
     model = tiny("cogvideox-2b")
@@ -232,7 +232,7 @@ def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_
 
 def test_a_result_that_only_the_provider_breaks_has_no_time(monkeypatch):
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
-    broken = model_peers._in_place_of_pytorch("broken", lambda: lambda query, *rest: query * torch.nan)
+    broken = model_peers.in_place_of_pytorch("broken", lambda: lambda query, *rest: query * torch.nan)
     providers = (model_peers.DEFAULT, model_peers.ModelProvider("broken", "Broken", broken))
     monkeypatch.setattr(measure_models, "MODEL_PROVIDERS", providers)
     rows = measure_models.run(CPU, [tiny("cogvideox-2b")], providers, progress=lambda line: None)["rows"]
@@ -307,9 +307,11 @@ def test_the_command_writes_the_results_of_the_models_and_providers_asked_for(mo
         arguments = ["--providers", "default", "sage_hf:sage_bwd", "--layers", "4", "--output", str(tmp_path)]
         assert main(["bench", "--model", name, *arguments]) == 0
     assert asked == {"models": ["mochi"], "providers": {"default", "sage_hf:sage_bwd"}, "layers": 4}
+    assert main(["bench", "--model", "sdxl", "mochi", "flux-512", "--output", str(tmp_path / "more")]) == 0
+    assert asked["models"] == ["sdxl", "mochi", "flux-512"]  # in this order, however long there is time
     path = tmp_path / "nvidia-h200-models.json"
     assert [one["name"] for one in json.loads(path.read_text())["rows"]] == ["mochi", "sdxl"]
-    assert list(tmp_path.iterdir()) == [path] and "MOCHI" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.*")) == [path] and "MOCHI" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["models.py", "--render", str(path)])
     forward.main(model=["all"])
     assert "| MOCHI | eager | 2 | – |" in capsys.readouterr().out
@@ -326,3 +328,8 @@ def test_only_the_providers_of_a_kind_of_step_measure_it():
     training = {one.name for one in TRAINING_MODEL_PROVIDERS}
     assert "sage_hf:sage_bwd" in training and training.isdisjoint({"fa3", "sageattention2", "sage_hf:sage2"})
     assert next(iter(MODEL_PROVIDERS)).name == next(iter(TRAINING_MODEL_PROVIDERS)).name == "default"
+
+
+def test_results_name_the_commit_that_the_environment_tells(monkeypatch):
+    monkeypatch.setenv("SAGE_HF_COMMIT", "abc")
+    assert measure.facts(CPU, "")["commit"] == "abc" and measure.facts(CPU, "def")["commit"] == "def"

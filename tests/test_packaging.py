@@ -154,3 +154,11 @@ def test_both_integrations_run_the_same_commands() -> None:
     targets = " ".join(re.findall(r"^make (.*)", (ROOT / ".ci/run").read_text(), re.MULTILINE)).split()
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert targets and all(f"- run: make {target}\n" in workflow for target in targets)
+
+
+def test_the_pythons_it_names_are_those_that_the_workflow_runs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    (run_on,) = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert named == re.findall(r"3\.\d+", run_on)
+    assert f'requires-python = ">={named[0]}"' in project

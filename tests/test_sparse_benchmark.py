@@ -46,6 +46,7 @@ def test_a_result_of_the_same_commit_is_continued(tmp_path, monkeypatch):
     cases = sparse.CASES + sparse.TRAINING_CASES
     monkeypatch.setattr(sparse, "measure", measure)
     monkeypatch.setattr(sparse, "measure_training", measure)
+    monkeypatch.setattr(sparse, "compile_ahead", lambda: None)
     monkeypatch.setattr(sparse, "measure_routing", lambda device: [{"part": "mean", "ms": 1.0}])
     monkeypatch.setattr(sparse, "facts", lambda device, commit: {"gpu": "A GPU", "commit": commit})
 
@@ -99,7 +100,8 @@ def test_results_cover_every_case_and_name_their_commit(path):
         assert (*sizes, "sage_hf:sage2", case.skipped) in found
         assert not case.measures_dense or (*sizes, sparse.DENSE, 0.0) in found
         assert case.block_m != 128 or (*sizes, "flex_attention", case.skipped) in found
-    assert {"mean", "subblock", "share", "reorder"} <= {row["part"] for row in result["routing"]}
+    parts = {row["part"] for row in result["routing"]}
+    assert parts > {"mean", "subblock", "share"} and any(part.startswith("reorder") for part in parts)
     training = result.get("training", [])
     trained = {(row["q_len"], row["head_dim"], row["block_m"], row["provider"]) for row in training}
     for case in sparse.TRAINING_CASES:

@@ -73,14 +73,25 @@ def test_the_output_has_unit_variance_at_every_level():
         assert 0.8 < float(loss) < 1.2
 
 
-def test_the_plan_ends_within_its_time(tmp_path):
-    sparse_quality.main(
-        ["--toy", "--minutes", "0.05", "--seeds", "1", "--sampling-steps", "1", "--output", str(tmp_path)]
-    )
+def test_a_run_whose_time_is_over_keeps_what_it_has(tmp_path):
+    options = ["--toy", "--seeds", "2", "--steps", "1", "--sampling-steps", "1", "--output", str(tmp_path)]
+    sparse_quality.main([*options, "--no-apart", "--minutes", "0.02"])
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
-    assert len(result["training"]) == 2
-    assert len(result["rows"]) < len(sparse_quality.variants())
+    assert result["training"]
+    assert len(result["rows"]) < 2 * len(sparse_quality.variants())
+
+
+@pytest.mark.audit
+def test_processes_of_their_own_tell_the_same(result, tmp_path):
+    options = ["--toy", "--seeds", "1", "--steps", "3", "--sampling-steps", str(STEPS), "--output", str(tmp_path)]
+    sparse_quality.main([*options, "--apart", "--minutes", "10"])
+    (path,) = tmp_path.glob("*.json")
+    apart = json.loads(path.read_text())
+    losses = [[(row["trained"], row["held_out_loss"]) for row in one["training"]] for one in (apart, result)]
+    assert losses[0] == losses[1]
+    assert [row["run"] for row in apart["rows"]] == [row["run"] for row in result["rows"]]
+    assert path.with_suffix(".png").is_file()
 
 
 def test_the_tables_have_a_line_for_each_training_and_each_way_to_run(result):

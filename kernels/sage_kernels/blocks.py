@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import exact
-from .layout import ceil_div
+from .layout import Lengths, ceil_div
 
 BLOCK_SIZES = (64, 128)
 
@@ -21,7 +21,7 @@ class BlockList(NamedTuple):
 
     Attributes:
         counts: int32 (batch or 1, q_heads or 1, blocks of rows), the number of tiles listed; 0: the rows attend to
-            nothing, so their output is 0 and their lse -inf.
+            nothing, so their output is 0 and their lse -inf. The batch is that of packed sequences where they are.
         tiles: int32 (batch or 1, q_heads or 1, blocks of rows, places): the first `counts` of a block are its tiles,
             each once, in any order; further places hold anything.
         block_m: rows a block, 64 or 128.
@@ -73,8 +73,21 @@ class BlockList(NamedTuple):
         keys = torch.arange(kv_len, device=self.tiles.device) // self.block_n
         return self.kept_by_rows(kv_len, first_row, stop_row)[..., keys]
 
+    def of_sequence(self, index: int, q_len: int, kv_len: int, max_kv_len: int) -> BlockList:
+        """Return the list of one of several packed sequences, without the tiles and blocks that it does not have.
 
-def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor) -> None:
+        Args:
+            index: the sequence's number.
+            q_len, kv_len: its length.
+            max_kv_len: an upper bound of all sequences' keys, which the tiles are numbered for.
+        """
+        batch = slice(None) if self.counts.shape[0] == 1 else slice(index, index + 1)
+        rows = slice(ceil_div(q_len, self.block_m))
+        part = self._replace(counts=self.counts[batch, :, rows], tiles=self.tiles[batch, :, rows])
+        return self.of_kept(part.kept(max_kv_len)[..., : ceil_div(kv_len, self.block_n)], self.block_m, self.block_n)
+
+
+def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, lengths: Lengths | None = None) -> None:
     """Raise TypeError or ValueError for a list that does not fit a call.
 
     Values of lists on a GPU are not checked, because the host would have to wait for them, and none inside a compiled
@@ -82,6 +95,7 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor) -> N
 
     Args:
         blocks: a list for query (batch, q_heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim).
+        lengths: those of sequences that are packed into one batch element; None: an ordinary batch.
     """
     counts, tiles = blocks.counts, blocks.tiles
     for name, x in (("counts", counts), ("tiles", tiles)):
@@ -94,6 +108,9 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor) -> N
             f"blocks of {blocks.block_m} rows and tiles of {blocks.block_n} keys are not supported: use 64 or 128"
         )
     batch, q_heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    if lengths is not None:
+        batch, q_len, kv_len = lengths.sequences, lengths.max_seqlen_q, lengths.max_seqlen_k
     row_blocks = ceil_div(q_len, blocks.block_m)
     if counts.dim() != 3 or tiles.dim() != 4 or counts.shape != tiles.shape[:3]:
         raise ValueError(
@@ -107,13 +124,13 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor) -> N
         )
     if query.device.type != "cpu" or not counts.numel() or torch.compiler.is_compiling():
         return
-    number, places = ceil_div(key.shape[2], blocks.block_n), tiles.shape[3]
+    number, places = ceil_div(kv_len, blocks.block_n), tiles.shape[3]
     if not bool(((counts >= 0) & (counts <= places)).all()):
         raise ValueError(f"blocks.counts must be 0 to {places}, the places of blocks.tiles")
     listed = torch.arange(places) < counts.unsqueeze(-1)
     if bool((listed & ((tiles < 0) | (tiles >= number))).any()):
-        raise ValueError(f"blocks.tiles must be 0 to {number - 1}: {key.shape[2]} keys in tiles of {blocks.block_n}")
-    if not torch.equal(blocks.kept(key.shape[2]).sum(-1, dtype=torch.int32), counts):
+        raise ValueError(f"blocks.tiles must be 0 to {number - 1}: {kv_len} keys in tiles of {blocks.block_n}")
+    if not torch.equal(blocks.kept(kv_len).sum(-1, dtype=torch.int32), counts):
         raise ValueError("blocks.tiles names a tile of a block of rows twice")
 
 

@@ -89,7 +89,8 @@ class Call:
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         recipe: formats and transforms.
-        mask: the mask; NO_MASK for packed sequences.
+        mask: the mask; for packed sequences none, or a block list whose batch is that of sequences: tiles beyond a
+            sequence's keys, and blocks beyond its rows, do not count.
         is_causal: row i attends to keys 0…i + causal_offset.
         causal_offset: see is_causal; 0 aligns upper left.
         scale: factor of the scores.
@@ -109,10 +110,8 @@ class Call:
     return_lse: bool = False
 
     def __post_init__(self) -> None:
-        if self.lengths is not None and self.mask.kind != "none":
-            raise ValueError(
-                "packed sequences say by their lengths which keys exist: give no mask or block list beside them"
-            )
+        if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
+            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
 
     @property
     def batch(self) -> int:

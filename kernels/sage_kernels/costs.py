@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,37 +22,41 @@ import torch
 from .cache import cache_folder
 
 if TYPE_CHECKING:
-    from .registry import Request
+    from .request import Request
 
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
-"""PyTorch's exact backends, as tables name them."""
+"""PyTorch's exact backends, as tables name them; the first is none for lengths that grow."""
 
 SHARING = "split_forward"
 """Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
 KEYS_OF_FEW = 4
-"""Keys for each query from which queries are few."""
-MASKING = "exact_forward"
-"""Exact kernel that is faster than PyTorch's beside masks and offsets of causality, and slower without."""
+"""Keys for each query from which queries are few, without a table."""
 TRAINING = ", forward and backward"
 """End of the name of a runner whose calls compute gradients."""
 
 # What the host needs for a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
-OWN_HOST_US = {"fa3": 25.0, "exact_forward": 15.0}
+FA3, FA3_LEAST_US = "fa3", 10.0  # of the fastest other: FlashAttention 3 needs a little more of the host
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
 
-OWN_MARGINS = {"none": 0.95, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
+OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
 """Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
 
 KEYS = 64
 """Keys of a tile, in which `Curve` counts."""
+
+# Calls are alike whose sizes differ by less than about REACH octaves.
+REACH, FARTHEST = 0.4, 1.6
+RAGGED = 0.3  # octaves between calls with whole tiles of keys and others
+NO_CORRECTION = 0.05  # weight of the formula beside the calls measured
+MOST_CORRECTIONS = 1024  # that a curve remembers
 
 # Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, they gain from about
 # half as many keys on.
@@ -120,16 +125,60 @@ class Curve:
     item: float
     tile: float
     score: float
-    ragged: float = 1.0
-    odd: float = 1.0
     error: float = 0.0
+    measured: tuple[tuple[int, int, int, int, int, float], ...] = ()
 
     def us(self, sizes: Sizes) -> float:
         """Return the time of a call in microseconds."""
+        return self.formula(sizes) * self._correction(sizes)
+
+    def formula(self, sizes: Sizes) -> float:
+        """Return the time of a call in microseconds by the formula alone."""
         weights = (self.launch, self.token, self.item, self.tile, self.score)
         return sum(
             w * f for w, f in zip(weights, features(sizes, self.causal, self.rows, self.slots, self.whole), strict=True)
         )
+
+    def _correction(self, sizes: Sizes) -> float:
+        """Return the mean of the measured calls' factors, each by how near it is in size; far from all of them 1."""
+        if (found := self._corrections.get(sizes)) is not None:
+            return found
+        queries, keys, *others = _place(sizes)
+        total, weight = 0.0, NO_CORRECTION
+        for (other_queries, other_keys, *rest), logarithm in self._places:
+            if abs(queries - other_queries) < FARTHEST and abs(keys - other_keys) < FARTHEST:
+                distance = (queries - other_queries) ** 2 + (keys - other_keys) ** 2
+                distance += sum((one - other) ** 2 for one, other in zip(others, rest, strict=True))
+                near = math.exp(-distance / (2.0 * REACH**2)) if distance < FARTHEST**2 else 0.0
+                total, weight = total + near * logarithm, weight + near
+        if len(self._corrections) >= MOST_CORRECTIONS:
+            self._corrections.clear()
+        self._corrections[sizes] = math.exp(total / weight)
+        return self._corrections[sizes]
+
+    @cached_property
+    def _corrections(self) -> dict[Sizes, float]:
+        return {}
+
+    @cached_property
+    def _places(self) -> list[tuple[tuple[float, ...], float]]:
+        return [
+            (_place(Sizes(batch, q_heads, kv_heads, q_len, kv_len, self.head_dim)), math.log(factor))
+            for batch, q_heads, kv_heads, q_len, kv_len, factor in self.measured
+        ]
+
+
+def _place(sizes: Sizes) -> tuple[float, float, float, float, float]:
+    """Return where a call lies among others, in octaves of its sizes: queries, keys, and what matters less."""
+    # Few kernels mind heads and batch apart, or how many heads share keys; all mind whether tiles of keys are whole.
+    rest = 0.0 if sizes.kv_len % KEYS == 0 else 1.0 if sizes.kv_len % 8 == 0 else 2.0
+    return (
+        math.log2(sizes.q_len),
+        math.log2(sizes.kv_len),
+        math.log2(sizes.batch * sizes.q_heads),
+        0.5 * math.log2(sizes.q_heads / sizes.kv_heads),
+        RAGGED * rest,
+    )
 
 
 def features(
@@ -186,21 +235,19 @@ class Table:
     def write(self, path: Path) -> None:
         """Write the table as JSON; `read_table` reads it. Folders are made."""
         facts = {"gpu": self.gpu, "capability": list(self.capability), "versions": dict(self.versions)}
-        curves = [
-            {
-                name: float(f"{value:.5g}") if isinstance(value, float) else value
-                for name, value in asdict(curve).items()
-            }
-            for curve in self.curves
-        ]
-        lines = ",\n".join(f"  {json.dumps(curve)}" for curve in curves)
+        lines = ",\n".join(f"  {json.dumps(_rounded(asdict(curve)))}" for curve in self.curves)
         text = json.dumps(facts)[:-1] + f', "curves": [\n{lines}\n]}}\n'
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
-def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(f"{fact:.5g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
+def _rounded(fact: Any) -> Any:
+    """Return plain data with five digits of each number."""
+    if isinstance(fact, dict):
+        return {name: _rounded(value) for name, value in fact.items()}
+    if isinstance(fact, tuple):
+        return [_rounded(value) for value in fact]
+    return float(f"{fact:.5g}") if isinstance(fact, float) else fact
 
 
 def read_table(path: Path) -> Table:
@@ -213,7 +260,9 @@ def read_table(path: Path) -> Table:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         major, minor = content["capability"]
-        curves = tuple(Curve(**curve) for curve in content["curves"])
+        curves = tuple(
+            Curve(**{**curve, "measured": tuple(map(tuple, curve["measured"]))}) for curve in content["curves"]
+        )
         return Table(content["gpu"], (major, minor), content["versions"], curves, str(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of costs ({type(error).__name__}: {error})") from error
@@ -249,6 +298,15 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
     return None
 
 
+def description(capability: tuple[int, int] | None) -> str:
+    """Return a line that says by which table calls on such a GPU choose between low bits and exact attention."""
+    table = table_of(capability)
+    if table is None:
+        return "costs: none measured, so low bits run in long calls only; `sage-hf tune` measures this GPU"
+    measured = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    return f"costs: {table.origin} ({table.gpu}, {measured})"
+
+
 def low_bit_runner(recipe: str, kernel: str, quantizer: str) -> str:
     """Return the runner's name of a recipe with its kernels."""
     return f"{recipe} by {kernel}, {quantizer}"
@@ -279,18 +337,28 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    if SHARING in own and _few_queries(request):
+    if fastest_exact(request, own) == SHARING:
         return "few queries: exact attention whose programs share the keys is faster"
-    table = table_of(request.capability)
-    sizes, kind = sizes_of(request), (request.mask, request.is_causal)
-    low_bit = table and table.curve(runner, *kind, sizes.head_dim)
-    chosen = fastest_exact(request, own)
-    rivals = _exact_curves(request, [chosen]) if chosen in own else _pytorch_curves(request)
+    table, sizes = table_of(request.capability), sizes_of(request)
+    kind = kind_of(request.mask, request.is_causal, sizes)
+    low_bit = table and table.curve(runner, kind, request.is_causal, sizes.head_dim)
+    rivals = [*_exact_curves(request, own), *_pytorch_curves(request)]
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):
         return ""
     return _limit(low_bit, tuple(rivals))
+
+
+def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
+    """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
+
+    Steps of decoding are kinds of their own, because they wait for memory, and so are causal calls behind a cache, some
+    of whose kernels divide the keys.
+    """
+    if sizes.q_len < DECODED_QUERIES:
+        return f"{mask}, few queries"
+    return f"{mask}, behind a cache" if is_causal and sizes.q_len < sizes.kv_len else mask
 
 
 def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> str:
@@ -324,7 +392,8 @@ def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
     heads, head_dim = NOMINAL_HEADS, low_bit.head_dim
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
-    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[low_bit.mask]}"
+    mask, _, special = low_bit.mask.partition(", ")
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[mask]}{', ' * bool(special)}{special}"
     if all(gains):
         return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
@@ -351,16 +420,19 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
 
 
 def _pytorch_curves(request: Request) -> list[Curve]:
-    """Return the curves of PyTorch's backends for a call."""
-    curves = _exact_curves(request, BACKENDS)
+    """Return the curves of those of PyTorch's backends that PyTorch would choose for a call."""
+    curves = _exact_curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
         return [curve for curve in curves if curve.runner == "flash"]
+    if any(curve.runner == "flash" for curve in curves):  # which PyTorch prefers
+        return [curve for curve in curves if curve.runner != "efficient"]
     return curves
 
 
 def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
-    table, head_dim = table_of(request.capability), max(request.head_dim, request.v_head_dim)
-    return table.exact(request.mask, request.is_causal, head_dim, runners) if table else []
+    table, sizes = table_of(request.capability), sizes_of(request)
+    kind = kind_of(request.mask, request.is_causal, sizes)
+    return table.exact(kind, request.is_causal, sizes.head_dim, runners) if table else []
 
 
 def _few_queries(request: Request) -> bool:
@@ -375,21 +447,25 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         request: the facts of the call.
         own: the names of the kernels beside PyTorch's that serve it.
     """
-    sizes, steps = sizes_of(request), request.q_len < DECODED_QUERIES and request.mask == "none"
-    key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
-    if SHARING in own and _few_queries(request) and not (steps and key_value_bytes < GROWING_CACHE_BYTES):
+    sizes = sizes_of(request)
+    if is_growing_step(request):
+        key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
+        own = [SHARING] if SHARING in own and key_value_bytes >= GROWING_CACHE_BYTES else []
+    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, own)}
+    if SHARING in own and SHARING not in us and _few_queries(request):
         return SHARING
-    plain = request.mask == "none" and not (request.lower_right or request.shifted)
-    own = [name for name in own if not steps and name != SHARING and not (plain and name == MASKING)]
-    fastest = min(_exact_curves(request, own), key=lambda curve: curve.us(sizes), default=None)
-    pytorch = _pytorch_curves(request)
-    if fastest is not None and pytorch:
-        own_us, pytorch_us = fastest.us(sizes), min(curve.us(sizes) for curve in pytorch)
-        # Beside a mask PyTorch's own calls need more of the host than other kernels.
-        host_us = OWN_HOST_US.get(fastest.runner, 0.0) if request.mask == "none" else 0.0
-        if own_us < OWN_MARGINS[request.mask] * pytorch_us and host_us < max(own_us, pytorch_us, EXACT_HOST_US):
-            return fastest.runner
+    pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
+    if pytorch_us < FA3_LEAST_US:
+        us.pop(FA3, None)
+    fastest = min(us, key=us.__getitem__, default="")
+    if fastest and us[fastest] < OWN_MARGINS[request.mask] * pytorch_us:
+        return fastest
     return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
+
+
+def is_growing_step(request: Request) -> bool:
+    """Return whether a call may be a step behind a cache that grows, so that the next one has another length."""
+    return request.q_len < DECODED_QUERIES and request.mask == "none" and not request.recurs
 
 
 def is_slower_by_cudnn(request: Request) -> bool:
@@ -401,11 +477,10 @@ def is_slower_by_cudnn(request: Request) -> bool:
     served = ungrouped or request.head_dim == request.v_head_dim
     if request.dtype not in _EXACT_DTYPES or not served:
         return False
-    if request.q_len < DECODED_QUERIES:
+    if request.q_len < DECODED_QUERIES and not request.recurs:
         return True
-    table, sizes = table_of(request.capability), sizes_of(request)
-    rivals = table.exact(request.mask, request.is_causal, sizes.head_dim) if table else []
-    us = {curve.runner: max(curve.us(sizes), EXACT_HOST_US) for curve in rivals}
+    sizes = sizes_of(request)
+    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, BACKENDS)}
     # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
     return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]

@@ -60,9 +60,10 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
     return run(call, plan_of(call, fallback))
 
 
-def plan_of(call: Call, fallback: Fallback) -> Plan:
-    """Return the plan of a call without gradients; see `registry.select`."""
-    return select(request_of(call), fallback)
+def plan_of(call: Call, fallback: Fallback, recurs: bool = False) -> Plan:
+    """Return the plan of a call without gradients; see `registry.select`, and `Request` for `recurs`."""
+    request = request_of(call)
+    return select(replace(request, recurs=True) if recurs else request, fallback)
 
 
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -217,14 +218,19 @@ def _attend_one_by_one(
     """Run a kernel without support for packed sequences once for each; this reads the lengths back to the host."""
     assert call.lengths is not None
     output, lse = call.new_outputs()
-    for queries, keys in sequence_slices(call.lengths):
-        if queries.stop == queries.start or keys.stop == keys.start:
+    for index, (queries, keys) in enumerate(sequence_slices(call.lengths)):
+        q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
+        if q_len == 0 or kv_len == 0:
             continue
+        mask = call.mask
+        if mask.blocks is not None:
+            mask = replace(mask, blocks=mask.blocks.of_sequence(index, q_len, kv_len, call.kv_len))
         one = replace(
             call,
             query=call.query[:, :, queries],
             key=call.key[:, :, keys],
             value=call.value[:, :, keys],
+            mask=mask,
             lengths=None,
         )
         output[:, :, queries], part = attend(one)

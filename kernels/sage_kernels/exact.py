@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend
 
 from . import tracing
 
@@ -279,6 +280,8 @@ def sdpa(
     if _on_gpu(query):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
+        if mask is not None and mask.dtype != torch.bool and not _is_read_in_place(query, key, value, mask, dropout_p):
+            mask = _with_aligned_rows(mask)
     if lower_right:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler
 
@@ -334,9 +337,32 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
     mask = mask_in_dtype(_stored(mask), query.dtype, LARGEST_BIAS)
     if mask.shape[-1] != kv_len:
         mask = mask.expand(*mask.shape[:-1], kv_len)
-    if mask.dtype == torch.bool:
-        return mask if mask.stride(-1) == 1 else mask.clone(memory_format=torch.contiguous_format)
-    return mask if _is_aligned(mask) else _aligned(mask, ROW_ELEMENTS).narrow(-1, 0, kv_len)
+    if mask.dtype == torch.bool and mask.stride(-1) != 1:
+        return mask.clone(memory_format=torch.contiguous_format)
+    return mask
+
+
+def _is_read_in_place(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, dropout_p: float
+) -> bool:
+    """Return whether an additive mask is read as it is: aligned, or by cuDNN's kernel, which takes rows at any address.
+
+    What PyTorch chooses is not asked where a compiler or a transform would have to follow, or for gradients.
+    """
+    if type(mask) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if _is_aligned(mask):
+        return True
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, mask))
+    if wants_gradient or mask.stride(-1) != 1 or mask.data_ptr() % ALIGNMENT:
+        return False
+    return torch._fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
+
+
+@tracing.allow_in_graph
+def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
+    """Return an additive mask as the memory-efficient kernel reads it; see `_aligned`."""
+    return mask if _is_aligned(mask) else _aligned(mask, ROW_ELEMENTS).narrow(-1, 0, mask.shape[-1])
 
 
 def _stored(x: torch.Tensor) -> torch.Tensor:

@@ -7,20 +7,23 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
+from . import rehearsal
 from .call import Call
-from .registry import Request, register_exact
+from .registry import Attend, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("flash_attn_3", "fa3_fwd")
 """Packages whose module `_C` defines the operator `fwd`, under the package's name."""
 MAX_HEAD_DIM = 256
-FEW_QUERIES = 64
-"""Queries up to which the operator may divide the keys among programs."""
+ROWS, PROGRAMS = 128, 132
+"""Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
+WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
+"""Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
 
 class FlashAttention3:
@@ -28,36 +31,108 @@ class FlashAttention3:
 
     name = "fa3"
     repeats = False
+    tokens_first = True
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
-        if request.device_type != "cuda" or request.capability != (9, 0):
-            return "needs compute capability 9.0 (Hopper)"
-        if request.dtype not in (torch.float16, torch.bfloat16) or not request.aligned:
-            return "needs float16 or bfloat16, aligned to 16 bytes"
-        if request.head_dim != request.v_head_dim or request.head_dim > MAX_HEAD_DIM:
-            return f"needs one head_dim of at most {MAX_HEAD_DIM}"
-        if request.mask != "none" or request.packed or request.return_lse:
-            return "no masks, packed sequences or LSE"
+        if reason := _unsupported(request):
+            return reason
+        if request.mask != "none":
+            return "no masks"
         if request.shifted or (request.is_causal and request.q_len > request.kv_len):
             return "causality must be aligned lower right"
         if request.is_causal and not request.lower_right and request.q_len != request.kv_len:
             return "causality must be aligned lower right"
-        return "" if _operator() is not None else "FlashAttention 3 is not installed"
+        return ""
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        call, operator = call.for_kernel(), _operator()
+        return self.bind(call)(*(x.transpose(1, 2) for x in (call.query, call.key, call.value))).transpose(1, 2)
+
+    def bind(self, call: Call) -> Attend:
+        """Return the function of Q, K and V of calls that are like this one in all but values."""
+        blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
+        splits = 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1  # 0: as it finds best
+        operator, negative = _operator(), call.scale < 0
+        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": splits}
         assert operator is not None
-        query, key, value = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
-        splits = 0 if call.q_len <= FEW_QUERIES else 1  # 0: as it finds best
-        output, *_ = operator(query, key, value, softmax_scale=call.scale, is_causal=call.is_causal, num_splits=splits)
-        return output.transpose(1, 2)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = operator(-query if negative else query, key, value, **options)[0]
+            return output
+
+        return attend
+
+
+class Others(Exact, Protocol):
+    """Kernel of exact attention that leaves some batch elements to another."""
+
+    def attend(
+        self, call: Call, attend_to_first: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Attend; see `triton.exact_forward.attend`."""
+
+
+class PaddedFlashAttention3:
+    """FlashAttention 3's forward pass beside a mask of keys, for the batch elements whose keys come first.
+
+    It takes their number from the GPU's memory, and no mask. Which elements those are is found out on the GPU, and
+    another kernel computes the others: no host waits for a mask's values, and none can make the output wrong.
+    """
+
+    name = "fa3_padded"
+    repeats = True
+
+    def __init__(self, others: Others) -> None:
+        """Let `others` compute the other batch elements."""
+        self._others = others
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it does not serve the request, or ""."""
+        if request.mask != "keys" or request.is_causal:
+            return "needs a mask of keys, without causality"
+        return _unsupported(request) or self._others.unsupported(request)
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Return the output."""
+        return self._others.attend(call, attend_to_first=_attend_to_first)
 
 
 def register_kernels() -> None:
-    """Register the kernel."""
+    """Register the kernels."""
     register_exact(FlashAttention3())
+    register_exact(PaddedFlashAttention3(cast(Others, get_exact("exact_forward"))))
+
+
+def _attend_to_first(call: Call, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    """Write the output of each batch element over its first `lengths` keys."""
+    operator, scale = _operator(), call.scale
+    assert operator is not None
+
+    def attend(*tensors: torch.Tensor) -> None:
+        query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
+        operator(query, key, value, out=into, seqused_k=tensors[4], softmax_scale=scale, num_splits=1)
+
+    tensors = call.query, call.key, call.value, output, lengths
+    if (rehearsed := rehearsal.current()) is not None:
+        rehearsed.ran(attend, *tensors)
+    else:
+        attend(*tensors)
+
+
+def _unsupported(request: Request) -> str:
+    """Return which limit that all calls of the operator share the request exceeds, or ""."""
+    if request.device_type != "cuda" or request.capability != (9, 0):
+        return "needs compute capability 9.0 (Hopper)"
+    if request.dtype not in (torch.float16, torch.bfloat16) or not request.aligned:
+        return "needs float16 or bfloat16, aligned to 16 bytes"
+    if request.head_dim != request.v_head_dim or request.head_dim > MAX_HEAD_DIM:
+        return f"needs one head_dim of at most {MAX_HEAD_DIM}"
+    if request.packed or request.return_lse:
+        return "no packed sequences and no LSE"
+    if _operator() is None:
+        return "FlashAttention 3 is not installed"
+    return "built without float16" if request.dtype == torch.float16 and not _takes_float16() else ""
 
 
 @lru_cache(maxsize=1)
@@ -72,3 +147,14 @@ def _operator() -> Callable[..., Any] | None:
         except (AttributeError, ImportError, OSError) as error:  # built for another PyTorch
             logger.info("FlashAttention 3 of %s cannot be loaded: %s", package, error)
     return None
+
+
+@lru_cache(maxsize=1)
+def _takes_float16() -> bool:
+    """Return whether the packages that are installed were built with kernels for float16, as far as they say."""
+    for module in ("flash_attn_config", *(f"{package}_config" for package in PACKAGES)):
+        if find_spec(module) is not None:
+            flags = getattr(import_module(module), "CONFIG", {}).get("build_flags", {})
+            if flags.get(WITHOUT_FLOAT16):
+                return False
+    return True

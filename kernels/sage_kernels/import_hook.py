@@ -13,7 +13,7 @@ from types import ModuleType
 Action = Callable[[ModuleType], None]
 
 _lock = threading.RLock()
-_pending: dict[str, list[Action]] = {}
+pending: dict[str, list[Action]] = {}
 
 
 class _Finder(MetaPathFinder):
@@ -22,7 +22,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _pending:
+        if fullname not in pending:
             return None
         for finder in tuple(sys.meta_path):
             find_spec = getattr(finder, "find_spec", None)
@@ -60,8 +60,8 @@ _finder = _Finder()
 
 def _run_pending(name: str, module: ModuleType) -> None:
     with _lock:
-        actions = _pending.pop(name, [])
-        if not _pending and _finder in sys.meta_path:
+        actions = pending.pop(name, [])
+        if not pending and _finder in sys.meta_path:
             sys.meta_path.remove(_finder)
     for action in actions:
         action(module)
@@ -78,7 +78,7 @@ def when_imported(module_name: str, action: Action) -> None:
     """
     with _lock:
         if module_name not in sys.modules:
-            _pending.setdefault(module_name, []).append(action)
+            pending.setdefault(module_name, []).append(action)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
             return

@@ -58,14 +58,19 @@ class Statistics:
     chosen: torch.Tensor | None = None
 
 
+MEAN_PARTS = 8
+"""Rows behind heavy keys whose sum is K's mean: three parts of it in 16 bits, and zeros."""
+
+
 @dataclass(frozen=True)
 class HeavyKeys:
     """Keys of each sequence that are attended to in 16 bits; in the caller's dtype. They have the first places.
 
     Attributes:
-        key: (batch, kv_heads, keys, channels): K without the mean that the other keys lose. Channels are as many as the
-            other keys have, in the order of `layout.heavy_order`, or in their own beside queries in 16 bits; those
-            beyond head_dim are 0, as is a key that does not exist.
+        key: (batch, kv_heads, keys, channels): beside NVFP4, K without the mean that the other keys lose; beside INT8,
+            K as it is, whose scores lose `Int8Operands.mean_score`. Channels are as many as the other keys have, in the
+            order of `layout.heavy_order`; those beyond head_dim are 0, as is a key that does not exist. Beside queries
+            in 16 bits channels are in their own order, and MEAN_PARTS more rows follow, whose sum is the mean.
         value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up likewise.
     """
 
@@ -92,7 +97,8 @@ class Int8Operands:
             left its scores. In float16 (operand batch, kv_heads, rows, channels).
         value_scale: float32 (batch, kv_heads, channels).
         value_mean: float32 (batch, kv_heads, channels), added to the output.
-        mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, added to the LSE; or None.
+        mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, which heavy keys' scores
+            lose, and the LSE gets; None without either, and beside queries in 16 bits.
         heavy: the keys that are attended to in 16 bits; None: none are.
         balance: float32 (batch, kv_heads, channels), the factors of `transforms.balance`, 1 beyond head_dim; None
             without balance.

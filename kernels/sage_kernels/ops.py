@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backends` registers the kernels
 from .blocks import BlockList, check_blocks
-from .call import Call, Mask, softmax_scale
+from .call import NO_MASK, Call, Mask, softmax_scale
 from .layout import Lengths
 from .recipe import get_recipe
 from .registry import Fallback
@@ -36,6 +36,12 @@ _library.define(
     "packed_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, bool is_causal, int causal_offset, float? scale, "
     "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "packed_block_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, Tensor counts, Tensor tiles, int block_m, int block_n, "
+    "bool is_causal, int causal_offset, float? scale, str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -114,6 +120,7 @@ def packed_attention(
     recipe: str = "sage3",
     fallback: Fallback = "native",
     return_lse: bool = False,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `attention` of sequences of any lengths that are packed one after another without padding; forward only.
 
@@ -126,6 +133,8 @@ def packed_attention(
         seqused_k: int32 (sequences,), number of keys of each sequence that take part. With equal steps in cu_seqlens_k
             this is an ordinary batch whose keys are padded to one length.
         is_causal, causal_offset, scale, recipe, fallback, return_lse: as in `attention`, for each sequence.
+        blocks: as in `attention`, with sequences as its batch and blocks of rows for max_seqlen_q: blocks and tiles
+            that a sequence does not have do not count. It has its own rows' first one at 0, and so its keys.
 
     Returns:
         (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)
@@ -139,21 +148,13 @@ def packed_attention(
     """
     checks.check_kinds(query, key, value, None, scale)
     refuse_tangents(query, key, value)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+    if blocks is not None:
+        return torch.ops.sage_kernels.packed_block_attention(
+            query, key, value, *lengths, *blocks, is_causal, causal_offset, scale, recipe, fallback, return_lse
+        )
     return torch.ops.sage_kernels.packed_attention(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-        is_causal,
-        causal_offset,
-        scale,
-        recipe,
-        fallback,
-        return_lse,
+        query, key, value, *lengths, is_causal, causal_offset, scale, recipe, fallback, return_lse
     )
 
 
@@ -302,14 +303,28 @@ def _block_attention(
 
 
 def _packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend_packed(query, key, value, _lengths(arguments), None, *arguments[5:])
+
+
+def _packed_block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attend_packed(query, key, value, _lengths(arguments), BlockList(*arguments[5:9]), *arguments[9:])
+
+
+def _lengths(arguments: tuple[Any, ...]) -> Lengths:
+    """Return the lengths that the schema of packed operators has behind Q, K and V."""
+    return Lengths(*arguments[:5])
+
+
+def _attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: torch.Tensor | None,
+    lengths: Lengths,
+    blocks: BlockList | None,
     is_causal: bool,
     causal_offset: int,
     scale: float | None,
@@ -320,17 +335,20 @@ def _packed_attention(
     # As one batch element that holds all sequences: (1, heads, total tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     checks.check_tensors(query, key, value, None)
-    checks.check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    checks.check_lengths(query, key, *lengths)
+    if blocks is not None:
+        check_blocks(blocks, query, key, lengths)
     call = Call(
         query,
         key,
         value,
         get_recipe(recipe),
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=softmax_scale(scale, query.shape[3]),
-        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
-        return_lse=return_lse,
+        NO_MASK if blocks is None else Mask.of_blocks(blocks, None, lengths.max_seqlen_k),
+        is_causal,
+        causal_offset,
+        softmax_scale(scale, query.shape[3]),
+        lengths,
+        return_lse,
     )
     output, lse = dispatch.attend(call, fallback)
     output = output[0].transpose(0, 1).contiguous()
@@ -397,22 +415,9 @@ def _fake_block_attention(
 
 
 def _fake_packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, q_heads, _ = query.shape
+    (tokens, q_heads, _), return_lse = query.shape, arguments[-1]
     output = query.new_empty(tokens, q_heads, value.shape[-1])
     return output, query.new_empty((q_heads, tokens) if return_lse else 0, dtype=torch.float32)
 
@@ -456,6 +461,7 @@ for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
     ("block_attention", _block_attention, _fake_block_attention),
     ("packed_attention", _packed_attention, _fake_packed_attention),
+    ("packed_block_attention", _packed_block_attention, _fake_packed_attention),
     ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")

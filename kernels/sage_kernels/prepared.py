@@ -7,28 +7,35 @@ of tracing, of transforms and of modes that want to see operators.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from . import costs, dispatch, exact, registry
-from .call import Call, Mask
+from .call import NO_MASK, Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
-from .registry import Plan, get_forward, get_quantizer
+from .registry import Attend, BoundExact, Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
+
+TensorGuards: Any = None
+with contextlib.suppress(ImportError):
+    from torch._C._dynamo.guards import TensorGuards
 
 logger = logging.getLogger(__name__)
 
 CALLS = 512
 """Calls that are remembered; of more, those used least lately are forgotten."""
+AT_HAND, FINDS = 8, 64
+"""Calls with the same options that are at hand; and after how many finds another one is put there again."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
 
@@ -38,13 +45,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Prepared(Protocol):
-    """Call that is ready to be repeated.
+    """Call that is ready to be repeated."""
 
-    Attributes:
-        plan: what runs.
-    """
-
-    plan: Plan
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -60,11 +65,24 @@ class Slot:
         prepared: the call, if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
+        address: where the keys of the first step of decoding lay; 0 before one.
+        tokens_first: the calls' tensors are (batch, tokens, heads, channels).
+        found: how often the prepared call was found by its facts.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
+    address: int = 0
+    tokens_first: bool = False
+    found: int = 0
+
+    def recurs(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Return whether a step of decoding finds its keys where those of the first one lay."""
+        if query.shape[2] >= costs.DECODED_QUERIES:
+            return False
+        self.address = self.address or key.data_ptr()
+        return self.calls > 0 and self.address == key.data_ptr()
 
     def prepare(
         self,
@@ -75,7 +93,9 @@ class Slot:
         """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
         if self.calls == 2 or at_once:
-            self.prepared, self.announce = make(), announce
+            made = make()
+            self.prepared = TokensFirstCall(made) if made is not None and self.tokens_first else made
+            self.announce = announce
 
 
 @lru_cache(maxsize=CALLS)
@@ -83,12 +103,18 @@ def _slot(*facts: object) -> Slot:
     return Slot()
 
 
-registry.forgetters.append(_slot.cache_clear)
+_at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Any, Slot], ...]] = {}
+"""By whether there is no mask, and the options: prepared calls found of late, each with what compares tensors to its
+own at once, as the compiler of PyTorch does; the facts of `_slot` are a dozen of attributes."""
 
 
 def forget() -> None:
     """Forget all prepared calls."""
     _slot.cache_clear()
+    _at_hand.clear()
+
+
+registry.forgetters.append(forget)
 
 
 def find(
@@ -102,27 +128,47 @@ def find(
     """
     if modes_are_active():
         return None
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    kind = mask is None, options
     try:
-        of_mask = None
-        if mask is not None:
-            if not is_plain(mask):
-                return None
-            of_mask = mask.shape, mask.stride(), mask.dtype, mask.device, mask.layout
-        if not is_plain(query, key, value):
+        for alike, slot in _at_hand.get(kind, ()):
+            if alike.check(*tensors):
+                addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+                if mask is not None:
+                    addresses |= mask.data_ptr()
+                if addresses % ALIGNMENT == 0:
+                    return slot
+        if not is_plain(*tensors):
             return None
-        return _slot(
-            *(query.shape, query.stride(), query.dtype, query.device, query.layout),
-            *(key.shape, key.stride(), key.dtype, key.device, key.layout),
-            *(value.shape, value.stride(), value.dtype, value.device, value.layout),
-            of_mask,
-            *options,
-        )
+        slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
     except (
         AttributeError,
         RuntimeError,
         TypeError,
     ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
         return None
+    if slot.prepared is not None:
+        slot.found += 1
+        if slot.found % FINDS == 1:
+            _put_at_hand(slot, tensors, kind)
+    return slot
+
+
+def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
+    """Let `find` compare a call's tensors to these first, and return the slot for them."""
+    global TensorGuards
+    if TensorGuards is None or (kind not in _at_hand and len(_at_hand) == CALLS):
+        return
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    try:
+        alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if not alike.check(*tensors):
+            return
+    except (RuntimeError, SystemError, TypeError) as error:  # another PyTorch's takes other arguments
+        logger.info("prepared calls are found by their facts alone: %s: %s", type(error).__name__, error)
+        TensorGuards = None
+        return
+    _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
 
 
 def modes_are_active() -> bool:
@@ -137,9 +183,15 @@ def modes_are_active() -> bool:
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes."""
+    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes.
+
+    Tensors without memory are not: those without elements, and zeros that no memory holds.
+    """
     for x in tensors:
-        if x.__class__ not in _PLAIN or x.data_ptr() % ALIGNMENT or x.is_neg() or x._is_zerotensor():
+        if type(x) not in _PLAIN or x.is_neg():
+            return False
+        address = x.data_ptr()
+        if address == 0 or address % ALIGNMENT:
             return False
     return True
 
@@ -175,8 +227,13 @@ class ExactCall:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
-        attend = self._attend_directly if self.direct else self._attend
-        output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
+        if self.direct and self.cudnn:
+            output = F.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            )
+        else:
+            attend = self._attend_directly if self.direct else self._attend
+            output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
         return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
 
     def _attend_directly(
@@ -202,28 +259,26 @@ class ExactCall:
 
 
 @dataclass(slots=True, eq=False)
-class KernelCall:
-    """Call of exact attention by a kernel that cannot be rehearsed.
+class BoundCall:
+    """Call of exact attention by a kernel that cannot be rehearsed (`registry.BoundExact`).
 
     Attributes:
         plan: as in `Prepared`.
-        attend: the kernel's function.
-        recipe, is_causal, causal_offset, scale: as in `Call`.
+        attend, tokens_first: what the kernel has bound, and the layout of that function's tensors.
     """
 
     plan: Plan
-    attend: Callable[[Call], torch.Tensor]
-    recipe: Recipe
-    is_causal: bool
-    causal_offset: int
-    scale: float
+    attend: Attend
+    tokens_first: bool
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        options = self.is_causal, self.causal_offset, self.scale
-        return self.attend(Call(query, key, value, self.recipe, Mask.of(mask, key.shape[2]), *options)), None
+        if not self.tokens_first:
+            return self.attend(query, key, value), None
+        output = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return output.transpose(1, 2), None
 
 
 @dataclass(slots=True, eq=False)
@@ -244,15 +299,93 @@ class TapedCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend."""
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        output, *others = self.tape.run(*addresses) if mask is None else self.tape.run(*addresses, mask.data_ptr())
+        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+        if mask is not None:
+            addresses.append(mask.data_ptr())
+        output, *others = self.tape.run(*addresses, arguments=(query, key, value, mask))
         return output, others[0] if self.return_lse else None
+
+
+@dataclass(slots=True, eq=False)
+class GrowingCall:
+    """Step of decoding behind a cache that may grow: once its keys lie where the first ones lay, it is planned anew.
+
+    Attributes:
+        prepared: the call as it is prepared so far.
+        address: where the first keys lay; 0 once it is planned anew.
+        recipe, is_causal, causal_offset, scale: as in `Call`.
+        fallback: as in `registry.select`.
+    """
+
+    prepared: Prepared
+    address: int
+    recipe: Recipe
+    is_causal: bool
+    causal_offset: int
+    scale: float
+    fallback: Fallback
+
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
+        return self.prepared.plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        found = self.prepared(query, key, value, mask)
+        if key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
+            self.address = 0
+            call = Call(query, key, value, self.recipe, NO_MASK, self.is_causal, self.causal_offset, self.scale)
+            self.prepared = prepare(call, dispatch.plan_of(call, self.fallback, True), None) or self.prepared
+        return found
+
+
+def prepare_step(call: Call, plan: Plan, mask: torch.Tensor | None, slot: Slot, fallback: Fallback) -> Prepared | None:
+    """Do as `prepare` for a call that may be a step behind a cache that grows."""
+    found = prepare(call, plan, mask)
+    if found is None or plan.request.device_type != "cuda" or not costs.is_growing_step(plan.request):
+        return found
+    return GrowingCall(*(found, slot.address, call.recipe, call.is_causal, call.causal_offset, call.scale), fallback)
+
+
+@dataclass(slots=True, eq=False)
+class TokensFirstCall:
+    """Call whose tensors are (batch, tokens, heads, channels), and its output too.
+
+    Attributes:
+        call: the call of their transposes.
+    """
+
+    call: Prepared
+
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
+        return self.call.plan
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        call = self.call
+        if isinstance(call, BoundCall) and call.tokens_first:
+            return call.attend(query, key, value), None
+        if not isinstance(call, TapedCall):  # which reads addresses alone
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        output, lse = call(query, key, value, mask)
+        return output.transpose(1, 2), lse
+
+
+def heads_first(call: Prepared) -> Prepared:
+    """Return the call of tensors (batch, heads, tokens, channels)."""
+    return call.call if isinstance(call, TokensFirstCall) else call
 
 
 def is_step(plan: Plan) -> bool:
     """Return whether a plan is that of a step of decoding, whose length recurs in each layer: to prepare at once."""
-    own = registry.get_exact(plan.kernel)
-    return own is not None and own.repeats and plan.request.q_len < costs.DECODED_QUERIES
+    return plan.numerics == "exact" and plan.request.q_len < costs.DECODED_QUERIES
 
 
 def prepare_exact(
@@ -301,8 +434,7 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     if plan.numerics != "exact" or (own is not None and own.repeats):
         return _prepare_launches(call, plan) if call.query.is_cuda else None
     if own is not None:
-        options = call.is_causal, call.causal_offset, call.scale
-        return KernelCall(plan, own.attend, get_recipe(plan.recipe), *options)
+        return BoundCall(plan, own.bind(call), own.tokens_first) if isinstance(own, BoundExact) else None
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
     return prepare_exact(

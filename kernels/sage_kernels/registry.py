@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import torch
 
 from . import costs
-from .call import BackwardCall, Call, Mask, MaskKind
+from .call import BackwardCall, Call
 from .operands import KeyPadding, Saved
 from .recipe import Recipe, get_recipe
+from .request import Request
 
 Fallback = Literal["native", "emulate", "error"]
 FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
@@ -43,73 +44,6 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class KernelUnavailableError(RuntimeError):
     """Error for a request that no kernel may serve: none is native, and the caller asked for `fallback="error"`."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """Facts of one call by which kernels are chosen.
-
-    Attributes:
-        grad: whether gradients are wanted.
-        packed: whether sequences are packed one after another; then batch is their number, and q_len and kv_len are
-            the largest lengths.
-        aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
-        lower_right: whether causality is aligned lower right, as for queries behind a cache, and not upper left too.
-        shifted: whether causality is aligned neither way.
-    """
-
-    recipe: str
-    device_type: str
-    capability: tuple[int, int] | None
-    dtype: torch.dtype
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    v_head_dim: int
-    mask: MaskKind
-    is_causal: bool
-    return_lse: bool
-    grad: bool = False
-    packed: bool = False
-    aligned: bool = False
-    lower_right: bool = False
-    shifted: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-        recipe: str = "sage3",
-        return_lse: bool = False,
-        grad: bool = False,
-    ) -> Request:
-        """Gather the facts of a call with these tensors; shapes as in `ops.attention`."""
-        batch, q_heads, q_len, head_dim = query.shape
-        device = query.device
-        return cls(
-            recipe=recipe,
-            device_type=device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            dtype=query.dtype,
-            batch=batch,
-            q_heads=q_heads,
-            kv_heads=key.shape[1],
-            q_len=q_len,
-            kv_len=key.shape[2],
-            head_dim=head_dim,
-            v_head_dim=value.shape[3],
-            mask=Mask.of(mask, key.shape[2]).kind,
-            is_causal=is_causal,
-            return_lse=return_lse,
-            grad=grad,
-        )
 
 
 class Kernel(Protocol):
@@ -206,6 +140,24 @@ class Exact(Protocol):
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query, key, value) -> output, for the tensors of calls that agree in all else."""
+
+
+@runtime_checkable
+class BoundExact(Exact, Protocol):
+    """Kernel of exact attention that finds out once what calls like one need; it serves no masks.
+
+    Attributes:
+        tokens_first: the bound function's tensors are (batch, tokens, heads, channels).
+    """
+
+    tokens_first: bool
+
+    def bind(self, call: Call) -> Attend:
+        """Return what attends for such calls; it keeps none of this one's tensors."""
 
 
 class Outcome(NamedTuple):

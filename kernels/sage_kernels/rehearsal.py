@@ -58,6 +58,19 @@ class PackedLaunch:
     constants: tuple[torch.Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class Operator:
+    """Operator of PyTorch among a call's launches.
+
+    Attributes:
+        run: is called with the tensors that the stand-ins stand for.
+        arguments: the stand-ins; those of the call's own arguments are these, not views of them.
+    """
+
+    run: Callable[..., object]
+    arguments: tuple[StandIn, ...]
+
+
 @dataclass(eq=False)
 class Memory:
     """Memory that a call reads, or allocates.
@@ -86,12 +99,12 @@ class Rehearsal:
     Attributes:
         memories: those it reads and those it allocates, by number.
         steps: its launches in order, each with whether it runs beside the stream (`language.launch.overlapping`);
-            and "fork" and "join", between which it may.
+            "fork" and "join", between which it may; and operators, which run on the stream.
         beside: whether launches run beside the stream now.
     """
 
     memories: list[Memory] = field(default_factory=list)
-    steps: list[tuple[PackedLaunch, bool] | str] = field(default_factory=list)
+    steps: list[tuple[PackedLaunch, bool] | Operator | str] = field(default_factory=list)
     beside: bool = False
 
     def stand_in(self, x: torch.Tensor) -> StandIn:
@@ -108,6 +121,16 @@ class Rehearsal:
     def launched(self, launch: PackedLaunch) -> None:
         """Note a launch."""
         self.steps.append((launch, self.beside))
+
+    def ran(self, run: Callable[..., object], *arguments: torch.Tensor) -> None:
+        """Note an operator of PyTorch, which writes to its arguments and returns nothing.
+
+        Raises:
+            NotRepeatableError: an argument is no stand-in.
+        """
+        if not all(isinstance(x, StandIn) for x in arguments):
+            raise NotRepeatableError("an operator's argument is no stand-in")
+        self.steps.append(Operator(run, tuple(arguments)))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
@@ -164,8 +187,19 @@ def rehearsing() -> Iterator[Rehearsal]:
         _current.reset(token)
 
 
+def load() -> None:
+    """Import what PyTorch imports at the first rehearsal, which takes seconds."""
+    with rehearsing() as rehearsal:
+        rehearsal.stand_in(torch.empty(1)).new_empty(1)
+
+
 class _NoMemory(TorchDispatchMode):
     """Refuse operators that allocate memory on a GPU, which all repetitions of a call would share."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have `__torch_dispatch__` as it is: what hides it from the compiler imports that, which takes seconds."""
+        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from . import driver
-from .rehearsal import Memory, NotRepeatableError, PackedLaunch, Rehearsal, is_stand_in, locate
+from .rehearsal import Memory, NotRepeatableError, Operator, PackedLaunch, Rehearsal, is_stand_in, locate
 
 ALIGNMENT = 256
 """Bytes, of each buffer in the memory that a call allocates."""
@@ -64,7 +64,7 @@ class Tape:
         bases = {number: (base, 0) for number, base in given.items()}
         bases |= {number: (self._workspace, start) for number, start in places.items()}
 
-        packed = [step[0] for step in steps if not isinstance(step, str)]
+        packed = [step[0] for step in steps if isinstance(step, tuple)]
         self.launches = len(packed)
         self._constants = [x for launch in packed for x in launch.constants]
         self._space, starts = _pack(packed)
@@ -72,11 +72,14 @@ class Tape:
         self._patches: list[list[tuple[int, int]]] = [[] for _ in range(self._workspace + 1)]
         self._streams: list[int] = []
         self._beside: list[int] = []
-        self._calls: list[Callable[[], int] | str] = []
+        self._calls: list[Callable[[], int] | _Operator | str] = []
         remaining = iter(zip(packed, starts, strict=True))
         for step in steps:
             if isinstance(step, str):
                 self._calls.append(step)
+                continue
+            if isinstance(step, Operator):
+                self._calls.append(_Operator(step, [*inputs, *outputs], bases))
                 continue
             launch, (config, addresses, parameters) = next(remaining)
             for place in launch.addresses:
@@ -93,22 +96,24 @@ class Tape:
         self._events: dict[int, tuple[int, int, int]] = {}
         self._lock = threading.Lock()
 
-    def run(self, *addresses: int) -> list[torch.Tensor]:
+    def run(self, *addresses: int, arguments: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
         """Launch on the current stream of the device; return the outputs.
 
         Args:
             addresses: of the arguments, whose sizes, strides, dtypes and alignment are the rehearsed ones'.
+            arguments: these, which operators of PyTorch need.
 
         Raises:
             RuntimeError: the driver refuses.
         """
         if current_device() != self._index:
             with torch.cuda.device(self._index):
-                return self.run(*addresses)
+                return self.run(*addresses, arguments=arguments)
         new = [
             torch.empty_strided(size, stride, dtype=dtype, device=self.device) for size, stride, dtype in self._outputs
         ]
         bases = [*addresses, *[x.data_ptr() for x in new]]
+        workspace = None
         if self.workspace_bytes:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
             bases.append(workspace.data_ptr())
@@ -125,6 +130,8 @@ class Tape:
             for call in self._calls:
                 if isinstance(call, str):
                     self._wait(call, stream)
+                elif isinstance(call, _Operator):
+                    call.run(arguments[: len(addresses)], new, workspace)
                 elif status := call():
                     if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
                         status = call()
@@ -149,6 +156,43 @@ class Tape:
             driver.wait_for(beside, stream, fork)
         else:
             driver.wait_for(stream, beside, join)
+
+
+class _Operator:
+    """Operator of PyTorch with the places of its arguments."""
+
+    def __init__(self, step: Operator, known: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]) -> None:
+        """Find the arguments among the call's arguments and outputs, `known`, or in its workspace."""
+        self._operator = step.run
+        self._places: list[tuple[int, int, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = []
+        for x in step.arguments:
+            number, offset = locate(x.data_ptr())
+            base, start = bases[number]
+            form = x.shape, x.stride(), x.dtype
+            if base < len(known) and (offset or form != (known[base].shape, known[base].stride(), known[base].dtype)):
+                raise NotRepeatableError("an operator's argument is a part of the call's")
+            self._places.append((base, start + offset, form))
+
+    def run(
+        self, arguments: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor], workspace: torch.Tensor | None
+    ) -> None:
+        """Run."""
+        known = [*arguments, *outputs]
+        self._operator(*(self._tensor(known, workspace, *place) for place in self._places))
+
+    def _tensor(
+        self,
+        known: Sequence[torch.Tensor | None],
+        workspace: torch.Tensor | None,
+        base: int,
+        start: int,
+        form: tuple[torch.Size, tuple[int, ...], torch.dtype],
+    ) -> torch.Tensor | None:
+        if base < len(known):
+            return known[base]
+        assert workspace is not None
+        size, stride, dtype = form
+        return workspace.view(dtype).as_strided(size, stride, start // dtype.itemsize)
 
 
 def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int], int]:

@@ -139,7 +139,7 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
 def _run_guarded(args: argparse.Namespace) -> int:
     """Run the command and return its exit code; errors of the user or the machine are printed without a traceback."""
     try:
-        _COMMANDS[args.command](args)
+        COMMANDS[args.command](args)
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{interrupt}", file=sys.stderr)
         return 130
@@ -182,11 +182,7 @@ def _costs_note(device: torch.device) -> str:
     """Return a line that says by which table of costs calls choose between low bits and exact attention."""
     if not routing():
         return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel can serve a call"
-    table = costs.table_of(torch.cuda.get_device_capability(device))
-    if table is None:
-        return "costs: none measured, so low bits run in long calls only; `sage-hf tune` measures this GPU"
-    measured = ", ".join(f"{name} {version}" for name, version in table.versions.items())
-    return f"costs: {table.origin} ({table.gpu}, {measured})"
+    return costs.description(torch.cuda.get_device_capability(device))
 
 
 def _gpu(name: str) -> torch.device:
@@ -261,7 +257,7 @@ def _config(args: argparse.Namespace) -> SageConfig:
     return config if args.fallback is None else replace(config, fallback=args.fallback)
 
 
-_COMMANDS = {
+COMMANDS = {
     "env": _env,
     "explain": _explain,
     "generate": _generate,

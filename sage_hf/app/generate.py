@@ -256,7 +256,7 @@ class _Files:
         if not any(video.nan.values()):
             video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
             video.ssim = ssim(exact.frames, low_bit.frames, data_range=255)
-        captions = _captions([exact.label, low_bit.label], self._report.explanation)
+        captions = captions_of([exact.label, low_bit.label], self._report.explanation)
         captioned = {captions[rendering.label]: rendering.frames for rendering in (exact, low_bit)}
         self._write_video("side by side", "side-by-side", side_by_side(captioned, video.prompt))
         self._sheet.append((video.prompt, {label: sample_frames(frames) for label, frames in captioned.items()}))
@@ -341,16 +341,20 @@ def _synchronized_time(device: torch.device) -> float:
 
 
 def _merge(before: Explanation, later: Explanation) -> Explanation:
-    """Return one explanation for two runs of a model: equal rows become one row with the calls of both."""
+    """Return one explanation for two runs of a model: equal rows become one row with the calls of both.
+
+    What sparse calls kept is that of the later run, and says so.
+    """
     calls: Counter[LayerRow] = Counter()
     for row in (*before.rows, *later.rows):
         calls[replace(row, calls=0)] += row.calls
     places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in calls))}
     rows = sorted((replace(row, calls=count) for row, count in calls.items()), key=lambda row: places[row.layer])
-    return Explanation(tuple(rows), later.compiled, sparse=later.sparse)
+    sparse = tuple((f"{layer} (last video)" if before.rows else layer, kept) for layer, kept in later.sparse)
+    return Explanation(tuple(rows), later.compiled, sparse=sparse)
 
 
-def _captions(labels: list[str], explanation: Explanation) -> dict[str, str]:
+def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
     """Return captions by label that say what really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
     others = sorted({row.recipe for row in low_bit if row.recipe != row.asked})

@@ -120,6 +120,9 @@ def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True)
         without_remedies: also measure the same recipes without their remedies for peaked attention
             (`sage_kernels.recipe.without_remedies`), where they have any.
 
+    Yields:
+        A recorder: `layers()` returns the errors of each layer over the calls so far.
+
     Raises:
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: a model has no attention layer that can be switched.

@@ -117,18 +117,14 @@ def prepare_training(device: torch.device, point: Point) -> Callable[[str], Call
         with torch.enable_grad():
             torch.autograd.grad(attend(), inputs, gradient)
 
+    def attend() -> Tensor:
+        grouped = point.sizes.kv_heads != point.sizes.q_heads
+        output = exact.sdpa(query, key, value, mask=mask, is_causal=point.causal, enable_gqa=grouped)
+        return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
+
     def exactly(backend: SDPBackend) -> None:
         with sdpa_kernel(backend):
-            both(
-                lambda: exact.sdpa(
-                    query,
-                    key,
-                    value,
-                    mask=mask,
-                    is_causal=point.causal,
-                    enable_gqa=point.sizes.kv_heads != point.sizes.q_heads,
-                )
-            )
+            both(attend)
 
     def of(name: str) -> Callable[[], object]:
         if name in BACKENDS:

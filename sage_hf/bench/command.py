@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="of the grid, the I-th of N parts (default: the whole)"
     )
+    parser.add_argument(
+        "--only",
+        type=re.compile,
+        metavar="REGEX",
+        help="of the grid, the calls whose text contains this, such as 'causal, .*×256,'",
+    )
     parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
     parser.add_argument(
         "--cached", action="store_true", help="of the grid, compile nothing beforehand: an earlier run has"
@@ -124,8 +130,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         return
     if args.layers is not None or args.compiled:
         raise ValueError("--layers and --compiled need --model")
-    if args.part != "1/1" or args.resume or args.cached:
-        raise ValueError("--part, --resume and --cached need --grid")
+    if args.part != "1/1" or args.only or args.resume or args.cached:
+        raise ValueError("--part, --only, --resume and --cached need --grid")
     if args.phases and (args.training or args.providers is not None):
         raise ValueError("--phases times the forward passes of our recipes: it takes no --training or --providers")
     shapes = [Shape.parse(text) for text in args.shape]
@@ -149,7 +155,7 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
 
 
 def _execute_models(args: argparse.Namespace, commit: str) -> None:
-    """Measure models, and write <gpu>-models.json after each.
+    """Measure models in the order in which they are named, and write <gpu>-models.json after each.
 
     Rows that this file has of other models and providers stay, if machine, versions and commit are the same.
     """
@@ -158,6 +164,7 @@ def _execute_models(args: argparse.Namespace, commit: str) -> None:
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"--layers {args.layers}: a model has at least 1")
     models = _chosen("--model", None if ALL in args.model else args.model, MODELS)
+    models.sort(key=lambda model: args.model.index(model.name) if model.name in args.model else 0)
     providers = _chosen("--providers", args.providers, (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS))
     device = _gpu(args.device)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -216,6 +223,10 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
         for point in POINTS
         if (args.shapes is None or point.kind in args.shapes) and (point.training or not args.training)
     ]
+    if args.only:
+        points = [point for point in points if args.only.search(str(point))]
+        if not points:
+            raise ValueError(f"--only {args.only.pattern}: no call of the grid contains that")
     points = points[_part(args.part, len(points))]
     device = _gpu(args.device)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,6 @@ SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
 FEWEST_POINTS = 5
 """Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
 
-LONG_US = 50.0
-"""Microseconds from which a call shows what its number of keys does; shorter ones are mostly launches."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -43,7 +40,7 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
             curves[kind] = _fit_curve(even, multiprocessors)
         elif alike := _alike(kind, curves):
             curves[kind] = min((_scaled(curve, even or points) for curve in alike), key=lambda curve: curve.error)
-    return tuple(_with_factors(curve, kind, curves, kinds) for kind, curve in sorted(curves.items()))
+    return tuple(_with_measured(curve, kinds[kind]) for kind, curve in sorted(curves.items()))
 
 
 def _alike(kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve]) -> list[Curve]:
@@ -68,27 +65,20 @@ def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
         weights, residual = _nonnegative(matrix)
         if best is None or residual < best[0]:
             kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
-            best = residual, Curve(*kind, rows, slots * multiprocessors, whole, *weights)
+            launch, token, item, tile, score = weights
+            best = residual, Curve(*kind, rows, slots * multiprocessors, whole, launch, token, item, tile, score)
     assert best is not None
     return best[1]
 
 
-def _with_factors(
-    curve: Curve,
-    kind: tuple[str, str, bool, int],
-    curves: dict[tuple[str, str, bool, int], Curve],
-    kinds: dict[tuple[str, str, bool, int], list[Measured]],
-) -> Curve:
-    """Return the curve with its error, and the factors that long calls of its kind show, of any head_dim."""
-    ratios: dict[bool, list[float]] = {False: [], True: []}
-    for other, points in kinds.items():
-        if other[:3] == kind[:3] and other in curves:
-            for one in points:
-                if one.sizes.kv_len % KEYS and one.us >= LONG_US:
-                    ratios[bool(one.sizes.kv_len % 8)].append(one.us / curves[other].us(one.sizes))
-    ragged, odd = (median(ratios[is_odd]) if ratios[is_odd] else 1.0 for is_odd in (False, True))
-    found = replace(curve, ragged=ragged, odd=odd)
-    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in kinds[kind]))
+def _with_measured(curve: Curve, points: Sequence[Measured]) -> Curve:
+    """Return the curve with what was measured, and with its error."""
+    factors = {one.sizes: one.us / curve.formula(one.sizes) for one in points}
+    measured = tuple(
+        (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len, factor)
+        for sizes, factor in factors.items()
+    )
+    return replace(curve, measured=measured, error=max(abs(1 / factor - 1) for factor in factors.values()))
 
 
 def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:

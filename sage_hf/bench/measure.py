@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -270,6 +271,10 @@ def _measure_quantizers(device: torch.device, bandwidth: float) -> list[dict[str
     return rows
 
 
+COMMIT = "SAGE_HF_COMMIT"
+"""Environment variable that names the commit of the source where there is no checkout to ask."""
+
+
 def reason(error: Exception) -> str:
     """Return the type and the first line of an error, for a row's "unavailable"."""
     lines = str(error).strip().splitlines()
@@ -277,7 +282,12 @@ def reason(error: Exception) -> str:
 
 
 def facts(device: torch.device, commit: str) -> dict[str, Any]:
-    """Return facts about the machine and the versions, for the record."""
+    """Return facts about the machine and the versions, for the record.
+
+    Args:
+        device: what is measured.
+        commit: of the source; "": what the environment variable SAGE_HF_COMMIT says.
+    """
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -291,6 +301,6 @@ def facts(device: torch.device, commit: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "packages": packages,
-        "commit": commit,
+        "commit": commit or os.environ.get(COMMIT, ""),
         "date": date.today().isoformat(),
     }

@@ -7,6 +7,7 @@ pass that a call needs; and that of the host, which is the wall time until a cal
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 import warnings
@@ -220,6 +221,7 @@ class Queue:
     @contextlib.contextmanager
     def entered(self) -> Iterator[Queue]:
         """Make the stream the current one while the block runs."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             # The pool lives as long as one of its graphs.
             x = torch.ones(1, device=self.device)
@@ -240,6 +242,20 @@ class Queue:
         end.synchronize()
         return start.elapsed_time(end)
 
+    def gpu_us(self, call: Callable[[], object], ms: float, replays: int) -> float:
+        """Return the GPU's time for a call in microseconds, the median of some replays of about so long each."""
+        call()
+        count = max(1, min(MAX_CALLS, int(ms / self.once_ms(call))))
+        graph = self._capture(call, count)
+        graph.replay()
+        marks = [self._mark()]
+        for _ in range(replays):
+            graph.replay()
+            marks.append(self._mark())
+        self._stream.synchronize()
+        times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+        return statistics.median(times) / count * 1e3
+
     def prepare(self, provider: GridProvider, call: Callable[[], Tensor], output: Tensor, once_ms: float) -> Timed:
         """Take a call's host times, and capture as many calls as fit into a replay."""
         host_us = statistics.median(self._host_times(call, once_ms))
@@ -248,10 +264,15 @@ class Queue:
         return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
 
     def replay(self, timed: Sequence[Timed]) -> None:
-        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended."""
+        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended.
+
+        Before a timed replay of short calls another one keeps the GPU busy: else it would wait for the host's launch.
+        """
         for turn in range(TURNS + 1):
             first = turn % max(1, len(timed))
             for one in (*timed[first:], *timed[:first]):
+                if turn and one.calls == MAX_CALLS:
+                    one.replay()
                 start = self._mark()
                 one.replay()
                 if turn:

@@ -31,8 +31,10 @@ from sage_hf.targets import find_targets
 SECONDS = 0.6
 TURNS = 2
 MAX_STEPS = 20
-# A shorter step may wait for the host, which needs longer for the first one after a switch of providers.
+# A shorter step may wait for the host, which needs longer for the first one after a switch of providers, and whose
+# speed changes within seconds where others use it too: so turns are shorter.
 LONG_STEP = 0.15
+SHORT_TURNS = 6
 
 
 def run(
@@ -128,9 +130,10 @@ class _Measurement:
         for provider in providers:
             self._attempt(provider, self._first_steps)
         if self._mode == "eager":
-            for _ in range(TURNS):
+            for turn in range(SHORT_TURNS):
                 for provider in providers:
-                    self._attempt(provider, self._turn)
+                    if turn < _turns(self._seconds.get(provider.name, LONG_STEP)):
+                        self._attempt(provider, self._turn)
         for name, samples in self._samples.items():
             self._rows[name]["ms"] = 1e3 * statistics.median(samples)
 
@@ -160,7 +163,7 @@ class _Measurement:
                     self._compare(row, output)
                     row |= {"first_step_ms": 1e3 * first, "kernels": {}, "attention_share": None}
                     second = self._second(row, step)
-                    samples += [self._timed(step)[0] for _ in range(TURNS * _steps_a_turn(second))]
+                    samples += [self._timed(step)[0] for _ in range(_turns(second) * _steps_a_turn(second))]
                 return
             first, (output, kernels) = self._timed(lambda: observe(step))
             self._compare(row, output)
@@ -289,8 +292,12 @@ def _new_row(model: Model, provider: ModelProvider, mode: str, layers: int) -> d
     }
 
 
+def _turns(seconds: float) -> int:
+    return TURNS if seconds >= LONG_STEP else SHORT_TURNS
+
+
 def _steps_a_turn(seconds: float) -> int:
-    return max(1, min(MAX_STEPS, int(SECONDS / TURNS / seconds)))
+    return max(1, min(MAX_STEPS, int(SECONDS / _turns(seconds) / seconds)))
 
 
 def _on_gpu(device: torch.device) -> bool:

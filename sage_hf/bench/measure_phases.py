@@ -63,11 +63,11 @@ def run(
         result: dict[str, Any] = {**facts(device, commit), "copy_bandwidth": copy_bandwidth(device), "rows": []}
         for shape in shapes:
             progress(f"{shape.name}: {shape}")
-            result["rows"] += _measure_shape(shape, device, result["copy_bandwidth"])
+            result["rows"] += measure_shape(shape, device, result["copy_bandwidth"])
         return result
 
 
-def _measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
+def measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
     sizes = {
         "shape": shape.name,
         "batch": shape.batch,

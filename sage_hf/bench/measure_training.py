@@ -61,7 +61,7 @@ def run(
         machine, rows = facts(device, commit), []
         for shape in shapes:
             progress(f"{shape.name}: {shape}")
-            rows += _measure_shape(shape, providers, device)
+            rows += measure_shape(shape, providers, device)
         return {**machine, "rows": rows}
 
 
@@ -130,7 +130,7 @@ def saved_bytes(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> int:
     return kept
 
 
-def _measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
+def measure_shape(shape: Shape, providers: Sequence[Provider], device: torch.device) -> list[dict[str, Any]]:
     def row_of(provider: Provider) -> dict[str, Any]:
         return new_row(shape, provider, "forward_backward")
 

@@ -103,7 +103,7 @@ def _observe_pytorch(step: Step) -> tuple[Tensor, Kernels]:
         return step(), dict(kernels)
 
 
-def _in_place_of_pytorch(
+def in_place_of_pytorch(
     kernel: str, load: Callable[[], Attend]
 ) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
     """Use others' attention for the calls that it serves: those without mask or dropout, in 16 bits."""
@@ -191,7 +191,7 @@ def _ours(recipe: str, only_native: bool = False) -> Callable[[Model, nn.Module]
     return use
 
 
-def _ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+def ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
     """Use `sage_hf.apply` with sparse self-attention, where the model's grid of tokens is known.
 
     The weight that is kept is not measured, which would count in the time of the first steps.
@@ -237,11 +237,11 @@ CUDNN = ModelProvider(
 MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     DEFAULT,
     CUDNN,
-    ModelProvider("fa3", "FA3", _in_place_of_pytorch("fa3_fwd.fwd", _load_fa3)),
-    ModelProvider("sageattention2", "SageAttn2", _in_place_of_pytorch("sageattn", _load_sageattention2)),
+    ModelProvider("fa3", "FA3", in_place_of_pytorch("fa3_fwd.fwd", _load_fa3)),
+    ModelProvider("sageattention2", "SageAttn2", in_place_of_pytorch("sageattn", _load_sageattention2)),
     ModelProvider("sage_hf:sage2", "sage2", _ours("sage2")),
     ModelProvider("sage_hf:sage3", "sage3", _ours("sage3", only_native=True)),
-    ModelProvider("sage_hf:sage2 keep .25", "sage2 keep .25", _ours_sparse("sage2", Sparse("subblock", 0.25))),
+    ModelProvider("sage_hf:sage2 keep .25", "sage2 keep .25", ours_sparse("sage2", Sparse("subblock", 0.25))),
 )
 TRAINING_MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     DEFAULT,

@@ -13,35 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sage_hf.bench.model_inputs import (
+    Draw,
+    Inputs,
+    cogvideox,
+    flux,
+    hunyuanvideo,
+    mochi,
+    qwen_image,
+    sd3,
+    sdxl,
+    text,
+    token_batch,
+    wan,
+)
 from sage_hf.bench.shapes import Shape
-
-Inputs = dict[str, Any]
-"""Arguments of a model's forward, by name."""
-
-
-class Draw:
-    """Random inputs of models, on a device; the same ones for each new `Draw`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
-
-    def normal(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return standard normal elements."""
-        return torch.randn(size, generator=self._generator, device=self.device, dtype=dtype)
-
-    def ids(self, vocabulary: int, *size: int) -> Tensor:
-        """Return token ids below `vocabulary`."""
-        return torch.randint(vocabulary, size, generator=self._generator, device=self.device)
-
-    def full(self, value: float, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return elements that are all `value`."""
-        return torch.full(size, value, device=self.device, dtype=dtype)
-
-    def padding(self, batch: int, tokens: int, valid: int) -> Tensor:
-        """Return a mask (batch, tokens), True for the first `valid` tokens."""
-        mask = torch.arange(tokens, device=self.device) < valid
-        return mask.expand(batch, tokens).contiguous()
 
 
 @dataclass(frozen=True)
@@ -226,111 +212,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# Inputs, as the pipelines make them.
-
-
-def _cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], Inputs]:
-    def inputs(draw: Draw) -> Inputs:
-        found: Inputs = {
-            "hidden_states": draw.normal(batch, 13, 16, 60, 90),
-            "encoder_hidden_states": draw.normal(batch, 226, 4096),
-            "timestep": draw.full(500, batch, dtype=torch.int64),
-        }
-        if rotary:
-            angles = draw.normal(13 * 30 * 45, 64, dtype=torch.float32)
-            found["image_rotary_emb"] = (angles.cos(), angles.sin())
-        return found
-
-    return inputs
-
-
-def _hunyuanvideo(draw: Draw) -> Inputs:
-    return {
-        "hidden_states": draw.normal(1, 16, 33, 90, 160),
-        "timestep": draw.full(500, 1, dtype=torch.int64),
-        "encoder_hidden_states": draw.normal(1, 256, 4096),
-        "encoder_attention_mask": draw.padding(1, 256, 64),
-        "pooled_projections": draw.normal(1, 768),
-        "guidance": draw.full(6000, 1),
-    }
-
-
-def _mochi(draw: Draw) -> Inputs:
-    return {
-        "hidden_states": draw.normal(2, 12, 28, 60, 106),
-        "encoder_hidden_states": draw.normal(2, 256, 4096),
-        "timestep": draw.full(500, 2, dtype=torch.int64),
-        "encoder_attention_mask": draw.padding(2, 256, 256),
-    }
-
-
-def _wan(frames: int, height: int, width: int) -> Callable[[Draw], Inputs]:
-    def inputs(draw: Draw) -> Inputs:
-        return {
-            "hidden_states": draw.normal(1, 16, frames, height, width),
-            "timestep": draw.full(500, 1, dtype=torch.int64),
-            "encoder_hidden_states": draw.normal(1, 512, 4096),
-        }
-
-    return inputs
-
-
-def _flux(side: int) -> Callable[[Draw], Inputs]:
-    def inputs(draw: Draw) -> Inputs:
-        tokens = (side // 16) ** 2
-        return {
-            "hidden_states": draw.normal(1, tokens, 64),
-            "encoder_hidden_states": draw.normal(1, 512, 4096),
-            "pooled_projections": draw.normal(1, 768),
-            "timestep": draw.full(0.5, 1),
-            "img_ids": draw.full(1, tokens, 3),
-            "txt_ids": draw.full(0, 512, 3),
-            "guidance": draw.full(3.5, 1, dtype=torch.float32),
-        }
-
-    return inputs
-
-
-def _sd3(draw: Draw) -> Inputs:
-    return {
-        "hidden_states": draw.normal(2, 16, 128, 128),
-        "encoder_hidden_states": draw.normal(2, 333, 4096),
-        "pooled_projections": draw.normal(2, 2048),
-        "timestep": draw.full(500, 2, dtype=torch.int64),
-    }
-
-
-def _sdxl(draw: Draw) -> Inputs:
-    return {
-        "sample": draw.normal(2, 4, 128, 128),
-        "timestep": draw.full(500, dtype=torch.int64),
-        "encoder_hidden_states": draw.normal(2, 77, 2048),
-        "added_cond_kwargs": {"text_embeds": draw.normal(2, 1280), "time_ids": draw.full(1024, 2, 6)},
-    }
-
-
-def _qwen_image(draw: Draw) -> Inputs:
-    return {
-        "hidden_states": draw.normal(1, 64 * 64, 64),
-        "encoder_hidden_states": draw.normal(1, 128, 3584),
-        "timestep": draw.full(0.5, 1),
-        "img_shapes": [[(1, 64, 64)]],
-    }
-
-
-def _text(tokens: int) -> Callable[[Draw], Inputs]:
-    return lambda draw: {"input_ids": draw.ids(LLAMA_3_8B["vocab_size"], 1, tokens), "logits_to_keep": 1}
-
-
-def _batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
-    """Return a drawer of a batch for training, with its attention mask: without one, older transformers makes one."""
-    return lambda draw: {
-        "input_ids": draw.ids(vocabulary, 1, tokens),
-        "attention_mask": draw.full(1, 1, tokens, dtype=torch.int64),
-        "use_cache": False,
-    }
-
-
 # Configurations of the real checkpoints; what they leave out is the class's default.
 
 COGVIDEOX_2B: dict[str, Any] = {"num_attention_heads": 30, "num_layers": 30}
@@ -410,14 +291,15 @@ def _diffusers(
 
 def _llama(name: str, label: str, tokens: int, class_name: str = "LlamaForCausalLM", **options: Any) -> Model:
     shape = Shape(name, 1, 32, 8, tokens, 128, causal=options.get("kind") != "decode")
-    options = {"depths": ("num_hidden_layers",), "kind": "prefill", "inputs": _text(tokens), **options}
+    inputs = text(tokens, LLAMA_3_8B["vocab_size"])
+    options = {"depths": ("num_hidden_layers",), "kind": "prefill", "inputs": inputs, **options}
     return Model(name, label, "transformers", class_name, LLAMA_3_8B, attention=shape, layers_of_model=32, **options)
 
 
 _HUNYUANVIDEO: dict[str, Any] = {
     "class_name": "HunyuanVideoTransformer3DModel",
     "config": HUNYUANVIDEO,
-    "inputs": _hunyuanvideo,
+    "inputs": hunyuanvideo,
     "attention": (1, 24, 119056, 128),
     "layers_of_model": 60,
     "depths": ("num_layers", "num_single_layers"),
@@ -432,7 +314,7 @@ MODELS: tuple[Model, ...] = (
         "cogvideox-2b",
         "CogVideoX-2B, 480×720, 49 frames",
         *_COGVIDEOX_2B,
-        _cogvideox(2),
+        cogvideox(2),
         (2, 30, 17776, 64),
         30,
         layers=10,
@@ -442,7 +324,7 @@ MODELS: tuple[Model, ...] = (
         "CogVideoX-5B, 480×720, 49 frames",
         "CogVideoXTransformer3DModel",
         COGVIDEOX_5B,
-        _cogvideox(2, rotary=True),
+        cogvideox(2, rotary=True),
         (2, 48, 17776, 64),
         42,
         layers=6,
@@ -459,7 +341,7 @@ MODELS: tuple[Model, ...] = (
         "Mochi, 480×848, 163 frames",
         "MochiTransformer3DModel",
         MOCHI,
-        _mochi,
+        mochi,
         (1, 24, 44776, 128),
         48,
         layers=2,
@@ -469,7 +351,7 @@ MODELS: tuple[Model, ...] = (
         "Wan 2.1 1.3B, 480×832, 81 frames",
         "WanTransformer3DModel",
         WAN_1_3B,
-        _wan(21, 60, 104),
+        wan(21, 60, 104),
         (1, 12, 32760, 128),
         30,
         layers=10,
@@ -479,23 +361,21 @@ MODELS: tuple[Model, ...] = (
         "Wan 2.1 14B, 720×1280, 81 frames",
         "WanTransformer3DModel",
         WAN_14B,
-        _wan(21, 90, 160),
+        wan(21, 90, 160),
         (1, 40, 75600, 128),
         40,
         layers=2,
     ),
-    _diffusers("flux-1024", "Flux, 1024²", *_FLUX, _flux(1024), (1, 24, 4608, 128), 57, depths=_FLUX_DEPTHS),
-    _diffusers("flux-512", "Flux, 512²", *_FLUX, _flux(512), (1, 24, 1536, 128), 57, depths=_FLUX_DEPTHS),
-    _diffusers(
-        "sd3.5-large", "SD 3.5 large, 1024²", "SD3Transformer2DModel", SD_3_5_LARGE, _sd3, (2, 38, 4429, 64), 38
-    ),
-    _diffusers("sdxl", "SDXL, 1024²", "UNet2DConditionModel", SDXL, _sdxl, (2, 10, 4096, 64), 70, depths=()),
+    _diffusers("flux-1024", "Flux, 1024²", *_FLUX, flux(1024), (1, 24, 4608, 128), 57, depths=_FLUX_DEPTHS),
+    _diffusers("flux-512", "Flux, 512²", *_FLUX, flux(512), (1, 24, 1536, 128), 57, depths=_FLUX_DEPTHS),
+    _diffusers("sd3.5-large", "SD 3.5 large, 1024²", "SD3Transformer2DModel", SD_3_5_LARGE, sd3, (2, 38, 4429, 64), 38),
+    _diffusers("sdxl", "SDXL, 1024²", "UNet2DConditionModel", SDXL, sdxl, (2, 10, 4096, 64), 70, depths=()),
     _diffusers(
         "qwen-image",
         "Qwen-Image, 1024²",
         "QwenImageTransformer2DModel",
         QWEN_IMAGE,
-        _qwen_image,
+        qwen_image,
         (1, 24, 4224, 128),
         60,
     ),
@@ -508,13 +388,13 @@ MODELS: tuple[Model, ...] = (
         8193,
         kind="decode",
         cache_tokens=8192,
-        inputs=_text(1),
+        inputs=text(1, LLAMA_3_8B["vocab_size"]),
     ),
     _diffusers(
         "cogvideox-2b-training",
         "CogVideoX-2B, training with checkpointing",
         *_COGVIDEOX_2B,
-        _cogvideox(1),
+        cogvideox(1),
         (1, 30, 17776, 64),
         30,
         layers=5,
@@ -528,6 +408,6 @@ MODELS: tuple[Model, ...] = (
         class_name="LlamaModel",
         layers=8,
         kind="train",
-        inputs=_batch(8192, LLAMA_3_8B["vocab_size"]),
+        inputs=token_batch(8192, LLAMA_3_8B["vocab_size"]),
     ),
 )

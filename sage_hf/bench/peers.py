@@ -88,7 +88,7 @@ def _ours(recipe: str) -> Prepare:
     return prepare
 
 
-def _ours_in_triton(recipe: str) -> Prepare:
+def ours_in_triton(recipe: str) -> Prepare:
     """Prepare the portable Triton kernel, on GPUs for which another kernel is preferred."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
@@ -158,10 +158,10 @@ def _fa3_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prep
     import_module("fa3_fwd._C")
     group = query.shape[1] // key.shape[1]
     # One scale per key head, also for the queries of its group.
-    q, q_descale = _to_e4m3(query.unflatten(1, (-1, group)), (2, 3, 4))
+    q, q_descale = to_e4m3(query.unflatten(1, (-1, group)), (2, 3, 4))
     q = q.flatten(1, 2)
-    k, k_descale = _to_e4m3(key, (2, 3))
-    v, v_descale = _to_e4m3(value, (2, 3))
+    k, k_descale = to_e4m3(key, (2, 3))
+    v, v_descale = to_e4m3(value, (2, 3))
     tensors = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     scale = query.shape[-1] ** -0.5
 
@@ -182,7 +182,7 @@ def _fa3_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prep
 def _cudnn_fp8(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
     cudnn: Any = import_module("cudnn")
     types = cudnn.data_type
-    codes, descales = zip(*(_to_e4m3(x, (0, 1, 2, 3)) for x in (query, key, value)), strict=True)
+    codes, descales = zip(*(to_e4m3(x, (0, 1, 2, 3)) for x in (query, key, value)), strict=True)
     # P is at most 1; 256 of e4m3's 448 leaves room for a maximum that is updated late.
     p_scale = torch.tensor(256.0, device=query.device)
     # An output row is a weighted mean of V, so no element exceeds V's largest, and V's scale serves both.
@@ -237,7 +237,7 @@ def _cudnn_handle(device: torch.device) -> Any:
         return import_module("cudnn").create_handle()
 
 
-def _to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Quantise each slice over `dims` to e4m3; return the codes, and the slices' float32 descales (amax / 448)."""
     descale = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-12) / E4M3_MAX
     return (x / descale).to(torch.float8_e4m3fn), descale.flatten() if len(dims) == x.ndim else descale.squeeze(dims)
@@ -315,8 +315,8 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("sage_hf:sage1", "sage1", "end_to_end", _ours("sage1")),
     Provider("sage_hf:sage2", "sage2", "end_to_end", _ours("sage2")),
     Provider("sage_hf:sage3", "sage3", "end_to_end", _ours("sage3")),
-    Provider("sage_hf:sage1_triton", "sage1, Triton", "end_to_end", _ours_in_triton("sage1")),
-    Provider("sage_hf:sage2_triton", "sage2, Triton", "end_to_end", _ours_in_triton("sage2")),
+    Provider("sage_hf:sage1_triton", "sage1, Triton", "end_to_end", ours_in_triton("sage1")),
+    Provider("sage_hf:sage2_triton", "sage2, Triton", "end_to_end", ours_in_triton("sage2")),
     Provider("fa3_fp8", "FA3 FP8", "kernel", _fa3_fp8),
     Provider("cudnn_fp8", "cuDNN FP8", "kernel", _cudnn_fp8),
     Provider("sageattention1", "SageAttn1", "kernel", _sageattention1_kernel),

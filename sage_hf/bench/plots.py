@@ -56,7 +56,7 @@ def plot(result: dict[str, Any], path: Path) -> list[Path]:
         figures = {path: _training_figure(columns, result["gpu"])}
     else:
         errors = path.with_stem(f"{path.stem}-errors")
-        figures = {path: _length_figure(columns, result["gpu"]), errors: _error_figure(columns, result["gpu"])}
+        figures = {path: length_figure(columns, result["gpu"]), errors: _error_figure(columns, result["gpu"])}
     for file, figure in figures.items():
         figure.savefig(file, dpi=120)
     return list(figures)
@@ -132,7 +132,7 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _length_figure(columns: Columns, gpu: str) -> Figure:
+def length_figure(columns: Columns, gpu: str) -> Figure:
     """Draw speed against length for our fastest recipe and its peers, with labels at the ends of the lines."""
     from matplotlib.figure import Figure
 

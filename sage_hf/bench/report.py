@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from sage_kernels.cuda.registration import NVFP4_SWITCH
 from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import select
+from sage_kernels.registry import get_quantizer, select
 
 FORWARD_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.qk != "exact" and recipe.backward is None)
 SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
@@ -89,6 +91,32 @@ def errors(
     return rows
 
 
+def preparation(
+    device: torch.device, recipes: Sequence[str], shapes: Sequence[Shape], calls: int = 20
+) -> list[dict[str, Any]]:
+    """Measure what each recipe does before it attends: statistics, and Q, K and V quantised.
+
+    Returns:
+        Rows {recipe, shape} with "quantizer" and "ms", the host's where that takes longer than the GPU; or with
+        "unavailable", the reason, where nothing runs the recipe natively, or the quantiser fails.
+    """
+    rows = []
+    for name, shape in product(recipes, shapes):
+        row: dict[str, Any] = {"recipe": name, "shape": shape.name}
+        try:
+            inputs = measure.draw(shape, "normal", device)
+            call = Call(*inputs, get_recipe(name), is_causal=shape.causal, scale=shape.head_dim**-0.5)
+            row["quantizer"] = select(request_of(call), "error").quantizer
+            quantizer = get_quantizer(row["quantizer"])
+            if quantizer is None:
+                raise ValueError("the attention kernel quantises by itself")
+            row["ms"] = measure.median_ms({name: (partial(quantizer.quantize, call), calls)})[name]
+        except Exception as error:  # A kernel may fail in any way: its row says how.
+            row["unavailable"] = measure.reason(error)
+        rows.append(row)
+    return rows
+
+
 def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool) -> dict[str, Any]:
     shape = Shape("checked", CHECKED.batch, CHECKED.q_heads, CHECKED.kv_heads, CHECKED.tokens, head_dim)
     inputs = measure.draw(shape, "biased", device)
@@ -124,8 +152,8 @@ def run(
 
     Returns:
         Plain data: facts about the machine, "copy_bandwidth", "plans" (see `plans`), "errors" (see `errors`), and
-        "rows" as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels that wait to be tried have
-        "switch", what turns them on.
+        "preparation" (see `preparation`), and "rows" as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of
+        kernels that wait to be tried have "switch", what turns them on.
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
     providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
@@ -137,6 +165,7 @@ def run(
         "copy_bandwidth": measure.copy_bandwidth(device),
         "plans": [],
         "errors": [],
+        "preparation": [],
         "rows": [],
     }
     for untried in (False, True):
@@ -153,6 +182,9 @@ def run(
             write(result)
             progress("errors" + f", {SWITCH}" * untried)
             result["errors"] += [row | switch for row in errors(device, recipes)]
+            write(result)
+            progress("preparation" + f", {SWITCH}" * untried)
+            result["preparation"] += [row | switch for row in preparation(device, recipes, shapes)]
             write(result)
             for shape in shapes if chosen else ():
                 progress(f"{shape.name}: {shape}" + f", {SWITCH}" * untried)
@@ -173,6 +205,16 @@ def text(result: dict[str, Any]) -> str:
         ]
         for row in result["errors"]
     ]
+    prepared = [
+        [
+            row["shape"],
+            row["recipe"],
+            row.get("quantizer", "–"),
+            f"{row['ms']:.3f}" if "ms" in row else "–",
+            row.get("unavailable", ""),
+        ]
+        for row in result["preparation"]
+    ]
     speeds = [
         [
             row["shape"],
@@ -186,6 +228,7 @@ def text(result: dict[str, Any]) -> str:
     return "\n\n".join(
         (
             text_table(["recipe", "kernel", "head_dim", "error", "reference's", "why not"], kernels),
+            text_table(["shape", "recipe", "quantizer", "ms", "why not"], prepared),
             text_table(["shape", "provider", "kernel", "ms", "TFLOP/s"], speeds),
         )
     )

@@ -30,7 +30,7 @@ def _ours(recipe: str) -> Prepare:
     return prepare
 
 
-def _sdpa(backend: SDPBackend, backward: str) -> Prepare:
+def prepare_sdpa_backward(backend: SDPBackend, backward: str) -> Prepare:
     """Prepare PyTorch's attention with one backend; the call raises unless its backward pass is named `backward`."""
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
@@ -48,7 +48,7 @@ def _sdpa(backend: SDPBackend, backward: str) -> Prepare:
     return prepare
 
 
-def _fa3(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
+def prepare_fa3(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared:
     try:
         module = import_module("flash_attn_interface")
     except ModuleNotFoundError as error:
@@ -67,12 +67,18 @@ def _fa3(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Prepared
 
 TRAINING_PROVIDERS: tuple[Provider, ...] = (
     Provider(
-        "sdpa_fa2", "FA2", "end_to_end", _sdpa(SDPBackend.FLASH_ATTENTION, "ScaledDotProductFlashAttentionBackward")
+        "sdpa_fa2",
+        "FA2",
+        "end_to_end",
+        prepare_sdpa_backward(SDPBackend.FLASH_ATTENTION, "ScaledDotProductFlashAttentionBackward"),
     ),
     Provider(
-        "cudnn", "cuDNN", "end_to_end", _sdpa(SDPBackend.CUDNN_ATTENTION, "ScaledDotProductCudnnAttentionBackward")
+        "cudnn",
+        "cuDNN",
+        "end_to_end",
+        prepare_sdpa_backward(SDPBackend.CUDNN_ATTENTION, "ScaledDotProductCudnnAttentionBackward"),
     ),
-    Provider("fa3", "FA3", "end_to_end", _fa3),
+    Provider("fa3", "FA3", "end_to_end", prepare_fa3),
     Provider("sage_hf:sage_bwd", "sage_bwd", "end_to_end", _ours("sage_bwd")),
     Provider("sage_hf:sage_bwd_int8", "sage_bwd_int8", "end_to_end", _ours("sage_bwd_int8")),
 )

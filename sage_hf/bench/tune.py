@@ -17,6 +17,7 @@ import torch
 from sage_hf.app.planning import nominal_request
 from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
 from sage_hf.bench.fit_costs import Measured, fit
+from sage_hf.bench.measure_grid import Queue
 from sage_kernels import costs
 from sage_kernels.costs import Sizes, Table
 from sage_kernels.registry import registered_exact, select
@@ -27,6 +28,7 @@ TRAINING_RECIPE = "sage_bwd"
 LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 RAGGED = (1000, 1301, 3592, 4429)  # multiples of 8 only, or of nothing
 MASKS: tuple[Kind, ...] = ("bool", "additive")
+OTHER_HEAD_DIMS = (32, 48, 72, 80, 96, 112, 160, 192, 256)
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 
@@ -35,11 +37,12 @@ MEDIUM, LONG = 2048, 8192
 
 SECONDS = 55.0
 
-# A runner is timed for about this long at each point, in replays of one graph of several calls.
-TIMED_MS = 1.5
+# A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
+TIMED_MS = 1.0
 REPLAYS = 3
-MAX_CALLS = 20
 MAX_OPERATIONS = 4e12
+MAX_CACHED = 2**29
+"""Numbers in the keys of a cache."""
 
 
 def points() -> list[Point]:
@@ -79,6 +82,24 @@ def points() -> list[Point]:
     for head_dim, heads, group in ((128, 32, 4), (64, 16, 1)):  # behind a cache
         for q_len, kv_len in itertools.product((128, 512, 2048), (4096, 32768)):
             add("causal", 1, heads, q_len, kv_len, head_dim, group)
+    for head_dim in (64, 128):  # small calls, and texts to which images attend
+        for n, (batch, heads) in itertools.product((16, 64, 128), ((1, 12), (2, 24))):
+            add("none", batch, heads, n, n, head_dim)
+            add("causal", batch, heads, n, n, head_dim)
+        for q_len, kv_len in itertools.product((256, 1024, 4096, 16384), (77, 128, 226, 333, 512)):
+            add("none", 1, 12, q_len, kv_len, head_dim)
+        for batch, n in ((8, 512), (32, 200), (64, 334)):
+            add("keys", batch, 16, n, n, head_dim)
+        add("additive", 1, 16, 1002, 1002, head_dim)
+    for head_dim, n in itertools.product(OTHER_HEAD_DIMS, (512, 2048, 4096)):
+        add("none", 1, 16, n, n, head_dim)
+        add("causal", 1, 16, n, n, head_dim)
+    for kv_len in (128, 1024, 4096, 8192, 32768):  # decoding, and chunks behind a cache
+        for batch, heads, head_dim, group in ((1, 32, 128, 4), (16, 32, 128, 4), (1, 32, 128, 1), (8, 16, 64, 1)):
+            if batch * heads // group * kv_len * head_dim <= MAX_CACHED:
+                add("none", batch, heads, 1, kv_len, head_dim, group)
+    for q_len, kv_len in itertools.product((4, 16, 64), (4096, 16384)):
+        add("causal", 1, 32, q_len, kv_len, 128, group=4)
     found = list(dict.fromkeys(found))
     for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
         batch = max(1, 8192 // n)
@@ -133,7 +154,8 @@ def names_for(point: Point) -> list[str]:
         return [TRAINING_RECIPE, *BACKENDS]
     # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores.
     behind = point.causal and point.sizes.q_len != point.sizes.kv_len
-    return [*RECIPES, *(["flash"] if behind else BACKENDS), *registered_exact()]
+    own = [name for name in registered_exact() if name not in BACKENDS]
+    return [*RECIPES, *(["flash"] if behind else BACKENDS), *own]
 
 
 def versions() -> dict[str, str]:
@@ -150,7 +172,7 @@ def versions() -> dict[str, str]:
 def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) -> Iterator[Measured]:
     """Time each point's runners, until the seconds are over; a runner that refuses a point is left out."""
     end = time.perf_counter() + seconds
-    with quiet(), torch.cuda.device(device), torch.no_grad():
+    with quiet(), torch.cuda.device(device), torch.no_grad(), Queue(device).entered() as queue:
         _heat(device)
         for point in todo:
             if time.perf_counter() > end:
@@ -158,12 +180,13 @@ def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) 
             call_of = (prepare_training if point.grad else prepare)(device, point)
             for name in names_for(point):
                 try:
-                    us = gpu_us(call_of(name))
+                    us = queue.gpu_us(call_of(name), TIMED_MS, REPLAYS)
                     runner = runner_of(device, point, name)
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
-                yield Measured(runner, point.mask, point.causal, point.sizes, us)
+                kind = costs.kind_of(point.mask, point.causal, point.sizes)
+                yield Measured(runner, kind, point.causal, point.sizes, us)
 
 
 @contextmanager
@@ -194,26 +217,8 @@ def runner_of(device: torch.device, point: Point, name: str) -> str:
 
 def gpu_us(call: Callable[[], object]) -> float:
     """Return the GPU's time for a call in microseconds, without the host's: replays of a graph of several calls."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    count = max(1, min(MAX_CALLS, int(TIMED_MS / start.elapsed_time(end))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times) / count * 1e3
+    with Queue(torch.device("cuda", torch.cuda.current_device())).entered() as queue:
+        return queue.gpu_us(call, TIMED_MS, REPLAYS)
 
 
 def _heat(device: torch.device) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from sage_hf.attention import sage_attention
+from sage_hf.attention import attend, sage_attention
 from sage_hf.names import NAMES, name_of
 from sage_hf.sparse.layer import running_layer
 
 from .errors import UnsupportedAttentionError
 from .shards import gather_mask, mask_of_own_heads
-from .skipping import scores_are_skipped
+from .skipping import function_modes_are_active, scores_are_skipped
 
 NO_SHARDS = (
     "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
@@ -101,6 +101,9 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
             "recipe": recipe,
             "fallback": fallback,
         }
+        plain = sparse is None and not (return_lse or (is_causal and attn_mask is not None))
+        if plain and not torch.compiler.is_compiling() and not function_modes_are_active():
+            return attend(query, key, value, **arguments, tokens_first=True)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if scores_are_skipped(query, value):
             if return_lse:
@@ -109,8 +112,8 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
                 )
             return value.transpose(1, 2)
         if not return_lse:
-            attend = sage_attention if sparse is None else sparse.attend
-            return attend(query, key, value, **arguments).transpose(1, 2)
+            run = sage_attention if sparse is None else sparse.attend
+            return run(query, key, value, **arguments).transpose(1, 2)
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
         return out.transpose(1, 2), lse
 

@@ -8,10 +8,19 @@ import torch
 score_skip_modes: list[type] = []
 
 
+def function_modes_are_active() -> bool:
+    """Return whether any mode replaces PyTorch's functions, as a layer skip does."""
+    return bool(torch._C._len_torch_function_stack())
+
+
 def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether this attention, of (B, H, N, D) tensors, runs inside diffusers' `AttentionScoreSkipFunctionMode`.
 
     As in diffusers, attention with different numbers of queries and keys is not skipped.
     """
     modes = torch.overrides._get_current_function_mode_stack()
-    return any(isinstance(mode, tuple(score_skip_modes)) for mode in modes) and query.shape[2] == value.shape[2]
+    return (
+        bool(modes)
+        and any(isinstance(mode, tuple(score_skip_modes)) for mode in modes)
+        and query.shape[2] == value.shape[2]
+    )

@@ -1,9 +1,9 @@
-"""The grid of video tokens in diffusers' denoisers, and where text lies beside it."""
+"""The grid of video tokens in diffusers' denoisers, where text lies beside it, and what else has a row for each."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,15 +14,21 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Order of the tokens in a family's self-attention.
+    """Order of the tokens in a family's self-attention, and what its blocks are given for each of them.
 
     Attributes:
         grid: function(model, arguments of its forward by name) that returns (frames, height, width) in tokens.
         text: where the tokens lie that self-attention has beyond those of the grid.
+        blocks: the model's lists of blocks in the order in which they run. The first argument of a block, and its
+            output or the first of its outputs, are video tokens, `hidden_states` (batch, tokens, channels).
+        of_tokens: other arguments of blocks that may have an entry for each video token: the number of dimensions of
+            their tensors, and which one is that of tokens.
     """
 
     grid: Callable[[Any, dict[str, Any]], Grid]
     text: Literal["first", "last"]
+    blocks: tuple[str, ...]
+    of_tokens: Mapping[str, tuple[int, int]]
 
 
 def layout_of(model: Any) -> Layout | None:
@@ -64,10 +70,14 @@ def _ltx(model: Any, arguments: dict[str, Any]) -> Grid:
     return arguments["num_frames"], arguments["height"], arguments["width"]
 
 
+_ROTARY = {"image_rotary_emb": (2, 0), "freqs_cis": (2, 0)}
+_DOUBLE_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
 _LAYOUTS = {
-    "CogVideoXTransformer3DModel": Layout(_cogvideox, "first"),
-    "HunyuanVideoTransformer3DModel": Layout(_hunyuan_video, "last"),
-    "LTXVideoTransformer3DModel": Layout(_ltx, "last"),
-    "MochiTransformer3DModel": Layout(_mochi, "last"),
-    "WanTransformer3DModel": Layout(_wan, "last"),
+    "CogVideoXTransformer3DModel": Layout(_cogvideox, "first", ("transformer_blocks",), _ROTARY),
+    "HunyuanVideoTransformer3DModel": Layout(_hunyuan_video, "last", _DOUBLE_AND_SINGLE, _ROTARY),
+    "LTXVideoTransformer3DModel": Layout(
+        _ltx, "last", ("transformer_blocks",), {"image_rotary_emb": (3, 1), "temb": (3, 1)}
+    ),
+    "MochiTransformer3DModel": Layout(_mochi, "last", ("transformer_blocks",), {"image_rotary_emb": (3, 0)}),
+    "WanTransformer3DModel": Layout(_wan, "last", ("blocks",), {"rotary_emb": (4, 1), "temb": (4, 1)}),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -22,6 +22,7 @@ from sage_kernels.registry import KernelUnavailableError, Request, select
 from .config import BLOCK, Sparse
 from .grids import Grid, Layout, arguments_of, layout_of
 from .order import TileOrder
+from .reorder import Reordering
 from .routers import Router, even_budgets, kept_mass, tile_mass
 
 MEASURED_CALLS = 8
@@ -39,6 +40,7 @@ class SparseModel:
         settings: the configuration.
         grid: (frames, height, width) of the present call in tokens; None: unknown.
         dense_step: whether the present step attends densely.
+        reordering: what holds the denoiser's tokens in 4×4×4 order between its blocks; None: its blocks are not known.
         measured_calls: number of each layer's first sparse calls in which the attention weight kept is measured.
     """
 
@@ -49,10 +51,19 @@ class SparseModel:
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
         self.measured_calls = MEASURED_CALLS
+        self.reordering = None if self.layout is None else Reordering(self.layout)
 
-    def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        """Follow the denoiser's calls until `remove()` of the returned handle."""
-        return denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)
+    def attach(self, denoiser: nn.Module) -> Callable[[], None]:
+        """Follow the denoiser's calls until the returned function is called."""
+        handles = [denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)]
+        if self.reordering is not None:
+            handles += self.reordering.attach(getattr(denoiser, "_orig_mod", denoiser))
+
+        def detach() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return detach
 
     def set_step(self, step: int) -> None:
         """Move to a denoising step, 0 being the first."""
@@ -62,6 +73,16 @@ class SparseModel:
     def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         model = getattr(denoiser, "_orig_mod", denoiser)
         self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
+        if self.reordering is not None:
+            # A block that is run again for its gradients would be given tokens in raster order.
+            grid = None if torch.is_grad_enabled() or model is not denoiser else self.grid
+            enough = grid is not None and math.prod(grid) >= self.settings.from_tokens
+            self.reordering.begin_call(grid if enough else None)
+
+    @property
+    def is_reordered(self) -> bool:
+        """Return whether the denoiser's tokens are in 4×4×4 order already."""
+        return self.reordering is not None and self.reordering.active
 
     def order(self, tokens: int, device: torch.device) -> Order | None:
         """Return the order for a call's tokens.
@@ -166,16 +187,17 @@ class SparseLayer:
             self.kept.dense[reason] += 1
             return sage_attention(query, key, value, attn_mask, **arguments)
         order = self.model.order(query.shape[2], query.device)
-        if order is not None:
-            query, key, value = (permute_tokens(x, order.tokens) for x in (query, key, value))
+        inside = None if self.model.is_reordered else order  # what is left to do in this call
+        if inside is not None:
+            query, key, value = (permute_tokens(x, inside.tokens) for x in (query, key, value))
             if attn_mask is not None and attn_mask.shape[-1] > 1:
-                attn_mask = attn_mask.index_select(-1, order.tokens)
+                attn_mask = attn_mask.index_select(-1, inside.tokens)
         scale = options.get("scale")
         text = [] if order is None else [order.text]
         blocks = self._router_for(query, key, scale).route(query, key, scale, dense=text)
         self._count(query, key, blocks, scale, order is not None)
         output = sage_attention(query, key, value, attn_mask, blocks=blocks, **arguments)
-        return output if order is None else permute_tokens(output, order.places)
+        return output if inside is None else permute_tokens(output, inside.places)
 
     def _router_for(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> Router:
         """Return the router of a call; for shares of heads it is made of the first one's attention weight."""
@@ -199,16 +221,16 @@ class SparseLayer:
         options: dict[str, Any],
     ) -> str:
         settings = self.model.settings
+        if query.shape[2] != key.shape[2]:
+            return "cross-attention"
         if self.always_dense:
             return "a layer that the configuration keeps dense"
         if recipe == "exact":
             return "exact attention over a list is no faster than dense"
         if self.model.dense_step:
             return f"one of the first {settings.dense_steps} steps"
-        if query.shape[2] != key.shape[2]:
-            return "cross-attention"
         if query.shape[2] < settings.from_tokens:
-            return f"fewer than {settings.from_tokens} tokens"
+            return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a log-sum-exp that is wanted"
         if attn_mask is not None and exact.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
@@ -252,8 +274,8 @@ def sparsity_of(layer: SparseLayer) -> str:
         else:
             order += " order"
         parts.append(
-            f"{kept.calls} sparse calls by {layer.model.settings.router}: {float(kept.tiles) / kept.calls:.1%} of "
-            f"tiles,{mass} {order}"
+            f"{kept.calls} sparse {'call' if kept.calls == 1 else 'calls'} by {layer.model.settings.router}: "
+            f"{float(kept.tiles) / kept.calls:.1%} of tiles,{mass} {order}"
         )
     parts += [f"{calls} dense: {reason}" for reason, calls in kept.dense.items()]
     return "; ".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,21 +62,43 @@ class TileOrder:
 
     def sort(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (…, tokens, channels) of raster order in this order, without padding."""
-        return x.index_select(-2, self.tokens)
+        return _Take.apply(x, self.tokens, self.places)
 
     def unsort(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `sort`."""
-        return x.index_select(-2, self.places)
+        return _Take.apply(x, self.places, self.tokens)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (…, tokens, channels) of raster order as (…, tiles · 64, channels), 0 where a tile has no token."""
         if self.is_whole:
             return self.sort(x)
-        return F.pad(x, (0, 0, 0, 1)).index_select(-2, self.padded_tokens)  # the last row holds zeros
+        return _Take.apply(x, self.padded_tokens, self.padded_places)
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `pad`."""
-        return x.index_select(-2, self.padded_places)
+        return _Take.apply(x, self.padded_places, self.padded_tokens)
+
+
+class _Take(torch.autograd.Function):
+    """The rows of a tensor at some indices, 0 at an index behind the last row, by indices that name each row once.
+
+    The gradient takes them back by the inverse. That of `index_select` would add row to row by atomic operations, which
+    are slower than the copy itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        """Return x (…, rows, channels) at int64 `at`; `back` is the inverse, (rows,)."""
+        ctx.save_for_backward(at, back)
+        if at.shape[0] > back.shape[0]:
+            x = F.pad(x, (0, 0, 0, 1))  # the last row holds zeros
+        return x.index_select(-2, at)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of x."""
+        at, back = ctx.saved_tensors
+        return _Take.apply(gradients[0], back, at), None, None
 
 
 @lru_cache(maxsize=64)

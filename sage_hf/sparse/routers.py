@@ -21,6 +21,9 @@ from sage_kernels.triton.registration import routing_kernels
 SCORES_AT_ONCE = 2**25
 """Number of scores of parts that `SubBlockRouter` holds at once."""
 
+WEIGHTS_AT_ONCE = 2**26
+"""Number of attention weights that `tile_mass` holds at once, of one head or several."""
+
 MOST_PARTS = 16
 """Largest number of parts of a block that the kernels take."""
 
@@ -225,10 +228,14 @@ def tile_mass(
     """
     if rows is not None:
         query = query[:, :, rows]
-    group, parts = query.shape[1] // key.shape[1], []
-    for head in range(key.shape[1]):  # one at a time, for less memory
-        queries = query[:, head * group : (head + 1) * group].float()
-        weights = (queries @ key[:, head : head + 1].float().mT * _scale(scale, query)).softmax(-1)
+    kv_heads, parts = key.shape[1], []
+    group = query.shape[1] // kv_heads
+    of_head = query.shape[0] * group * query.shape[2] * key.shape[2]
+    at_once = max(1, WEIGHTS_AT_ONCE // max(1, of_head))
+    for first in range(0, kv_heads, at_once):
+        queries = query[:, first * group : (first + at_once) * group].float()
+        keys = key[:, first : first + at_once].float().repeat_interleave(group, 1)
+        weights = (queries @ keys.mT * _scale(scale, query)).softmax(-1)
         parts.append(F.pad(weights, (0, -key.shape[2] % block_n)).unflatten(-1, (-1, block_n)).sum(-1))
     return torch.cat(parts, 1)
 

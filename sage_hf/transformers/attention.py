@@ -68,12 +68,8 @@ def sage_attention_forward(
         TypeError: a keyword may change the result and cannot be honoured.
         ValueError: the model passes a paged cache, or `sage_hf.sage_attention` refuses the arguments.
     """
-    name, padding_comes_alone = name_of(recipe, fallback), get_recipe(recipe).backward is not None
-    if getattr(module, IMPLEMENTATION, name) == name:
-        recipe = getattr(module, RECIPE, None) or recipe
-        if module.training:
-            recipe = getattr(module, TRAINING, None) or recipe
-        fallback = getattr(module, FALLBACK, None) or fallback
+    padding_comes_alone = get_recipe(recipe).backward is not None
+    recipe, fallback = _settings_of(module, recipe, fallback)
     for_eager = sort_keywords(module, kwargs)
 
     if query.shape[0] != key.shape[0]:
@@ -109,6 +105,19 @@ def sage_attention_forward(
         module, _attend, query, key, value, mask, causal, offset, scaling, dropout, softcap, s_aux, recipe, fallback
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[str, str | None]:
+    """Return the recipe and the fallback of a layer whose model has these; see `sage_attention_forward`."""
+    # Of an attribute that it does not have, `getattr` asks a module for a parameter, a buffer and a child in vain.
+    own = module.__dict__
+    if torch.compiler.is_compiling():
+        own = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
+    name = name_of(recipe, fallback)
+    if (own.get(IMPLEMENTATION) or name) == name:
+        training = own.get(TRAINING) if module.training else None
+        recipe, fallback = training or own.get(RECIPE) or recipe, own.get(FALLBACK) or fallback
+    return recipe, fallback
 
 
 def _causal_offset_of(mask: torch.Tensor | None) -> int | None:
@@ -176,16 +185,15 @@ def _attend(
         key,
         value,
         mask,
-        0.0,
-        is_causal,
-        scale,
-        enable_gqa,
+        is_causal=is_causal,
         causal_offset=causal_offset,
+        scale=scale,
+        enable_gqa=enable_gqa,
         recipe=recipe,
         fallback=fallback,
         return_lse=sinks is not None,
     )
-    if sinks is None:
+    if sinks is None or lse is None:
         return output
     # A sink adds exp(sink) to the exp(lse) by which the output was divided.
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))

@@ -11,7 +11,6 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from finetune_tiny_video import Task, as_asked, encode_backwards, relative_l1, use_recipe
 from shapes import Scene, draw_clips, held_out_scenes, read_clips, train_scenes
 from tiny_video_parts import (
-    TinySize,
     build_scheduler,
     build_text_encoder,
     build_tokenizer,
@@ -20,16 +19,8 @@ from tiny_video_parts import (
 )
 from train_tiny_video import DEFAULT_FOLDER, to_model_range
 
-SIZE = TinySize(
-    num_frames=9,
-    clip_size=32,
-    latent_channels=4,
-    vae_channels=(8, 8, 8, 16),
-    num_heads=1,
-    num_layers=1,
-    time_embed_dim=32,
-    text_dim=32,
-)
+from tests.helpers.tiny_video import SIZE
+
 STEPS, POINTS, PROMPTS = 40, 2, 4
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from shapes import read_clips, train_scenes
 from tiny_video_parts import (
     PIPELINE_PROMPT_LENGTH,
-    TinySize,
     build_scheduler,
     build_text_encoder,
     build_tokenizer,
@@ -21,16 +20,8 @@ from tiny_video_parts import (
 )
 from tiny_video_score import demo_scenes, generate, score
 
-SIZE = TinySize(
-    num_frames=9,
-    clip_size=32,
-    latent_channels=4,
-    vae_channels=(8, 8, 8, 16),
-    num_heads=1,
-    num_layers=1,
-    time_embed_dim=32,
-    text_dim=32,
-)
+from tests.helpers.tiny_video import SIZE
+
 COMMITTED = Path(train_tiny_video.__file__).parent / "tiny_video"
 
 

@@ -1,5 +1,7 @@
 """Block lists on the GPU: kernels against the reference and exact attention, gradients too, and routers."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -164,3 +166,42 @@ def test_routers_kernels_keep_the_specifications_tiles(router, tokens, dense, de
         worst = scores.masked_fill(~found.kept(tokens), torch.inf).amin(-1)
         best_left = scores.masked_fill(found.kept(tokens), -torch.inf).amax(-1)
         assert (worst >= best_left - 2**-15 * lengths[0] * lengths[1]).all()
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage3"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_packed_sequences_have_lists_of_their_own(device, recipe):
+    """The error of each is the reference's; the second one's keys end before its list does."""
+    q_lengths, k_lengths, used = (1000, 300, 70), (1100, 400, 0), (1100, 333, 0)
+    drawn = [draw(device, 1, q_len=q_len, kv_len=kv_len) for q_len, kv_len in zip(q_lengths, k_lengths, strict=True)]
+    inputs = [torch.cat(parts, 2)[0].transpose(0, 1) for parts in zip(*drawn, strict=True)]
+    starts = [torch.tensor([0, *accumulate(one)], dtype=torch.int32, device=device) for one in (q_lengths, k_lengths)]
+    seqused_k = torch.tensor(used, dtype=torch.int32, device=device)
+    blocks = on(device, draw_blocks(3, 4, 1000, 1100, share=0.3))
+    heard = []
+    dispatch.plan_listeners.append(heard.append)
+    try:
+        output, lse = ops.packed_attention(
+            *inputs, *starts, 1000, 1100, seqused_k=seqused_k, blocks=blocks, recipe=recipe, fallback="emulate",
+            return_lse=True,
+        )  # fmt: skip
+    finally:
+        dispatch.plan_listeners.remove(heard.append)
+    kernel = "nvfp4_forward" if recipe == "sage3" else "int8_forward"
+    assert [(plan.kernel.removesuffix("_emulated"), plan.request.mask) for plan in heard] == [(kernel, "blocks")]
+    for index, (q_len, kv_len) in enumerate(zip(q_lengths, used, strict=True)):
+        rows = slice(int(starts[0][index]), int(starts[0][index]) + q_len)
+        found, found_lse = output[rows].transpose(0, 1)[None], lse[None, :, rows]
+        if kv_len == 0:
+            assert not found.any() and (found_lse == -torch.inf).all()
+            continue
+        one = [drawn[index][0], *(x[:, :, :kv_len] for x in drawn[index][1:])]
+        part = blocks.of_sequence(index, q_len, kv_len, 1100)
+        truth, _ = exact.attention(*one, mask=part.mask(kv_len, 0, q_len))
+        expected, expected_lse = reference.attention(*one, RECIPES[recipe], blocks=part)
+        assert torch.equal(found_lse == -torch.inf, expected_lse == -torch.inf)
+        finite = expected_lse != -torch.inf
+        assert ((found_lse - expected_lse)[finite].abs() <= lse_tolerance(one[0], one[1])).all()
+        error, allowed = ((x - truth).abs().sum() for x in (found, expected))
+        # P is rounded relative to other maxima, because tiles without a mask come first.
+        assert error <= 1.1 * allowed + 2**-9 * truth.abs().sum()

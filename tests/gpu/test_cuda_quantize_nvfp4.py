@@ -9,8 +9,10 @@ from sage_kernels import backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.dispatch import request_of
+from sage_kernels.layout import Lengths
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import select
+from sage_kernels.triton.mask_tiles import mask_tiles
 from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
@@ -72,8 +74,7 @@ def parts(operands):
 
 def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
     call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
-    if valid is None:
-        assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
     flags = None if valid is None else valid.int()
     actual, expected = NVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
     assert parts(actual).keys() == parts(expected).keys()
@@ -154,12 +155,65 @@ def test_keys_that_do_not_count_decide_nothing(sizes, kind):
     check((query, key, value), RECIPES["no rotation"], valid=valid)
 
 
-def test_it_is_chosen_before_triton_s_but_not_for_masks():
+def test_it_is_chosen_before_triton_s_for_masks_too():
     inputs = draw(1, 2, 2, 300, 333, 128, 128)
-    call = triton_calls.new_call(*inputs, "sage3")
-    assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
-    valid = torch.ones(1, 333, dtype=torch.bool, device="cuda")
-    assert NVFP4Quantizer().unsupported(request_of(triton_calls.new_call(*inputs, "sage3", valid=valid))) == "no masks"
+    keys = torch.ones(1, 333, dtype=torch.bool, device="cuda")
+    scores = torch.ones(1, 1, 300, 333, dtype=torch.bool, device="cuda").tril()
+    for options in ({}, {"valid": keys}, {"mask": scores}):
+        call = triton_calls.new_call(*inputs, "sage3", **options)
+        assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_scores_are_served(dtype):
+    """Heavy keys are the first ones then; keys that no row may see do not count."""
+    inputs = draw(2, 4, 2, 300, 333, 128, 128)
+    mask = torch.rand(2, 1, 300, 333, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.7
+    mask[..., 40:50], mask[..., 200:230] = False, False
+    mask = mask if dtype == torch.bool else torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
+    call = triton_calls.new_call(*inputs, SAGE3, mask=mask)
+    valid = mask_tiles(call, 128, 64).valid
+    assert not valid.all() and not call.chooses_heavy_keys
+    actual, expected = NVFP4Quantizer().quantize(call, valid), quantize_nvfp4_operands(call, valid)
+    for name, y in parts(expected).items():
+        assert torch.equal(parts(actual)[name], y), name
+
+
+def of_sequences(call, operands):
+    """The operands' tensors by name and, where they lie in rows, by sequence: rows of no sequence are undefined."""
+    tensors = parts(operands)
+    of_query, of_key = call.tail.token_axes
+    rows = [(name, 2, of_query) for name in ("query", "query_scale", "query_tensor_scale", "query_mean")]
+    rows += [(name, 2, of_key) for name in ("key", "key_scale", "key_tensor_scale")]
+    rows += [(name, 3, of_key) for name in ("value", "value_scale")]
+    for name, axis, sequences in rows:
+        if (x := tensors.pop(name, None)) is None:
+            continue
+        tokens = sequences.rows // x.shape[axis]
+        for number, (_, length, row) in enumerate(sequences.ranges.tolist()):
+            tensors[f"{name} of {number}"] = x.narrow(axis, row // tokens, -(-length // 128) * 128 // tokens)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["sage3", "sage3_paper"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths", "used"),
+    [((200, 1, 300), (333, 129, 700), None), ((0, 640, 5, 77), (64, 900, 40, 300), (64, 700, 40, 300))],
+)
+def test_packed_sequences_have_the_operands_that_triton_gives_them(name, is_causal, q_lengths, k_lengths, used):
+    query, key, value = draw(1, 4, 2, sum(q_lengths), sum(k_lengths), 128, 128)
+    starts = [torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (q_lengths, k_lengths)]
+    counts = None if used is None else torch.tensor(used, dtype=torch.int32, device="cuda")
+    lengths = Lengths(*starts, max(q_lengths), max(k_lengths), counts)
+    call = triton_calls.new_call(query, key, value, RECIPES[name], lengths=lengths, is_causal=is_causal)
+    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    actual, expected = (
+        of_sequences(call, quantize(call)) for quantize in (NVFP4Quantizer().quantize, quantize_nvfp4_operands)
+    )
+    assert actual.keys() == expected.keys()
+    for part, y in expected.items():
+        assert torch.equal(actual[part], y), part
 
 
 def test_reruns_are_equal():

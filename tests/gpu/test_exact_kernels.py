@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_hf import sage_attention
+from sage_hf import record, sage_attention
 from sage_kernels import costs, dispatch, exact, prepared, registry
 from sage_kernels.call import Call, Mask
 from sage_kernels.prepared import TapedCall
@@ -31,6 +31,10 @@ def draw_call(device, sizes, head_dim, kind="none", dtype=torch.bfloat16, scale=
     masks = {
         "lengths": lambda: (columns < torch.linspace(kv_len // 3, 0, batch, device=device)[:, None])[:, None, None],
         "hole": lambda: ((columns < kv_len // 5) | (columns >= kv_len - kv_len // 3))[None, None, None],
+        "lengths and a hole": lambda: (
+            masks["lengths"]()
+            | ((columns >= kv_len - 5) & (torch.arange(batch, device=device)[:, None, None, None] % 2 == 1))
+        ),
         "window": lambda: ((rows - columns).abs() <= 100)[None, None],
         "scattered": lambda: torch.rand(batch, q_heads, q_len, kv_len, generator=generator, device=device) < 0.01,
         "bias": lambda: torch.randn(1, q_heads, q_len, kv_len, generator=generator, device=device, dtype=dtype),
@@ -103,11 +107,14 @@ def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
         ("exact_forward", "window", (1, 4, 4, 1000, 1000)),
         ("exact_forward", "bias", (1, 4, 4, 300, 301)),
         ("exact_forward", "causal none", (1, 4, 2, 100, 1000)),
+        ("fa3_padded", "lengths and a hole", (4, 4, 4, 300, 300)),
         ("split_forward", "lengths", (2, 8, 2, 1, 3000)),
     ],
 )
 def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
     call = draw_call(device, sizes, 64, kind)
+    if reason := get_exact(name).unsupported(dispatch.request_of(call)):
+        pytest.skip(reason)
     plan = exact_plan(dispatch.request_of(call), kernel=name)
     repeated = prepared.prepare(call, plan, call.mask.tensor)
     assert isinstance(repeated, TapedCall)
@@ -125,11 +132,41 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
     assert_rounded_twice(call, run(call, "fa3"))
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("kind", ["lengths", "hole", "lengths and a hole"])
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 300, 300), (3, 6, 2, 130, 512), (2, 2, 2, 257, 1001)], ids=str)
+def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device, sizes, kind, head_dim):
+    call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[0] == 2)
+    if reason := get_exact("fa3_padded").unsupported(dispatch.request_of(call)):
+        pytest.skip(reason)
+    assert_rounded_twice(call, run(call, "fa3_padded"))
+
+
+@pytest.mark.parametrize("kind", ["none", "causal none"])
+@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0])
+def test_pytorchs_memory_efficient_kernel(device, kind, scale):
+    call = replace(draw_call(device, (2, 4, 4, 60, 60), 64, kind), scale=scale)
+    assert_rounded_twice(call, run(call, "efficient"))
+
+
+def test_steps_over_keys_that_lie_where_they_lay_are_shared_and_right(device, routed):
+    call = draw_call(device, (2, 8, 2, 1, 3000), 128)
+    if get_exact("split_forward").unsupported(dispatch.request_of(call)):
+        pytest.skip("measured on compute capability 9.0 (Hopper) only")
+    ran = []
+    for _ in range(4):
+        with record.observe(lambda one: ran.append(one.plan.kernel)):
+            output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
+        assert_rounded_twice(call, output)
+    assert ran == ["sdpa_without_cudnn", *["split_forward"] * 3]
+
+
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
         assert registry.select(replace(request, mask="keys")).kernel == "split_forward"
         assert registry.select(replace(request, batch=200)).kernel == "split_forward"
+        assert registry.select(replace(request, recurs=True)).kernel == "split_forward"
         assert registry.select(request).kernel == "sdpa_without_cudnn"
 
 

@@ -187,6 +187,19 @@ def test_what_shared_memory_held_does_not_matter(recipe, head_dim):
         assert error(output, expected.double()) <= 0.05 * expected.double().abs().sum().item()
 
 
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("heads", (3, 17, 24))
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_rows_do_not_depend_on_the_parts_of_the_last_items(monkeypatch, recipe, heads, head_dim):
+    """Of a round that is not full, or of the only one; a head's last item has fewer rows."""
+    operands = Operands((1, heads, 1, 1000, 700), head_dim, head_dim, torch.bfloat16, recipe, return_lse=False)
+    operands.quantize()
+    output, _ = operands.attend(hopper)
+    monkeypatch.setattr(hopper, "last_parts", lambda *_: 1)
+    whole, _ = operands.attend(hopper)
+    assert torch.equal(output, whole)
+
+
 @pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
 def test_reruns_streams_and_graphs_give_the_same_bits(recipe):
     operands = Operands((2, 4, 2, 1000, 3000), 128, 128, torch.bfloat16, recipe, return_lse=False).quantize()

@@ -60,6 +60,12 @@ def bool_mask(*shape):
     return torch.rand(shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda") > 0.4
 
 
+def additive_mask(*shape):
+    generator = torch.Generator("cuda").manual_seed(2)
+    mask = torch.randn(shape, generator=generator, device="cuda") * 3
+    return mask.masked_fill(torch.rand(shape, generator=generator, device="cuda") > 0.8, -torch.inf)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "recipe, options",
@@ -71,6 +77,8 @@ def bool_mask(*shape):
         ("sage3", {"mask": (1, 1, 300, 700)}),
         ("sage3", {"mask": (2, 1, 1, 700), "return_lse": True}),
         ("sage3", {"mask": (2, 4, 300, 700), "is_causal": True}),
+        ("sage3", {"bias": (1, 4, 300, 700)}),
+        ("sage3", {"bias": (2, 1, 300, 700), "is_causal": True, "return_lse": True}),
         ("sage3_paper", {"return_lse": True}),
         ("sage3_paper", {"is_causal": True}),
     ],
@@ -81,6 +89,8 @@ def test_the_native_kernel_has_the_recipe_s_error(recipe, options, head_dim):
     return_lse = options.pop("return_lse", False)
     if shape := options.get("mask"):
         options["mask"] = bool_mask(*shape)
+    if shape := options.pop("bias", None):
+        options["mask"] = additive_mask(*shape)
     inputs = random_inputs(300, 700, 4, 2, head_dim)
     call = new_call(*inputs, RECIPES[recipe], return_lse=return_lse, **options)
     output, lse = attend(call, BLACKWELL, native=True)

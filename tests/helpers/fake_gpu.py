@@ -77,6 +77,7 @@ def install(monkeypatch) -> FakeLibrary:
     )
     monkeypatch.setattr(tensor_map, "device_context", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(launch, "_function", FakeFunction)
+    monkeypatch.setattr(launch, "_try_to_compile", lambda source, arch: None)
     monkeypatch.setattr(tape, "current_device", lambda: 0)
     monkeypatch.setattr(tape, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)

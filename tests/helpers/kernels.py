@@ -87,6 +87,23 @@ def registered_kernels() -> dict[str, Kernel]:
 
 
 @contextmanager
+def registrations_undone() -> Iterator[None]:
+    """Forget in the end which forward kernels were registered meanwhile."""
+    with mock.patch.dict(registry._forwards):
+        yield
+    registry.select.cache_clear()
+
+
+@contextmanager
+def preferred_forward(kernel: Kernel) -> Iterator[None]:
+    """Prefer a forward kernel to those registered, for a while."""
+    with mock.patch.dict(registry._forwards, {kernel.name: kernel, **registry._forwards}, clear=True):
+        registry.select.cache_clear()
+        yield
+    registry.select.cache_clear()
+
+
+@contextmanager
 def preferred_backward(kernel: Kernel) -> Iterator[None]:
     """Prefer a backward kernel to those registered, for a while."""
     with mock.patch.dict(registry._backwards, {kernel.name: kernel, **registry._backwards}, clear=True):

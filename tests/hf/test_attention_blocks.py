@@ -111,7 +111,7 @@ def test_a_compiled_call_with_gradients_is_the_eager_one():
     inputs, blocks = [x.requires_grad_() for x in draw()], draw_blocks(2, 4, 300, 330)
 
     def attend(query, key, value, counts, tiles):
-        lists = blocks._replace(counts=counts, tiles=tiles)
+        lists = BlockList(counts, tiles, blocks.block_m, blocks.block_n)
         return sage_attention(query, key, value, enable_gqa=True, recipe="sage_bwd", blocks=lists)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")

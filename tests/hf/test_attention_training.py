@@ -172,7 +172,15 @@ def test_checkpointing_changes_no_gradient(reentrant, mask):
     assert equal([x.grad for x in inputs], expected)
 
 
-@pytest.mark.parametrize("call", ["plain", "causal", "padding", "causal padding", "additive"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "plain",
+        "causal padding",
+        "additive",
+        *(pytest.param(one, marks=pytest.mark.audit) for one in ("causal", "padding")),
+    ],
+)
 def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):
     def layer(query, key, value, valid):
         mask = valid[:, None, None] if "padding" in call else None

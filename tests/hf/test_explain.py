@@ -7,9 +7,11 @@ import sage_hf
 from sage_hf import record
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
-from sage_kernels import registry
+from sage_kernels import costs, registry
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
+
+REQUEST = ("sage2", "cuda", (9, 0), torch.bfloat16, 1, 8, 8, 64, 64, 64, 64, "none", False, False)
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +129,20 @@ def table(*rows: LayerRow) -> list[list[str]]:
     """Return the cells of each line but the heading and what is said of whole recipes."""
     lines = str(Explanation(rows)).splitlines()[2:]
     return [line.split("  ") for line in lines if not line.startswith("*")]
+
+
+def test_the_table_of_costs_by_which_calls_on_a_gpu_were_routed_is_named(monkeypatch):
+    model = tiny.transformer()
+    sage_hf.apply(model, "sage2")
+    layer = model.transformer_blocks[0].attn1
+    plan = registry.exact_plan(registry.Request(*REQUEST))
+    monkeypatch.setattr(record, "last_plans", lambda module: (plan,) * (module is layer))
+    monkeypatch.setattr(registry, "_routing", True)
+    assert str(sage_hf.explain(model)).endswith(costs.description((9, 0)))
+    assert "9.0.json (NVIDIA H200, " in costs.description((9, 0))
+    assert "sage-hf tune" in costs.description((8, 6))
+    monkeypatch.setattr(registry, "_routing", False)
+    assert "costs:" not in str(sage_hf.explain(model))
 
 
 def test_recipes_with_heavy_keys_are_said_once():

@@ -343,12 +343,12 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path):
 )
 def test_captions_claim_no_more_than_ran(recipe, numerics, caption):
     explanation = Explanation((LayerRow("layer", "sage3", recipe, "kernel", numerics, 1),))
-    assert module._captions(["exact", "sage3"], explanation) == {"exact": "exact", "sage3": caption}
+    assert module.captions_of(["exact", "sage3"], explanation) == {"exact": "exact", "sage3": caption}
 
 
 def test_the_trained_tiny_model_keeps_its_picture_in_four_bits(tmp_path):
     prompts = ("a red circle moving left",)
-    report = generate(GenerateOptions(SageConfig("sage3"), "sage3", tmp_path, prompts, compare=True, steps=2))
+    report = generate(GenerateOptions(SageConfig("sage3"), "sage3", tmp_path, prompts, compare=True, steps=1))
     assert report.videos[0].ssim > 0.5
     for layer in report.layer_errors:
         assert layer.errors.cosine > 0.9

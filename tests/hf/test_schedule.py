@@ -43,7 +43,7 @@ def recipes_of_generation(pipe, config, steps, give=lambda t: t, calls_per_step=
     """The recipe in force at every step of a denoising loop that calls the denoiser with give(t)."""
     processor = Processor()
     schedule = schedule or StepSchedule(config, {"layer": processor}, pipe)
-    processor = schedule._processors["layer"]
+    processor = schedule.processors["layer"]
     pipe.scheduler.set_timesteps(steps)
     seen = []
     for t in pipe.scheduler.timesteps:
@@ -180,7 +180,7 @@ def test_recipes_are_assigned_only_where_they_change():
     pipe = Pipe(FlowMatchEulerDiscreteScheduler())
     schedule = StepSchedule(FIRST_AND_LAST, {"layer": Processor()}, pipe)
     recipes_of_generation(pipe, None, 50, calls_per_step=2, schedule=schedule)
-    assert schedule._processors["layer"].assigned == ["sage2", "sage3", "exact"]
+    assert schedule.processors["layer"].assigned == ["sage2", "sage3", "exact"]
 
 
 def test_a_model_without_pipeline_counts_changes_and_starts_again_when_the_timestep_turns_back():
@@ -251,8 +251,18 @@ def compile_wrapped(pipe):
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
 
 
-@pytest.mark.parametrize("compile_pipe", [compile_blocks, compile_in_place, compile_wrapped])
-@pytest.mark.parametrize("order", ["apply, compile", "compile, apply"])
+@pytest.mark.parametrize(
+    ("compile_pipe", "order"),
+    [
+        (compile_blocks, "apply, compile"),
+        (compile_in_place, "compile, apply"),
+        (compile_wrapped, "apply, compile"),
+        # How the pipe is compiled, and when, each stand above.
+        pytest.param(compile_blocks, "compile, apply", marks=pytest.mark.audit),
+        pytest.param(compile_in_place, "apply, compile", marks=pytest.mark.audit),
+        pytest.param(compile_wrapped, "compile, apply", marks=pytest.mark.audit),
+    ],
+)
 def test_compiled_denoiser_follows_the_steps_without_a_graph_break(compile_pipe, order):
     config = SageConfig("exact", steps=(StepRule(0, 1, "sage2"),))
     with sage_hf.apply(pipe := tiny.cogvideox(num_layers=1), config):

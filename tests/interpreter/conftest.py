@@ -34,7 +34,8 @@ def hastened() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def compute_as_gpus_do(monkeypatch):
     """The interpreter's own cast to e4m3 neither carries into the exponent nor saturates, the one to bfloat16 cuts
-    off, products take bfloat16 for integers, and a fused multiply-add in float16 rounds twice.
+    off, products take bfloat16 for integers, a fused multiply-add in float16 rounds twice, and Triton 3.4 wants a
+    descriptor's strides to be multiples of 16 elements, not bytes.
     """
     if not INTERPRETED:
         return
@@ -64,6 +65,13 @@ def compute_as_gpus_do(monkeypatch):
         exact = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
         return interpreter.TensorHandle(exact.astype(x.data.dtype), x.dtype.scalar)
 
+    def validate(descriptor):
+        size = descriptor.base.dtype.element_ty.primitive_bitwidth // 8
+        assert descriptor.base.data.item() % 16 == 0
+        assert all(stride.data.item() * size % 16 == 0 for stride in descriptor.strides[:-1])
+        assert descriptor.strides[-1].data.item() == 1
+
+    monkeypatch.setattr(interpreter.TensorDescHandle, "validate", validate)
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fuse)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply)

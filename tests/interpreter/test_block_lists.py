@@ -1,6 +1,7 @@
 """The kernels over block lists in Triton's interpreter, against the reference."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from sage_kernels import exact
 from sage_kernels.blocks import BlockList
 from sage_kernels.call import Call, Mask
+from sage_kernels.layout import Lengths
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
@@ -36,7 +38,7 @@ def call_of(inputs, recipe, blocks, keys=None, causal_offset=None):
     return Call(*inputs, RECIPES[recipe], mask, causal, causal_offset or 0, 0.125, return_lse=True)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.audit), True])
 @pytest.mark.parametrize("causal_offset", [None, 150])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (128, 64)])
 @pytest.mark.parametrize(
@@ -83,6 +85,33 @@ def test_native_nvfp4_has_the_references_error(block_m, block_n, causal_offset, 
     assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum()
     assert torch.allclose(lse, expected_lse, atol=1e-4)
     assert not output[lse == -torch.inf].any()
+
+
+@pytest.mark.parametrize("causal_offset", [None, pytest.param(40, marks=pytest.mark.audit)])
+@pytest.mark.parametrize("list_batch", [3, pytest.param(1, marks=pytest.mark.audit)])
+@pytest.mark.parametrize("recipe", ["sage2", *(pytest.param(x, marks=pytest.mark.audit) for x in ("sage1", "sage3"))])
+def test_packed_sequences_have_lists_of_their_own(recipe, list_batch, causal_offset):
+    """Each is what the kernel makes of it alone; the second one's keys end inside a tile, by seqused_k."""
+    q_lengths, k_lengths, used = (150, 70, 20), (330, 140, 0), (330, 100, 0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = ((q_lengths, 2), (k_lengths, 1), (k_lengths, 1))
+    inputs = [torch.randn(1, heads, sum(lengths), 64, generator=generator) for lengths, heads in tokens]
+    starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in (q_lengths, k_lengths)]
+    lengths = Lengths(*starts, 150, 330, torch.tensor(used).int())
+    blocks = BlockList.of_kept(draw_blocks(list_batch, 2, 150, 330, 64, 64).kept(330), 64, 64)  # ascending, as below
+    call = replace(call_of(inputs, recipe, blocks, causal_offset=causal_offset), lengths=lengths)
+    output, lse = attend(call, ADA)
+    for index, (q_len, kv_len) in enumerate(zip(q_lengths, used, strict=True)):
+        queries = slice(int(starts[0][index]), int(starts[0][index]) + q_len)
+        keys = slice(int(starts[1][index]), int(starts[1][index]) + kv_len)
+        if kv_len == 0:
+            assert not output[:, :, queries].any() and (lse[:, :, queries] == -torch.inf).all()
+            continue
+        one = [inputs[0][:, :, queries], *(x[:, :, keys] for x in inputs[1:])]
+        part = blocks.of_sequence(index, q_len, kv_len, 330)
+        expected, expected_lse = attend(call_of(one, recipe, part, causal_offset=causal_offset), ADA)
+        assert torch.allclose(output[:, :, queries], expected, atol=1e-6)
+        assert torch.allclose(lse[:, :, queries], expected_lse, atol=1e-6)
 
 
 @pytest.mark.parametrize("causal_offset", [None, 0, 150, -100])
@@ -154,7 +183,7 @@ LISTS = {
 
 @pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
-@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("heads", [2, pytest.param(1, marks=pytest.mark.audit)])
 def test_gradients_are_the_references(recipe, case, heads):
     """With one list for both heads of a group, and with one for each; the first rows have none."""
     (block_m, block_n), options = case[0], dict(case[1])

@@ -96,7 +96,7 @@ def test_masks_are_read_and_rows_without_a_key_are_0(case):
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
     call = draw_call((2, 1), 150, 200, 64, mask, -20 if causal else None)
     config = exact_forward_config(64, call.mask.kind)
-    bits, listed = exact_forward.list_tiles(mask, call, config)
+    bits, listed, _ = exact_forward.list_tiles(mask, call, config)
     allowed = mask
     if causal and mask.shape[2] > 1:
         allowed = allowed & torch.ones(150, 200, dtype=torch.bool).tril(-20)
@@ -111,6 +111,31 @@ def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
             for entry in entries[:number]:
                 tile = tiles[entry // 2]
                 assert entry % 2 or (tile.all() and tile.shape[1] == config.block_n)
+
+
+def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others():
+    mask = key_mask(130, 0, 200, 77)
+    mask[3, ..., 70:77], mask[3, ..., 190:] = False, True
+    call = draw_call((4, 2), 150, 200, 64, mask)
+    truth, _ = exact.attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
+    found = []
+
+    def attend_to_first(call, lengths, output):
+        found.extend(lengths.tolist())
+        output.fill_(torch.nan)
+        for element in (0, 2):
+            output[element] = truth[element]
+
+    output = exact_forward.attend(call, attend_to_first=attend_to_first)
+    assert found == [130, 0, 200, 0]
+    assert torch.equal(output[0], truth[0].half()) and torch.equal(output[2], truth[2].half())
+    assert_exact(call, output)
+
+
+def test_a_mask_for_all_elements_of_a_batch_gives_each_its_length():
+    call = draw_call((2, 1), 70, 300, 64, key_mask(130, kv_len=300).expand(3, -1, -1, -1))
+    config = exact_forward_config(64, "keys")
+    assert exact_forward.list_tiles(call.mask.tensor, call, config, with_lengths=True)[2].tolist() == [130] * 3
 
 
 @pytest.fixture
@@ -136,7 +161,7 @@ def test_programs_that_share_keys_attend_to_all_of_them(multiprocessors, case):
 
 
 def test_keys_are_divided_so_that_programs_fill_the_gpu():
-    assert split_forward.parts_of(tiles=64, sequences=8, multiprocessors=132) == 16
-    assert split_forward.parts_of(tiles=6, sequences=8, multiprocessors=132) == 3
-    assert split_forward.parts_of(tiles=64, sequences=512, multiprocessors=132) == 1
-    assert split_forward.parts_of(tiles=1, sequences=1, multiprocessors=132) == 1
+    assert split_forward.parts_of(tiles=64, sequences=8, programs=132) == 16
+    assert split_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
+    assert split_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
+    assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1

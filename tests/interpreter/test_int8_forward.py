@@ -13,6 +13,19 @@ from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend, new_call, quantize
 
 ADA = (8, 9)
+# Each format of P once, with causality or without; the audit runs all.
+each_format_once = pytest.mark.parametrize(
+    ("recipe", "is_causal"),
+    [
+        ("sage2", True),
+        ("sage1", False),
+        ("sage_bwd_int8", True),
+        *(
+            pytest.param(recipe, is_causal, marks=pytest.mark.audit)
+            for recipe, is_causal in (("sage2", False), ("sage1", True), ("sage_bwd_int8", False))
+        ),
+    ],
+)
 
 
 def draw(*, batch=1, q_heads=4, kv_heads=2, q_len=70, kv_len=150, head_dim=64, v_head_dim=64, dtype=torch.float32):
@@ -24,11 +37,24 @@ def draw(*, batch=1, q_heads=4, kv_heads=2, q_len=70, kv_len=150, head_dim=64, v
     ]
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
+SIZES = {
+    "float32": {},
+    "head_dim 80": {"head_dim": 80, "v_head_dim": 40, "q_len": 130, "kv_len": 64},
+    "float16, one key": {"dtype": torch.float16, "kv_len": 1},
+}
+
+
+@pytest.mark.parametrize("padding", [pytest.param(False, marks=pytest.mark.audit), True])
 @pytest.mark.parametrize(
-    "sizes", [{}, {"head_dim": 80, "v_head_dim": 40, "q_len": 130, "kv_len": 64}, {"dtype": torch.float16, "kv_len": 1}]
+    ("recipe", "sizes"),
+    [
+        pytest.param(
+            recipe, sizes, marks=() if recipe == "sage2" or not sizes else pytest.mark.audit, id=f"{recipe}, {name}"
+        )
+        for recipe in ("sage2", "sage1", "sage_bwd_int8")
+        for name, sizes in SIZES.items()
+    ],
 )
-@pytest.mark.parametrize("padding", [False, True])
 def test_operands_are_the_references(recipe, sizes, padding):
     """Bit for bit, but for 16-bit Q and K, which matrix instructions rotate."""
     query, key, value = draw(**sizes)
@@ -158,7 +184,7 @@ def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
     assert not output[(lse == -torch.inf)].any()
 
 
-@pytest.mark.parametrize("q_len", [17, *(pytest.param(n, marks=pytest.mark.audit) for n in (64, 128)), 100])
+@pytest.mark.parametrize("q_len", [*(pytest.param(n, marks=pytest.mark.audit) for n in (17, 64, 128)), 100])
 @pytest.mark.parametrize("causal_offset", [0, 40, 2**31 - 1])
 def test_a_mask_of_one_row_is_causal_for_every_row(q_len, causal_offset):
     inputs = draw(q_len=q_len, kv_len=140, head_dim=128)
@@ -194,8 +220,7 @@ def test_the_largest_biases_stay_finite_and_nan_stays_nan(dtype):
     assert output[:, :, 3].isnan().all()
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@each_format_once
 def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(recipe, is_causal):
     """In INT8 such a weight would be a negative number."""
     inputs = [x * factor for x, factor in zip(draw(), (200, 200, 1), strict=True)]
@@ -216,8 +241,7 @@ def test_any_scale_is_honoured(scale):
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
 
 
-@pytest.mark.parametrize("recipe", ["sage2", "sage1", "sage_bwd_int8"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@each_format_once
 def test_packed_sequences_are_those_sequences(recipe, is_causal):
     q_lengths, kv_lengths, used = [130, 1, 64, 70], [100, 70, 128, 300], [200, 0, 128, 250]
 

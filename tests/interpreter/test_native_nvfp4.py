@@ -16,8 +16,10 @@ from tests.interpreter.test_nvfp4_forward import RATIO, RECIPES, random_inputs, 
         pytest.param("sage3", {}, marks=pytest.mark.audit),
         pytest.param("sage3", {"is_causal": True}, marks=pytest.mark.audit),
         ("sage3", {"mask": True, "is_causal": True}),
+        pytest.param("sage3", {"bias": True, "is_causal": True}, marks=pytest.mark.audit),
         pytest.param("sage3", {"mask": True}, marks=pytest.mark.audit),
         pytest.param("sage3_paper", {"mask": True}, marks=pytest.mark.audit),
+        pytest.param("sage3_paper", {"bias": True}, marks=pytest.mark.audit),
     ],
     ids=str,
 )
@@ -26,6 +28,8 @@ def test_tiles_masks_and_scales_of_the_native_kernel_have_the_recipe_s_error(mon
     inputs = random_inputs(200, 300)
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(1, 1, 200, 300, generator=generator) > 0.4 if "mask" in options else None
+    if "bias" in options:
+        mask = torch.randn(1, 1, 200, 300, generator=generator) * 3
     options = {"is_causal": options.get("is_causal", False), "mask": mask}
     output, lse = attend(new_call(*inputs, RECIPES[recipe], return_lse=True, **options), (12, 0), native=True)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=128, **options)

@@ -1,5 +1,6 @@
 """Block lists: the tiles of keys that each block of rows attends to, on every device's doors."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from sage_kernels import blocks as block_lists
 from sage_kernels import dispatch, exact, ops
 from sage_kernels.blocks import BlockList
 from sage_kernels.call import Call, Mask
+from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.reference import forward as reference
 from sage_kernels.registry import Request, select
@@ -205,3 +207,60 @@ def test_calls_without_elements_give_nothing(sizes, recipe):
     assert output.shape == (*query.shape[:3], 32)
     assert not output.any()
     assert (lse == -torch.inf).all()
+
+
+def draw_packed(q_lengths=(300, 0, 130, 200), k_lengths=(330, 40, 129, 0)):
+    """Return Q, K and V of packed sequences, cu_seqlens and longest lengths, and a list with surplus tiles."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(sum(lengths) + 5, heads, channels, generator=generator)
+        for lengths, heads, channels in ((q_lengths, 4, 64), (k_lengths, 2, 64), (k_lengths, 2, 32))
+    ]
+    starts = [torch.tensor([0, *itertools.accumulate(lengths)]).int() for lengths in (q_lengths, k_lengths)]
+    return inputs, (*starts, max(q_lengths), max(k_lengths))
+
+
+@pytest.mark.parametrize("list_batch", [4, 1])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"seqused_k": True}])
+@pytest.mark.parametrize("recipe", ["exact", "sage2", "sage3"])
+def test_packed_sequences_have_lists_of_their_own(recipe, options, list_batch):
+    """Each is what a call of it alone is: blocks and tiles that it does not have do not count."""
+    inputs, lengths = draw_packed()
+    options, used = dict(options), [330, 40, 129, 0]
+    if options.pop("seqused_k", False):
+        used = [200, 40, 128, 0]
+        options["seqused_k"] = torch.tensor(used).int()
+    blocks = draw_blocks(list_batch, 4, 300, 330, 64, 128)
+    output, lse = ops.packed_attention(*inputs, *lengths, blocks=blocks, recipe=recipe, return_lse=True, **options)
+    options.pop("seqused_k", None)
+    for index, kv_len in enumerate(used):
+        q_start, q_stop = lengths[0][index : index + 2].tolist()
+        k_start = int(lengths[1][index])
+        if q_stop == q_start or kv_len == 0:
+            assert not output[q_start:q_stop].any() and (lse[:, q_start:q_stop] == -torch.inf).all()
+            continue
+        one = [inputs[0][q_start:q_stop], *(x[k_start : k_start + kv_len] for x in inputs[1:])]
+        one = [x.transpose(0, 1).unsqueeze(0) for x in one]
+        part = blocks if list_batch == 1 else BlockList(*(x[index : index + 1] for x in blocks[:2]), *blocks[2:])
+        kept = part.kept(330)[:, :, : -(-(q_stop - q_start) // 64), : -(-kv_len // 128)]
+        expected, expected_lse = ops.attention(
+            *one, blocks=BlockList.of_kept(kept, 64, 128), recipe=recipe, return_lse=True, **options
+        )
+        assert torch.equal(output[q_start:q_stop], expected[0].transpose(0, 1))
+        assert torch.equal(lse[:, q_start:q_stop], expected_lse[0])
+    assert not output[lengths[0][-1] :].any()
+
+
+def test_packed_lists_pass_opcheck_and_are_checked():
+    inputs, lengths = draw_packed()
+    blocks = draw_blocks(4, 4, 300, 330)
+    arguments = (*lengths, None, *blocks, False, 0, None, "sage2", "native", True)
+    torch.library.opcheck(torch.ops.sage_kernels.packed_block_attention.default, (*inputs, *arguments))
+    for bad, match in ((draw_blocks(2, 4, 300, 330), r"\(4 or 1"), (draw_blocks(4, 4, 500, 330), "300 queries")):
+        with pytest.raises(ValueError, match=match):
+            ops.packed_attention(*inputs, *lengths, blocks=bad, recipe="sage2")
+    with pytest.raises(ValueError, match="give no mask beside them"):
+        packed = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
+        keys = torch.ones(4, 1, 1, 330, dtype=torch.bool)
+        mask = Mask.of_blocks(blocks, keys, 330)
+        Call(*packed, get_recipe("sage2"), mask, lengths=Lengths(*lengths, None))

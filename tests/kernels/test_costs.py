@@ -153,8 +153,21 @@ def test_causality_halves_long_calls_and_not_those_of_one_round():
     assert causal.us(short) == full.us(short)
 
 
+def test_a_call_like_those_measured_takes_as_much_longer_than_the_formula_as_they_did():
+    sizes = Sizes(2, 12, 12, 1000, 2048, 128)
+    measured = replace(CUDNN, measured=((2, 12, 12, 1000, 2048, 1.5),))
+    assert measured.us(sizes) == pytest.approx(1.5 * CUDNN.us(sizes), rel=0.03)
+    near = replace(sizes, q_len=1200)
+    assert 1.3 < measured.us(near) / CUDNN.us(near) < 1.5
+    ragged = replace(sizes, kv_len=2049)
+    assert 1.1 < measured.us(ragged) / CUDNN.us(ragged) < 1.5
+    far = replace(sizes, q_len=4096)
+    assert measured.us(far) == CUDNN.us(far)
+
+
 def test_a_table_reads_back_as_written(tmp_path):
-    table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, CUDNN))
+    measured = replace(CUDNN, measured=((1, 24, 24, 512, 77, 1.25),))
+    table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, measured))
     path = tmp_path / "new" / "table.json"
     table.write(path)
     assert costs.read_table(path) == replace(table, origin=str(path))
@@ -207,17 +220,49 @@ def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_prepa
     step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
     assert costs.fastest_exact(step, [costs.SHARING]) == "sdpa_without_cudnn"
     assert costs.fastest_exact(replace(step, batch=16), [costs.SHARING]) == costs.SHARING
+    assert costs.fastest_exact(replace(step, recurs=True), [costs.SHARING]) == costs.SHARING
     assert costs.fastest_exact(replace(step, mask="keys"), [costs.SHARING]) == costs.SHARING
     assert costs.fastest_exact(replace(step, q_len=64), [costs.SHARING]) == costs.SHARING
     assert costs.fastest_exact(replace(step, q_len=64, kv_len=64), [costs.SHARING]) != costs.SHARING
 
 
-def test_the_kernel_for_masks_runs_beside_masks_and_offsets_of_causality_only(use_table):
-    own = [replace(curve(costs.MASKING, launch=1.0, tile=0.01), mask=mask) for mask in ("none", "keys")]
-    use_table(LOW_BIT, CUDNN, replace(CUDNN, mask="keys"), *own)
+def test_an_exact_kernel_of_our_own_runs_where_the_table_says_that_it_is_faster(use_table):
+    own = [curve("own", tile=0.5, mask=mask) for mask in ("none", "keys")]
+    use_table(LOW_BIT, CUDNN, replace(CUDNN, mask="keys", tile=0.4), *own)
     request = with_tokens(512)
-    assert costs.fastest_exact(request, [costs.MASKING]) == "sdpa"
-    assert costs.fastest_exact(replace(request, mask="keys"), [costs.MASKING]) == costs.MASKING
+    assert costs.fastest_exact(request, ["own"]) == "own"
+    assert costs.fastest_exact(request, []) == "sdpa"
+    assert costs.fastest_exact(replace(request, mask="keys"), ["own"]) == "sdpa"
+
+
+def test_flash_attention_3_runs_where_a_call_takes_longer_than_its_host_time(use_table):
+    use_table(LOW_BIT, CUDNN, curve("fa3", tile=0.3))
+    assert costs.fastest_exact(with_tokens(1024), ["fa3"]) == "fa3"
+    assert costs.fastest_exact(with_tokens(512), ["fa3"]) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("none, few queries", {"q_len": 1, "recurs": True}),
+        ("none, behind a cache", {"q_len": 512, "is_causal": True, "lower_right": True}),
+    ],
+)
+def test_calls_behind_a_cache_have_curves_of_their_own(use_table, kind, facts):
+    times = (("flash", 0.1), ("own", 0.05))
+    request = replace(REQUEST, **facts)
+    causal = request.is_causal
+    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, mask=kind, causal=causal) for name, tile in times))
+    assert costs.fastest_exact(request, ["own"]) == "own"
+    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, causal=causal) for name, tile in times))
+    assert costs.fastest_exact(request, ["own"]) in ("sdpa", "sdpa_without_cudnn")
+
+
+def test_a_step_behind_a_cache_that_may_grow_runs_by_pytorch(use_table):
+    use_table(
+        LOW_BIT, *(curve(name, tile=tile, mask="none, few queries") for name, tile in (("cudnn", 0.1), ("x", 0.05)))
+    )
+    assert costs.fastest_exact(replace(REQUEST, q_len=1, batch=1, kv_heads=1), ["x"]) == "sdpa_without_cudnn"
 
 
 def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table):

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_kernels.cuda import compiler
+from sage_kernels.cuda import compiler, launch
 from sage_kernels.testing.aot import machine_code
 
-pytestmark = pytest.mark.skipif(bool(compiler._missing()), reason=compiler._missing())
+pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
 
 KERNEL = """#include "outer.cuh"
 extern "C" __global__ void scale(int* x) {
@@ -23,13 +24,12 @@ extern "C" __global__ void scale(int* x) {
 """
 OUTER = '#pragma once\n  #  include "inner.cuh"\n#define UNUSED "outer.cuh"\n'
 INNER = '#include "outer.cuh"\n#define INNER 5\n'
-CACHES = (compiler._unlaunchable, compiler._missing, compiler._outdated, compiler._nvrtc_version)
 # Compiles when told to, at leisure, and prints how often it did.
 COMPILE_SLOWLY = """
 import sys, time
 from pathlib import Path
 from cuda.bindings import nvrtc
-from sage_kernels.cuda import compiler
+from sage_kernels.cuda import compiler, launch
 
 compiler.SOURCES = compiler.HEADERS = Path(sys.argv[1])
 calls, compile = 0, nvrtc.nvrtcCompileProgram
@@ -82,11 +82,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
 @pytest.fixture
 def uncached():
     """What is known of this machine is looked up again, and forgotten afterwards."""
-    for cached in CACHES:
-        cached.cache_clear()
+    compiler.forget_machine()
     yield
-    for cached in CACHES:
-        cached.cache_clear()
+    compiler.forget_machine()
 
 
 def cached_files(tmp_path: Path, suffix: str = ".cubin") -> list[Path]:
@@ -215,7 +213,7 @@ def test_a_file_has_its_name_only_when_it_is_whole(calls, tmp_path, monkeypatch)
     replace = os.replace
 
     def observed(temporary, path):
-        assert compiler._load(Path(temporary)) is not None
+        assert compiler.read(Path(temporary)) is not None
         assert Path(temporary).parent == Path(path).parent
         assert not Path(path).exists()
         replace(temporary, path)
@@ -223,7 +221,7 @@ def test_a_file_has_its_name_only_when_it_is_whole(calls, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "replace", observed)
     cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
     (path,) = cached_files(tmp_path)
-    assert compiler._load(path) == cubin
+    assert compiler.read(path) == cubin
 
 
 def test_a_write_that_fails_leaves_nothing_behind(calls, tmp_path, monkeypatch):
@@ -256,6 +254,19 @@ def test_threads_compile_a_source_once(cache, calls, tmp_path, monkeypatch):
         cubins = list(pool.map(lambda _: compiler.compile("kernel.cu", {"FACTOR": 3}), range(4)))
     assert cubins == cubins[:1] * 4
     assert len(calls) == 1
+
+
+def test_the_kernels_of_a_call_compile_at_the_same_time(folder, tmp_path, monkeypatch):
+    """And one that does not compile keeps the others from nothing."""
+    from cuda.bindings import nvrtc
+
+    both, compile_program = threading.Barrier(3, timeout=60), nvrtc.nvrtcCompileProgram
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *args: both.wait() >= 0 and compile_program(*args))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    sources = [launch.Source("kernel.cu", {}, {"FACTOR": factor}) for factor in (3, 5, "?")]
+    kernels = tuple(launch.Kernel(source, "scale", 32) for source in (*sources, sources[0]))
+    launch.compile_together(kernels, torch.device("cuda", 0))
+    assert len(cached_files(tmp_path)) == 2
 
 
 def test_processes_compile_a_source_once(folder):
@@ -328,8 +339,7 @@ def without_nvrtc(monkeypatch, uncached):
     def take_away():
         monkeypatch.setattr(nvrtc, "nvrtcVersion", not_found)
         monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", not_found)
-        for cached in CACHES:
-            cached.cache_clear()
+        compiler.forget_machine()
 
     return take_away
 
@@ -350,20 +360,22 @@ def test_without_nvrtc_the_cache_serves_what_was_compiled_before(forbidden, with
 
 
 def test_forbidden_to_compile_the_newest_that_the_driver_can_run_serves(monkeypatch, uncached):
-    from cuda.bindings import driver
+    from cuda.bindings import driver, nvrtc
 
     versions = ((12, 8), (12, 10), (13, 0))
     for version in versions:
-        monkeypatch.setattr(compiler, "_nvrtc_version", lambda version=version: version)
+        found = (nvrtc.nvrtcResult.NVRTC_SUCCESS, *version)
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda found=found: found)
+        compiler.forget_machine()
         monkeypatch.setattr(compiler, "_compile", lambda _, version=version: compiler.Cubin(b"", str(version)))
         compiler.compile("kernel.cu", {"FACTOR": 3})
     monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
     for driver_version, served in ((13000, "(13, 0)"), (12080, "(12, 10)")):
         monkeypatch.setattr(driver, "cuDriverGetVersion", lambda x=driver_version: (driver.CUresult.CUDA_SUCCESS, x))
-        compiler._outdated.cache_clear()
+        compiler.forget_machine()
         assert compiler.compile("kernel.cu", {"FACTOR": 3}).log == served
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, 12020))
-    compiler._outdated.cache_clear()
+    compiler.forget_machine()
     assert "SAGE_KERNELS_COMPILE=0" in compiler.why_not("kernel.cu", {"FACTOR": 3})
 
 
@@ -426,10 +438,10 @@ def test_another_system_than_linux_is_named(monkeypatch, uncached):
 def test_a_driver_that_is_too_old_for_the_compiler_is_named(
     driver_version, nvrtc_version, needed, monkeypatch, uncached
 ):
-    from cuda.bindings import driver
+    from cuda.bindings import driver, nvrtc
 
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, driver_version))
-    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: nvrtc_version)
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, *nvrtc_version))
     reason = compiler.why_not()
     assert needed in reason
     assert bool(reason) == bool(needed)

@@ -10,7 +10,7 @@ import torch
 from sage_kernels.cuda import compiler, int8_forward, parameters, quantize
 from sage_kernels.cuda.parameters import ConstFloats, Float, Int, Int64, Map, TensorMap, UInt32, packer
 
-pytestmark = pytest.mark.skipif(bool(compiler._missing()), reason=compiler._missing())
+pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
 
 SOURCE = """#include "parameters.cuh"
 extern "C" __global__ void kernel(KERNEL_PARAMETERS) {}

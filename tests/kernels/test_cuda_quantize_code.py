@@ -62,9 +62,10 @@ def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, 
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rotated_element_takes_few_instructions(tmp_path, monkeypatch, channels, dtype):
-    """At most 14, half of an H200's issue slots; with 128 channels 9.5 for Q and 10.7 for K, with 64 10.2 and 11.5.
+    """At most 17, and 13 where all tokens exist: with 128 channels 11.9 for Q and 11.3 for K, with 64 12.9 and 12.8.
 
-    Copying 3 bytes for each element at 4.3 TB/s leaves 20 thread-instructions. To measure again: `nvdisasm -c` of the
+    Of Q's 2.5 are products with K's mean, for heavy keys. Copying 3 bytes for each element at 4.3 TB/s leaves 20
+    thread-instructions. To measure again: `nvdisasm -c` of the
     cubin; a tile's path is what ends with an EXIT and has the matrix instructions, of 16 · channels elements a warp.
     """
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
@@ -77,7 +78,7 @@ def test_a_rotated_element_takes_few_instructions(tmp_path, monkeypatch, channel
     paths = " ".join(line.strip().replace(" ", "_") for line in lines).split(" EXIT")
     tiles = sorted(len(path.split()) for path in paths if "HMMA" in path)
     assert len(tiles) == 4  # Q and K, whole and not
-    assert tiles[0] <= 11 * channels / 2 and tiles[-1] <= 14 * channels / 2, tiles
+    assert tiles[1] <= 13 * channels / 2 and tiles[-1] <= 17 * channels / 2, tiles
 
 
 def tensors(head_dim=128, v_head_dim=128, dtype=torch.bfloat16):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from sage_kernels import exact
 
@@ -170,6 +171,21 @@ def test_alignment_changes_neither_output_nor_gradients(monkeypatch, dtype, head
     tolerance = 64 * torch.finfo(dtype).eps * 15  # of sums of at most 15 keys and 64 channels
     for actual, expected in zip(*results, strict=True):
         assert torch.allclose(actual, expected, atol=tolerance * (1 + expected.abs().max().item()), rtol=0)
+
+
+@pytest.mark.parametrize("backend", list(SDPBackend.__members__.values()), ids=str)
+def test_only_cudnn_gets_rows_of_a_mask_at_any_address(monkeypatch, backend):
+    on_a_gpu(monkeypatch, True)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *arguments: backend.value)
+    given = []
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda query, *_, attn_mask, **__: given.append(attn_mask) or query
+    )
+    query, key, mask = torch.randn(1, 2, 7, 64), torch.randn(1, 2, 15, 64), torch.randn(1, 2, 7, 15)
+    exact.sdpa(query, key, key, mask=mask)
+    assert (given[0] is mask) == (backend == SDPBackend.CUDNN_ATTENTION)
+    exact.sdpa(query.requires_grad_(), key, key, mask=mask)
+    assert_aligned(given[1])
 
 
 def test_alignment_is_traced_with_dynamic_sizes_and_mapped(monkeypatch):

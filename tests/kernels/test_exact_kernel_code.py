@@ -41,6 +41,15 @@ def compiled(attend, call):
         yield launch.kernel.__name__, machine_code(kernel.asm["cubin"]), kernel.metadata.shared
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim):
+    def attend(call):
+        exact_forward.attend(call, attend_to_first=lambda call, lengths, output: None)
+
+    for name, code, _ in compiled(attend, call_of(head_dim, "keys", dtype=torch.bfloat16)):
+        assert name in ("list_allowed", "exact_forward") and code.instructions.spills == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["none", "keys", "bool", "additive"])

@@ -1,6 +1,7 @@
 """Which calls FlashAttention 3 takes over from PyTorch, and how it is called."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from sage_kernels import backends, dispatch, exact, flash3, prepared  # noqa: F4
 from sage_kernels.call import Call
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, exact_plan, get_exact
+from sage_kernels.triton import registration
 
 REQUEST = Request(
     *("sage2", "cuda", (9, 0), torch.bfloat16, 2, 8, 2, 64, 64, 128, 128, "none", False, False), aligned=True
@@ -52,6 +54,32 @@ def test_it_is_asked_for_nothing_that_it_cannot_do(operator, facts, part):
 
 
 @pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"mask": "none"}, "mask of keys"),
+        ({"is_causal": True}, "without causality"),
+        ({"head_dim": 264, "v_head_dim": 264}, "head_dim"),
+        ({"return_lse": True}, "LSE"),
+        ({}, ""),
+    ],
+)
+def test_beside_masks_it_serves_those_of_keys(operator, monkeypatch, facts, part):
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
+    reason = get_exact("fa3_padded").unsupported(replace(REQUEST, **{"mask": "keys", **facts}))
+    assert part in reason and bool(part) == bool(reason)
+
+
+def test_a_build_without_float16_serves_none(operator, monkeypatch):
+    config = SimpleNamespace(CONFIG={"build_flags": {flash3.WITHOUT_FLOAT16: True}})
+    monkeypatch.setattr(flash3, "find_spec", lambda module: module == "fa3_fwd_config")
+    monkeypatch.setattr(flash3, "import_module", lambda module: config)
+    flash3._takes_float16.cache_clear()
+    assert "float16" in get_exact("fa3").unsupported(replace(REQUEST, dtype=torch.float16))
+    assert get_exact("fa3").unsupported(REQUEST) == ""
+    flash3._takes_float16.cache_clear()
+
+
+@pytest.mark.parametrize(
     "facts", [{}, {"is_causal": True}, {"is_causal": True, "lower_right": True, "kv_len": 128}, {"kv_len": 77}]
 )
 def test_it_serves_calls_without_a_mask(operator, facts):
@@ -88,10 +116,11 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     repeated, _ = prepared.prepare(call, plan, None)(query, key, key, None)
     assert torch.equal(repeated, output)
-    assert operator == [(abs(scale), causal, 1)] * 2
+    assert operator == [(abs(scale), causal, 0)] * 2
 
 
-def test_keys_may_be_divided_for_few_queries(operator):
-    query, key = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 130, 64)
+@pytest.mark.parametrize(("heads", "queries", "splits"), [(4, 1, 0), (4, 200, 0), (132, 1, 1), (66, 200, 1)])
+def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(operator, heads, queries, splits):
+    query, key = torch.randn(1, heads, queries, 16), torch.randn(1, heads, 130, 16)
     get_exact("fa3").attend(Call(query, key, key, get_recipe("exact")))
-    assert operator == [(1.0, False, 0)]
+    assert operator == [(1.0, False, splits)]

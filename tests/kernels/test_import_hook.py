@@ -67,8 +67,8 @@ def test_the_module_keeps_its_own_loader_and_no_finder_stays_behind(folder: Path
     assert importlib.util.find_spec("hooked_clean").origin == str(folder / "hooked_clean.py")
     module = importlib.import_module("hooked_clean")
     assert type(module.loader) is type(module.__spec__.loader) is type(module.__loader__) is SourceFileLoader
-    assert "hooked_clean" not in import_hook._pending
-    if not import_hook._pending:
+    assert "hooked_clean" not in import_hook.pending
+    if not import_hook.pending:
         assert [finder for finder in sys.meta_path if type(finder).__module__ == import_hook.__name__] == []
     else:
         assert list(sys.meta_path) == finders
@@ -92,7 +92,7 @@ def test_a_missing_module_still_raises_module_not_found(folder: Path) -> None:
     when_imported("hooked_missing", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="hooked_missing"):
         importlib.import_module("hooked_missing")
-    import_hook._pending.pop("hooked_missing")
+    import_hook.pending.pop("hooked_missing")
 
 
 def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:

@@ -18,7 +18,7 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.blocks import BlockList
 from sage_kernels.call import NO_MASK, Mask
 from sage_kernels.language.launch import Launch, recording
-from sage_kernels.layout import padded_channels, padded_rows
+from sage_kernels.layout import Lengths, padded_channels, padded_rows
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import Request, get_backward, get_forward
@@ -53,7 +53,7 @@ CASES = [
     for capability in ARCHITECTURES
     if (variant == PLAIN) + (capability in architectures) + (recipe != "sage3_paper") >= 2
 ]
-CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool")]
+CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool", "additive")]
 PLAIN_BACKWARD = ("int8_backward_key", "int8_backward_query")
 HOPPER_BACKWARD = ("hopper_backward_key", "hopper_backward_query")
 BACKWARD = PLAIN_BACKWARD + HOPPER_BACKWARD
@@ -306,6 +306,21 @@ def test_padding_costs_the_forwards_main_loop_nothing(capability):
             attend_and_save(new_call(*inputs, "sage_bwd", valid=valid, is_causal=True), capability)
         loops.append(machine_code(compile_launch(launches[-1], capability).asm["cubin"]).lean_loop)
     assert loops[1].total <= SLACK * loops[0].total + 8
+
+
+@pytest.mark.parametrize(("packed", "valid"), [(False, False), (False, True), (True, False)])
+def test_lists_are_sorted_by_a_kernel_that_compiles(packed, valid):
+    lists = BlockList(meta(3, 8, 8, dtype=torch.int32), meta(3, 8, 8, 8, dtype=torch.int32))
+    inputs = [meta(1 if packed else 3, heads, 1000, 64) for heads in (8, 4, 4)]
+    keys = meta(3, 1000, dtype=torch.bool) if valid else None
+    call = new_call(*inputs, RECIPES["sage2"], valid=keys, blocks=lists, is_causal=True)
+    if packed:
+        starts = meta(4, dtype=torch.int32)
+        call = replace(call, lengths=Lengths(starts, starts, 1000, 1000, meta(3, dtype=torch.int32)))
+    with recording() as launches:
+        attend(call, (8, 9))
+    (sorting,) = (one for one in launches if one.kernel.__name__ == "sort_tiles")
+    assert machine_code(compile_launch(sorting, (8, 9)).asm["cubin"]).stack_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])

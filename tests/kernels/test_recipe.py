@@ -118,6 +118,15 @@ def without_heavy(operands, recipe, key, value):
     return smooth_key[:, :, heavy:], torch.cat((value[:, :, heavy:], value[:, :, :heavy], value[:, :, :heavy]), -2)
 
 
+@pytest.mark.parametrize("name", ["sage1", "sage2", "sage3"])
+def test_beside_int8_heavy_keys_without_their_mean_are_not_rounded(name):
+    query, key, value = torch.randn(3, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    recipe = replace(RECIPES[name], heavy_choice="first")
+    smooth = transforms.smooth(key.float())[0][:, :, :64]
+    expected = smooth if recipe.qk == "int8" else smooth.bfloat16().float()
+    assert torch.equal(reference.quantize_operands(query, key, value, recipe).heavy.key, expected)
+
+
 def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy_keys():
     query, key, value = draw(320)
     recipe = replace(RECIPES["sage3"], heavy_choice="first")

@@ -45,6 +45,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 _VERSION = re.compile(r"(\d+)\.(\d+)\.cubin")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _lock = threading.Lock()
+_locks: dict[_Program, threading.Lock] = {}
 _unstored: dict[Path, Cubin] = {}
 _unusable: set[Path] = set()
 
@@ -79,7 +80,7 @@ def why_not(
     """
     if reason := _unlaunchable():
         return reason
-    reason = _forbidden() or _missing()
+    reason = _forbidden() or missing()
     if not reason:
         return _outdated(_nvrtc_version())
     return "" if source and _cached(_Program.read(source, macros, arch, generated)) else reason
@@ -105,13 +106,15 @@ def compile(
     if reason := _unlaunchable():
         raise CompileError(f"{program} cannot be had: {reason}")
     with _lock:
+        lock = _locks.setdefault(program, threading.Lock())
+    with lock:
         if cubin := _cached(program):
             return cubin
-        if reason := _forbidden() or _missing():
+        if reason := _forbidden() or missing():
             raise CompileError(f"{program} is not in {cache_folder()}, and {reason}")
         path = program.path(_nvrtc_version())
         with _file_lock(path.with_suffix(".lock")):
-            if cubin := _load(path):
+            if cubin := read(path):
                 return cubin
             start = time.perf_counter()
             cubin = _compile(program)
@@ -230,13 +233,19 @@ def _unlaunchable() -> str:
 
 
 @lru_cache(maxsize=1)
-def _missing() -> str:
-    """Return what compiling lacks here."""
+def missing() -> str:
+    """Return what compiling lacks here, "" if nothing."""
     try:
         _nvrtc_version()
     except (ImportError, RuntimeError) as error:
         return f"NVRTC, CUDA's run-time compiler, is not available ({error}): pip install {_packages()}"
     return ""
+
+
+def forget_machine() -> None:
+    """Look up again, when next asked, what this machine has: bindings, compiler and driver."""
+    for known in (_unlaunchable, missing, _outdated, _nvrtc_version):
+        known.cache_clear()
 
 
 def _packages() -> str:
@@ -286,15 +295,15 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 def _cached(program: _Program) -> Cubin | None:
     """Return what the NVRTC here compiled before; where nothing can be compiled, what the newest one did that suits."""
-    if not (_forbidden() or _missing()):
+    if not (_forbidden() or missing()):
         versions = [_nvrtc_version()]
     else:
         versions = [version for version in program.versions() if not _outdated(version)]
-    found = (_unstored.get(path) or _load(path) for path in map(program.path, versions))
+    found = (_unstored.get(path) or read(path) for path in map(program.path, versions))
     return next(filter(None, found), None)
 
 
-def _load(path: Path) -> Cubin | None:
+def read(path: Path) -> Cubin | None:
     """Return what `_store` wrote there, None when there is nothing or something else."""
     try:
         content = path.read_bytes()

@@ -12,12 +12,12 @@ from ..call import Call
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import quantize, tokens
-from .launch import Kernel, Source, launch
+from .launch import Kernel, Source, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
@@ -109,7 +109,8 @@ class Config:
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
         query = 1 + 2 if self.quantizes_query else STAGES
         of_tiles = query * self.block_m + STAGES * (1 + value) * self.block_n
-        return (of_tiles + sums * self.block_m + 4 * HEAVY_KEYS * self.heavy) * self.head_dim + CONTROL_BYTES
+        heavy = 4 * HEAVY_KEYS * self.heavy + 2 * MEAN_PARTS * self.quantizes_query
+        return (of_tiles + sums * self.block_m + heavy) * self.head_dim + CONTROL_BYTES
 
 
 @dataclass(slots=True)
@@ -121,12 +122,14 @@ class Arguments:
         query_factors: (batch, kv_heads, CHANNELS), the bits of the factors of Q's rotation, if Q comes in 16 bits.
         key_scale: bfloat16 (batch, kv_heads, kv_rows / KEY_BLOCK, 4): thread i of a quad has the i-th.
         value_scale, value_mean: (batch, kv_heads, CHANNELS).
-        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets; or None.
+        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets, and heavy keys' scores
+            lose unless Q comes in 16 bits; or None.
         lse: (batch, q_heads, q_len), or None.
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count heavy keys; kv_len and causal_offset are those of the others.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
+        parts: of each item of the last round, unless the call is causal.
         valid_stride, spans_stride: from batch element to batch element.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
@@ -150,6 +153,7 @@ class Arguments:
     kv_rows: Int
     causal_offset: Int
     heads_at_once: Int
+    parts: Int
     valid_stride: Int
     spans_stride: Int
     query_factors_stride: Int
@@ -166,7 +170,8 @@ class Parameters:
         key: boxes (1, BLOCK_N, CHANNELS).
         value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
-        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
+        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP; if Q comes in 16 bits, those of
+            heavy_key have MEAN_PARTS more rows.
         query_tokens: Q in 16 bits, beside heavy keys and Q in INT8, or NO_TOKENS.
         arguments: the others.
     """
@@ -208,6 +213,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
         "HEAVY_KEYS": HEAVY_KEYS,
+        "MEAN_PARTS": MEAN_PARTS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
     return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
@@ -255,12 +261,26 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
-    if quantizer.name == "int8_quantize_hopper" and _leaves_query(call, padding is not None, lse is not None):
-        operands = quantize.quantize_operands(call, padding, leaves_query=True)
+    padded, return_lse = padding is not None, lse is not None
+    if quantizer.name == "int8_quantize_hopper":
+        leaves_query = _leaves_query(call, padded, return_lse)
+        attend = kernel(_config(call, padded, leaves_query), call.is_causal, return_lse, output.dtype)
+        compile_together((attend, *quantize.kernels_of(call, padded)), output.device)
+        operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
     forward(operands, output, lse, call, padding)
     return operands
+
+
+def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
+    recipe, channels = call.recipe, power_of_two(call.query.shape[3])
+    return Config.of(
+        *(channels, recipe.pv, call.kv_len, call.is_causal, padded),
+        heavy=0 < recipe.heavy_keys < call.kv_len,
+        centred=recipe.smooth_k,
+        quantizes_query=quantizes_query,
+    )
 
 
 def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
@@ -268,14 +288,10 @@ def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
 
     The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
     """
-    recipe, query = call.recipe, call.query
-    heavy = 0 < recipe.heavy_keys < call.kv_len
-    if return_lse or not (heavy and recipe.rotate) or 0 in query.stride():
+    heavy = 0 < call.recipe.heavy_keys < call.kv_len
+    if return_lse or not (heavy and call.recipe.rotate) or 0 in call.query.stride():
         return False
-    channels = power_of_two(query.shape[3])
-    return Config.of(
-        channels, recipe.pv, call.kv_len, call.is_causal, padded, heavy, recipe.smooth_k, True
-    ).quantizes_query
+    return _config(call, padded, quantizes_query=True).quantizes_query
 
 
 def forward(
@@ -320,6 +336,8 @@ def forward(
         value = tensor_map(operands.value.view(-1, kv_rows), (channels, config.value_width), config.value_width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = 1 if is_causal else last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if quantizes_query:
         query_map = tensor_map(query, box, LINE_BYTES)
     else:
@@ -327,9 +345,8 @@ def forward(
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
-        of_heads = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (
-            tensor_map(x.view(-1, channels), of_heads, LINE_BYTES) for x in (heavy.key, heavy.value)
+            tensor_map(x.view(-1, channels), (x.shape[2], LINE_CHANNELS), LINE_BYTES) for x in (heavy.key, heavy.value)
         )
     arguments = Arguments(
         query_scale=operands.query_scale,
@@ -350,6 +367,7 @@ def forward(
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
         heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
+        parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
@@ -366,11 +384,19 @@ def forward(
         query_tokens=NO_TOKENS if heavy is None or quantizes_query else Tokens.of(call.query),
         arguments=arguments,
     )
-    blocks = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
     launch(
         kernel(config, is_causal, lse is not None, output.dtype),
-        blocks,
+        min(items * parts, multiprocessors),
         parameters,
         device,
         dependent=True,
     )
+
+
+def last_parts(items: int, blocks: int, warpgroups: int) -> int:
+    """Return in how many parts the items are split that up to so many blocks have left for a last round.
+
+    Each part has the rows of some of an item's warpgroups; with fewer of them a block takes less time.
+    """
+    left = items % blocks
+    return min(warpgroups, blocks // left) if left else 1

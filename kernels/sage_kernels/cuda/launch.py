@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
 
 from .. import rehearsal
 from . import compiler
-from .compiler import Cubin, Macro, checked
+from .compiler import CompileError, Cubin, Macro, checked
 from .context import device_context
 from .parameters import HEADER, header, packer
+
+WAIT = 0.1
+"""Seconds in which machine code that was compiled before is read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,30 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
         rehearsed.launched(function.packed(blocks, parameters, dependent))
         return
     function.launch(blocks, parameters, dependent)
+
+
+@lru_cache(maxsize=1024)
+def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
+    """Compile at the same time, one thread for each source, the kernels that a call is about to launch.
+
+    What does not compile says so when it is launched.
+    """
+    arch = architecture(torch.cuda.get_device_capability(device))
+    sources = dict.fromkeys(kernel.source for kernel in kernels)
+    threads = [threading.Thread(target=_try_to_compile, args=(source, arch)) for source in sources]
+    for thread in threads:
+        thread.start()
+    threads[0].join(WAIT)
+    if threads[0].is_alive():
+        with contextlib.suppress(Exception):  # only so that the next call waits for nothing
+            rehearsal.load()
+    for thread in threads:
+        thread.join()
+
+
+def _try_to_compile(source: Source, arch: str) -> None:
+    with contextlib.suppress(CompileError):
+        source.compile(arch)
 
 
 @cache

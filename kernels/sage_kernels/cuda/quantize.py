@@ -12,7 +12,7 @@ from ..call import Call
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
+from ..operands import MEAN_PARTS, VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
 from ..recipe import Recipe, get_recipe
 from ..registry import Request
 from ..transforms import (
@@ -76,12 +76,13 @@ class Operands:
         key: (batch, kv_heads, blocks · BLOCK, CHANNELS).
         key_scale: bfloat16 (batch, kv_heads, blocks · BLOCK / KEY_BLOCK, 4).
         value: e4m3 (batch, kv_heads, CHANNELS, blocks · BLOCK); or float16 (batch, kv_heads, blocks · BLOCK, CHANNELS).
-        mean_score: as query_scale, where Q's products with K's mean are wanted.
+        mean_score: as query_scale, for heavy keys and the LSE.
         pairs: batch · kv_heads.
         leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
         heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; they lie before
             the tokens of `QuantizeParameters.key` and `value`.
-        heavy_key_in_order: whether heavy_key's channels lie in their own order, not in that of `layout.heavy_order`.
+        heavy_key_with_mean: whether MEAN_PARTS rows follow those of heavy_key, whose channels then lie in their own
+            order, not in that of `layout.heavy_order`.
         spans: (paddings, 3), those of `operands.KeyPadding`; None without padding.
         paddings: batch elements of `Statistics.valid`.
     """
@@ -99,7 +100,7 @@ class Operands:
     q_len: Int
     heavy_key: HalfWords
     heavy_value: HalfWords
-    heavy_key_in_order: Int
+    heavy_key_with_mean: Int
     spans: Ints
     paddings: UInt32
 
@@ -169,7 +170,7 @@ class Features:
 
     def statistic_rows(self, channels: int) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
-        candidates = SHARERS * 2 * BLOCK // channels if self.choice else 0
+        candidates = SHARERS * 2 * BLOCK // channels + 1 if self.choice else 0
         return self.factors_row + self.rotate + 2 * SHARERS * self.balance + self.padded + candidates
 
     @property
@@ -190,10 +191,11 @@ def kernels(
     macros = {
         **tokens.macros(channels, dtype),
         "PV_FLOAT16": pv == "fp16",
-        "MEAN_SCORE": return_lse,
+        "MEAN_SCORE": return_lse or features.heavy_keys > 0,
         "ROTATE": features.rotate,
         "BALANCE": features.balance,
         "HEAVY_KEYS": features.heavy_keys,
+        "MEAN_PARTS": MEAN_PARTS,
         "PADDED": features.padded,
         "CHOICE": features.choice,
         "HEAVY_QUERIES": HEAVY_QUERIES,
@@ -237,6 +239,16 @@ def unavailable(request: Request) -> str:
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
+def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:
+    """Return the kernels of `quantize_operands` for a call."""
+    channels = power_of_two(call.query.shape[3])
+    return kernels(channels, call.query.dtype, call.recipe.pv, call.return_lse, _features(call, padded))
+
+
+def _features(call: Call, padded: bool) -> Features:
+    return Features(call.recipe.rotate, call.recipe.balance, call.heavy_keys, padded, call.chooses_heavy_keys)
+
+
 def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
@@ -254,9 +266,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         CompileError: see `launch.launch`.
     """
     tail = call.tail
-    features = Features(
-        call.recipe.rotate, call.recipe.balance, call.heavy_keys, padding is not None, call.chooses_heavy_keys
-    )
+    features = _features(call, padding is not None)
     query, key, value, pv, return_lse = call.query, tail.key, tail.value, call.recipe.pv, call.return_lse
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
@@ -272,7 +282,11 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
     heavy = None
     if features.heavy_keys:
-        heavy = HeavyKeys(new(*heavy_shape, dtype=query.dtype), new(*heavy_shape, dtype=query.dtype))
+        key_rows = features.heavy_keys + leaves_query * MEAN_PARTS
+        heavy = HeavyKeys(
+            new(batch, kv_heads, key_rows, channels, dtype=query.dtype), new(*heavy_shape, dtype=query.dtype)
+        )
+    reads_mean = return_lse or (heavy is not None and not leaves_query)
     operands = Int8Operands(
         query if leaves_query else new(*q_shape, channels, dtype=torch.int8),
         new(0) if leaves_query else new(*q_shape),
@@ -281,7 +295,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         new(batch, kv_heads, *value_shape, dtype=VALUE_DTYPES[pv]),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
-        new(*q_shape) if return_lse else None,
+        new(*q_shape) if reads_mean else None,
         heavy,
         new(batch, kv_heads, channels) if features.balance else None,
         lines[:, :, features.factors_row] if leaves_query and features.rotate else None,
@@ -318,15 +332,15 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         pairs=pairs,
         q_heads=q_heads,
         q_blocks=q_blocks,
-        leading_query_blocks=0 if return_lse or features.rotate else min(LEADING_QUERY_BLOCKS, query_blocks),
+        leading_query_blocks=0 if reads_mean or features.rotate else min(LEADING_QUERY_BLOCKS, query_blocks),
         q_len=q_len,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
-        heavy_key_in_order=leaves_query,
+        heavy_key_with_mean=leaves_query,
         spans=None if padding is None else padding.spans,
         paddings=paddings,
     )
-    statistics, quantize = kernels(channels, query.dtype, pv, return_lse, features)
+    statistics, quantize = kernels_of(call, padding is not None)
     query_tokens, distance = Tokens.of(query), ceil_div(q_len, BALANCE_QUERIES)
     balance = Balance(
         factors=operands.balance,

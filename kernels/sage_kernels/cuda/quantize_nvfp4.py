@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..call import Call
-from ..formats.nvfp4 import BIN_SHIFT, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
+from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..operands import HeavyKeys, NVFP4Operands
 from ..operands import Statistics as FoundStatistics
@@ -41,24 +41,31 @@ class Statistics:
     """Buffers that `reduce` and `means` write, and sizes. K and V have pairs of (batch, kv head).
 
     Attributes:
-        lines: (batch, kv_heads, 6 · sums + 2 · q_heads / kv_heads, CHANNELS).
+        lines: (operand batch, kv_heads, sums, 6, CHANNELS).
+        query_lines: (batch, q_heads, 2, CHANNELS).
         factors: (batch, kv_heads, 4, CHANNELS): what Q and K are multiplied by, what is added to K then, and zeros.
         key_mean, balance, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
-        scores: (batch, kv_heads, sums · BLOCK), products of K with a mean query; None where heavy keys are the first.
+        scores: (operand batch, kv_heads, sums · BLOCK), products of K with a mean query; None where heavy keys are the
+            first.
+        q_ranges, kv_ranges, key_ranges: `layout.Sequences.ranges` of Q, of K and V without those in the places of heavy
+            keys, and of all of K and V; None unless packed.
         chosen: as in `operands.Statistics`, or None.
         pairs: batch · kv_heads.
-        blocks: of BLOCK tokens of K and V, those in the places of heavy keys left out.
-        sums: of BLOCK tokens of all of K and V.
-        kv_len: keys, those in the places of heavy ones left out.
+        blocks: of BLOCK tokens of K and V of the longest sequence, those in the places of heavy keys left out.
+        sums: of BLOCK tokens of all of K and V of an (operand batch, kv head).
+        sum_run: blocks that a block of the grid reduces at most.
+        sum_runs: blocks of the grid for K, or V, of a pair.
+        q_len: queries of the longest sequence.
+        kv_len: its keys, those in the places of heavy ones left out.
         keys: all.
         valid: (batch or 1, keys), 0 for keys that do not count; None: all do.
         valid_stride: from batch element to batch element.
-        samples: rows of a head of Q that decide the balance, `sample_distance` apart, from the first one on.
         softmax_scale: factor of the scores, by which heavy keys are chosen.
     """
 
     lines: Floats
+    query_lines: Floats
     factors: Floats
     key_mean: Floats
     balance: Floats
@@ -68,18 +75,21 @@ class Statistics:
     value_tensor_scale: Floats
     scores: Floats
     chosen: Ints
+    q_ranges: ConstInts
+    kv_ranges: ConstInts
+    key_ranges: ConstInts
     pairs: UInt32
     q_heads: UInt32
     kv_heads: UInt32
     blocks: UInt32
     sums: UInt32
+    sum_run: UInt32
+    sum_runs: UInt32
     head_dim: Int
     v_head_dim: Int
     q_len: Int
     kv_len: Int
     keys: Int
-    samples: Int
-    sample_distance: Int
     softmax_scale: Float
     valid: ConstInts
     valid_stride: Int64
@@ -91,7 +101,10 @@ class Operands:
 
     Attributes:
         search, key_search: `nvfp4.search_table` for Q and V, and for K.
-        q_blocks: of BLOCK tokens of Q.
+        q_blocks: of BLOCK tokens of Q of the longest sequence.
+        q_rows, kv_rows: rows of an (operand batch, head).
+        run: blocks of tokens that a block of the grid quantises at most.
+        q_runs, kv_runs: blocks of the grid for a (batch, head) of Q, and for K, or V, of a pair.
     """
 
     query: Bytes
@@ -109,6 +122,11 @@ class Operands:
     search: ConstInts
     key_search: ConstInts
     q_blocks: UInt32
+    q_rows: UInt32
+    kv_rows: UInt32
+    run: UInt32
+    q_runs: UInt32
+    kv_runs: UInt32
 
 
 @dataclass(slots=True)
@@ -148,6 +166,7 @@ def kernels(
     heavy_keys: int,
     choice: bool,
     padded: bool,
+    packed: bool,
     mean_score: bool,
 ) -> tuple[Kernel, Kernel, Kernel]:
     """Return `reduce`, `means` and `quantize`.
@@ -160,6 +179,7 @@ def kernels(
         heavy_keys: of the call.
         choice: they are not just the first ones (`Call.chooses_heavy_keys`).
         padded: keys may be left out.
+        packed: sequences lie one after the other.
         mean_score: whether Q's products with K's mean are written.
     """
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
@@ -175,6 +195,8 @@ def kernels(
         "HEAVY_KEYS": heavy_keys,
         "CHOICE": choice,
         "PADDED": padded,
+        "PACKED": packed,
+        "BALANCE_QUERIES": BALANCE_QUERIES,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "MEAN_SCORE": mean_score,
@@ -189,6 +211,7 @@ def kernels(
         "KEY_STEPS": ",".join(map(str, recipe.key_scale_steps or (0,))),
         "MAX_STEPS": MAX_STEPS,
         "FIRST_BIN": FIRST_BIN,
+        "SEARCH_BINS": BINS,
         "BIN_SHIFT": BIN_SHIFT,
         "SEARCH_LIMIT": SEARCH_LIMIT,
         "MIN_MEAN": MIN_MEAN,
@@ -208,14 +231,29 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
     return rotation_block(head_dim + -head_dim % GROUP) if recipe.rotate else 1
 
 
+@cache
+def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
+    """Return how many of so many blocks of tokens a block of the grid takes, one after the other.
+
+    Of few, each has its own: all multiprocessors should have some. Of many, the next one is on its way meanwhile, and
+    what they share is found once. More than four are no faster, as measured on an H200.
+    """
+    return max(1, min(4, blocks // (8 * torch.cuda.get_device_properties(device).multi_processor_count)))
+
+
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.NVFP4Quantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys else 0
+    listed = request.mask in ("blocks", "block_keys")  # such a call has no heavy keys
+    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys and not listed else 0
     rotation = _rotation(recipe, request.head_dim)
-    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not request.is_causal
-    padded, mean_score = request.mask != "none", request.return_lse or (request.is_causal and recipe.recent_keys > 0)
-    reduce, _, _ = kernels(channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, mean_score)
+    ordered = request.is_causal or request.mask not in ("none", "keys")
+    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not ordered
+    padded = request.mask not in ("none", "blocks")
+    mean_score = request.return_lse or (request.is_causal and recipe.recent_keys > 0)
+    reduce, _, _ = kernels(
+        channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.packed, mean_score
+    )
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))
 
@@ -233,10 +271,11 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         CompileError: see `launch.launch`.
     """
     tail, recipe, query = call.tail, call.recipe, call.query
-    batch, q_heads, q_len, head_dim = query.shape
-    _, kv_heads, kv_len, v_head_dim = tail.value.shape
+    batch, (_, q_heads, _, head_dim), (_, kv_heads, _, v_head_dim) = call.batch, query.shape, tail.value.shape
     channels, pairs, device = power_of_two(head_dim), batch * kv_heads, query.device
-    q_blocks, blocks, sums = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
+    (q_sequences, key_sequences), kv_sequences = call.token_axes, tail.token_axes[1]
+    q_blocks, blocks, q_rows, rows = q_sequences.blocks, kv_sequences.blocks, q_sequences.rows, kv_sequences.rows
+    sums, operand_batch = key_sequences.rows // BLOCK, 1 if q_sequences.packed else batch
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
@@ -256,27 +295,27 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         new(batch, kv_heads, channels) if recipe.balance else None,
         new(batch, kv_heads, call.heavy_keys, dtype=torch.int32) if call.chooses_heavy_keys else None,
     )
-    q_rows, rows = q_blocks * BLOCK, blocks * BLOCK
     operands = NVFP4Operands(
-        codes(batch, q_heads, q_rows, channels // 2),
-        codes(batch, q_heads, q_rows, channels // GROUP),
-        new(batch, q_heads, q_blocks),
-        new(batch, q_heads, q_blocks, channels) if recipe.smooth_q else None,
-        codes(batch, kv_heads, rows, channels // 2),
-        codes(batch, kv_heads, rows, channels // GROUP),
-        new(batch, kv_heads, blocks),
-        codes(batch, kv_heads, channels, rows // 2),
-        codes(batch, kv_heads, channels, rows // GROUP),
+        codes(operand_batch, q_heads, q_rows, channels // 2),
+        codes(operand_batch, q_heads, q_rows, channels // GROUP),
+        new(operand_batch, q_heads, q_rows // BLOCK),
+        new(operand_batch, q_heads, q_rows // BLOCK, channels) if recipe.smooth_q else None,
+        codes(operand_batch, kv_heads, rows, channels // 2),
+        codes(operand_batch, kv_heads, rows, channels // GROUP),
+        new(operand_batch, kv_heads, rows // BLOCK),
+        codes(operand_batch, kv_heads, channels, rows // 2),
+        codes(operand_batch, kv_heads, channels, rows // GROUP),
         new(batch, kv_heads),
         found.value_mean,
-        new(batch, q_heads, q_rows) if call.wants_mean_score else None,
+        new(operand_batch, q_heads, q_rows) if call.wants_mean_score else None,
         found,
         heavy,
     )
-    sample_distance = ceil_div(q_len, BALANCE_QUERIES)
-    samples = ceil_div(q_len, sample_distance) if recipe.balance else 0
+    run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, device)
+    sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, device)
     statistics = Statistics(
-        lines=new(pairs, (KEY_LINES + VALUE_LINES) * sums + KEY_LINES * (q_heads // kv_heads), channels),
+        lines=new(operand_batch, kv_heads, sums, KEY_LINES + VALUE_LINES, channels),
+        query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.balance else None,
         factors=new(pairs, 4, channels),
         key_mean=found.key_mean,
         balance=found.balance,
@@ -284,20 +323,23 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         value_amax=found.value_amax,
         value_tensor_amax=found.value_tensor_amax,
         value_tensor_scale=operands.value_tensor_scale,
-        scores=new(pairs, sums * BLOCK) if found.chosen is not None else None,
+        scores=new(operand_batch, kv_heads, sums * BLOCK) if found.chosen is not None else None,
         chosen=found.chosen,
+        q_ranges=q_sequences.ranges,
+        kv_ranges=kv_sequences.ranges,
+        key_ranges=key_sequences.ranges,
         pairs=pairs,
         q_heads=q_heads,
         kv_heads=kv_heads,
         blocks=blocks,
         sums=sums,
+        sum_run=sum_run,
+        sum_runs=ceil_div(key_sequences.blocks, sum_run),
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        q_len=q_len,
-        kv_len=kv_len,
-        keys=call.kv_len,
-        samples=samples,
-        sample_distance=sample_distance,
+        q_len=q_sequences.tokens,
+        kv_len=kv_sequences.tokens,
+        keys=key_sequences.tokens,
         softmax_scale=call.scale,
         valid=valid,
         valid_stride=stride_of(valid),
@@ -318,6 +360,11 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         search=search_table(recipe.scale_steps, device),
         key_search=search_table(recipe.key_scale_steps, device),
         q_blocks=q_blocks,
+        q_rows=q_rows,
+        kv_rows=rows,
+        run=run,
+        q_runs=ceil_div(q_blocks, run),
+        kv_runs=ceil_div(blocks, run),
     )
     reduce, means, quantize = kernels(
         channels,
@@ -327,15 +374,16 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         call.heavy_keys,
         call.chooses_heavy_keys,
         valid is not None,
+        q_sequences.packed,
         call.wants_mean_score,
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.balance else 0
     everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
-    launch(reduce, 2 * pairs * sums + sampled, everything, device)
+    launch(reduce, 2 * pairs * statistics.sum_runs + sampled, everything, device)
     early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
     launch(means, 2 * pairs, MeansParameters(s=statistics), device, dependent=early)
-    quantized = pairs * (2 * blocks + (heavy is not None)) + batch * q_heads * q_blocks
+    quantized = pairs * (2 * written.kv_runs + (heavy is not None)) + batch * q_heads * written.q_runs
     launch(
         quantize,
         quantized,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
@@ -83,10 +84,8 @@ class NVFP4Quantizer:
         if request.capability not in NVFP4_CAPABILITIES:
             known = ", ".join(f"{major}.{minor}" for major, minor in NVFP4_CAPABILITIES)
             return f"compute capability is none of {known}"
-        if reason := _unsupported_tensors(request):
+        if reason := _unsupported_tensors(replace(request, packed=False)):
             return reason
-        if request.mask != "none":
-            return "no masks"
         if not request.aligned or request.v_head_dim % 8:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         return quantize_nvfp4.unavailable(request)

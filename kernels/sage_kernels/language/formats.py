@@ -93,6 +93,14 @@ def split_by_8(x):
 
 
 @triton.jit
+def join_by_8(x0, x1, x2, x3, x4, x5, x6, x7):
+    """Join eight (rows, n) to (rows, 8n), the inverse of `split_by_8`."""
+    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    return tl.reshape(tl.join(even, odd), (x0.shape[0], x0.shape[1] * 8))
+
+
+@triton.jit
 def native_pack_e2m1(x):
     """Round float32 (rows, 8n) ≥ 0 to e2m1, ties to even, saturating at 6.
 

@@ -29,6 +29,7 @@ def attend_heavy_keys(
     stride_channel,
     mask_stride_row,
     mask_stride_column,
+    mean_score,
     row_max,
     total,
     divisor,
@@ -49,6 +50,8 @@ def attend_heavy_keys(
         row, token: indices of the rows in their sequence, and in Q, (rows,).
         q_len, kv_len, causal_offset: of the sequence, which begins with the heavy keys.
         stride_token, stride_channel: of Q.
+        mean_score: pointer to the products of the sequence's queries with K's mean, which these keys have and the
+            others do not; None: none has it.
         row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
             and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
 
@@ -74,6 +77,8 @@ def attend_heavy_keys(
             query, key, token, row < q_len, column, stride_token, stride_channel, head_dim, CHANNELS, WIDTH, PRECISION
         )
         x *= softmax_scale * LOG2E
+        if mean_score is not None:
+            x -= (softmax_scale * LOG2E * tl.load(mean_score + row))[:, None]
         if CAUSAL or RAGGED or MASK != "none":
             x = mask_scores(
                 x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK

@@ -17,6 +17,7 @@ from .formats import (
     native_pack_e2m1,
     round_to_e2m1,
 )
+from .scores import base_2
 
 P_SCALE_LOG2 = tl.constexpr(math.log2(P_SCALE["nvfp4"]))
 E2M1_MAX_LOG2 = tl.constexpr(math.log2(6))
@@ -89,6 +90,28 @@ def mask_by_bits(bits, x):
     """Set x (m, n) to -inf where a bit of `mask_bits` is 0."""
     allowed = (bits[:, :, None] & (1 << tl.arange(0, 8))[None, None, :]) != 0
     return tl.reshape(tl.where(allowed, thread_keys(x), float("-inf")), x.shape)
+
+
+@triton.jit
+def mask_biases(mask, row, column, q_len, limit, stride_row, stride_column):
+    """Load an additive mask for scores in base 2: eight float32 (m, n/8), of key column + 0 … 7; see `mask_bits`."""
+    inside = (row < q_len)[:, None]
+    at = mask + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
+    b0 = _mask_bias(at, 0, inside, column, limit, stride_column)
+    b1 = _mask_bias(at, 1, inside, column, limit, stride_column)
+    b2 = _mask_bias(at, 2, inside, column, limit, stride_column)
+    b3 = _mask_bias(at, 3, inside, column, limit, stride_column)
+    b4 = _mask_bias(at, 4, inside, column, limit, stride_column)
+    b5 = _mask_bias(at, 5, inside, column, limit, stride_column)
+    b6 = _mask_bias(at, 6, inside, column, limit, stride_column)
+    b7 = _mask_bias(at, 7, inside, column, limit, stride_column)
+    return b0, b1, b2, b3, b4, b5, b6, b7
+
+
+@triton.jit
+def _mask_bias(at, i: tl.constexpr, inside, column, limit, stride_column):
+    inside = inside & ((column + i)[None, :] < limit)
+    return base_2(tl.load(at + i * stride_column, mask=inside, other=float("-inf")))
 
 
 @triton.jit

@@ -66,7 +66,8 @@ class Unquantized:
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of all keys; heavy keys are rounded after that.
+        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are
+            rounded to the caller's dtype after that; in INT8 ones not: there the mean's scores are subtracted.
         value: (batch, kv_heads, keys, v_head_dim), with its mean.
         dtype: the caller's, to which P is rounded.
     """
@@ -142,7 +143,8 @@ def quantize_operands(
     if heavy_keys:
         heavy_key, heavy_value = key[..., :heavy_keys, :], value[..., :heavy_keys, :]
         if key_mean is not None:
-            heavy_key = (heavy_key - key_mean).to(dtype).float()
+            heavy_key = heavy_key - key_mean
+            heavy_key = heavy_key if recipe.qk == "int8" else heavy_key.to(dtype).float()
         heavy = Unquantized(query, heavy_key, heavy_value, dtype)
     if key_mean is not None:
         key = key - key_mean

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..call import BackwardCall, Call, clamped_offset
 from ..language.launch import UNSPECIALIZED, launch
+from ..language.sequences import sequence_range
 
 SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any does
 
@@ -22,7 +23,7 @@ class BlockTiles:
     Attributes:
         tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles all of whose scores
             count, the number of all tiles, then the tiles, those first; one place more may be read. Sizes are 1 where
-            the list is broadcast.
+            the list is broadcast; the batch is that of packed sequences where they are.
         valid: uint8 (batch or 1, kv_len), 0 where a key does not exist; None: all keys exist.
         block_m: rows that a list holds for.
     """
@@ -56,6 +57,9 @@ def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
     batches, heads, row_blocks, places = blocks.tiles.shape
     if valid is not None:
         batches = max(batches, valid.shape[0])
+    q_sequences, kv_sequences = call.token_axes
+    if call.lengths is not None:
+        batches = call.batch
     counts, tiles = (x.expand(batches, *x.shape[1:]) for x in (blocks.counts, blocks.tiles))
     entries = tiles.new_empty((batches, heads, row_blocks, 3 + parts * places))
     launch(
@@ -65,6 +69,8 @@ def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
         tiles=tiles,
         state=state,
         entries=entries,
+        q_ranges=q_sequences.ranges,
+        kv_ranges=kv_sequences.ranges,
         q_len=call.q_len,
         kv_len=kv_len,
         causal_offset=clamped_offset(call.causal_offset, call.q_len, kv_len),
@@ -82,6 +88,7 @@ def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
         PARTS=parts,
         CAUSAL=call.is_causal,
         PADDED=state is not None,
+        RAGGED=call.lengths is not None,
         WIDTH=min(1024, max(32, triton.next_power_of_2(parts * places))),
     )
     return BlockTiles(entries, valid, blocks.block_m)
@@ -125,6 +132,8 @@ def sort_tiles(
     tiles,
     state,
     entries,
+    q_ranges,
+    kv_ranges,
     q_len,
     kv_len,
     causal_offset,
@@ -142,6 +151,7 @@ def sort_tiles(
     PARTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
+    RAGGED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Write the entries (`BlockTiles.tiles`) of one block of rows of one (list batch, list head)."""
@@ -152,6 +162,8 @@ def sort_tiles(
     number = tl.minimum(number * PARTS, places - 3)
     if PADDED:
         state += batch * state_stride
+    _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
+    _kv_start, kv_len, _kv_row = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     first_row = block * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, q_len) - 1
     lane = tl.arange(0, WIDTH)

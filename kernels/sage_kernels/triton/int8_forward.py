@@ -498,11 +498,12 @@ def int8_forward(
         if HEAVY > 0:
             kv_pair = batch * kv_heads + kv_head
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
+            scores_of_mean = mean_score + operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
             row_max, total, acc = attend_heavy_keys(
                 heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
                 mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, heavy_stride_token,
-                heavy_stride_channel, mask_stride_row, mask_stride_column, row_max, total, total, acc, p_scale_log2(PV),
-                CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
+                heavy_stride_channel, mask_stride_row, mask_stride_column, scores_of_mean, row_max, total, total,
+                acc, p_scale_log2(PV), CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..call import Call, MaskKind
-from ..language.formats import GROUP, max_or_nan
+from ..language.formats import GROUP, join_by_8, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.nvfp4 import (
@@ -18,6 +18,7 @@ from ..language.nvfp4 import (
     dot_nvfp4,
     key_order,
     load_scales,
+    mask_biases,
     mask_bits,
     mask_by_bits,
     mask_from,
@@ -256,13 +257,21 @@ def attend_tile(
             if needs_mask != 0:
                 s = mask_from(limit - tile * BLOCK_N, s)
         elif NATIVE:
-            tl.static_assert(MASK == "bool", "the native kernel takes no additive masks")
-            # Were the branch's result the scores, they would leave the layout of the matrix instructions.
+            # Were the branches' results the scores, they would leave the layout of the matrix instructions.
             column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
-            bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
-            if needs_mask != 0:
-                bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
-            s = mask_by_bits(bits, s)
+            if MASK == "bool":
+                bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
+                if needs_mask != 0:
+                    bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
+                s = mask_by_bits(bits, s)
+            else:
+                zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
+                b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
+                if needs_mask != 0:
+                    b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
+                        mask, row, column, q_len, limit, mask_stride_row, mask_stride_column
+                    )
+                s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
         elif needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             s = mask_scores(
@@ -452,7 +461,10 @@ def nvfp4_forward(
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             tail_mask = mask + HEAVY * mask_stride_column
-            for index in range(0, tl.load(tiles_of_row)):
+            # Pipelined, the native kernel adds wrong biases: Triton 3.6 puts their loads, and what brings them to the
+            # layout of the scores, before the wait for the copies of the tile.
+            MASKED_STAGES: tl.constexpr = 1 if NATIVE and MASK == "additive" else STAGES
+            for index in tl.range(0, tl.load(tiles_of_row), num_stages=MASKED_STAGES):
                 entry = tl.load(tiles_of_row + 1 + index)
                 row_max, total, denominator, accumulator = attend_tile(
                     entry // 2, entry % 2, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
@@ -491,7 +503,7 @@ def nvfp4_forward(
             row_max, heavy_total, accumulator = attend_heavy_keys(
                 source_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
                 mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, source_query_stride_token,
-                source_query_stride_channel, mask_stride_row, mask_stride_column,
+                source_query_stride_channel, mask_stride_row, mask_stride_column, None,
                 row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
                 CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -177,8 +178,7 @@ class NVFP4Forward:
         reason = _unsupported_nvfp4(request)
         triton = triton_version()
         if self.native and not reason and request.capability is not None and triton is not None:
-            reason = nvfp4_unsupported(request.capability, triton)
-            return reason or ("no additive masks" if request.mask == "additive" else "")
+            return nvfp4_unsupported(request.capability, triton)
         return reason
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -198,9 +198,11 @@ class ExactForward:
             return reason
         return "no block lists" if request.mask.startswith("block") else ""
 
-    def attend(self, call: Call) -> torch.Tensor:
+    def attend(
+        self, call: Call, attend_to_first: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """Attend; see `exact_forward.attend`."""
-        return _load("exact_forward").attend(call)
+        return _load("exact_forward").attend(call, attend_to_first=attend_to_first)
 
 
 class SplitForward:

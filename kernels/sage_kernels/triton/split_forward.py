@@ -22,7 +22,7 @@ from .configs import split_forward_config
 MAX_ROWS = 64
 """Queries times heads that share keys, of one sequence."""
 MIN_ROWS = 16  # of a matrix instruction
-PROGRAMS = 1  # on a multiprocessor
+PROGRAMS = {64: 2, 128: 1, 256: 1}  # that a multiprocessor has room for, by padded channels
 MAX_PARTS = 64
 FEWEST_TILES = 2  # of a part
 
@@ -42,7 +42,8 @@ def attend(call: Call) -> torch.Tensor:
     channels, v_channels = max(16, power_of_two(head_dim)), max(16, power_of_two(v_head_dim))
     config = split_forward_config(max(channels, v_channels), max(MIN_ROWS, power_of_two(rows)))
     tiles = ceil_div(kv_len, config.block_n)
-    tiles_of_part = ceil_div(tiles, parts_of(tiles, batch * kv_heads, _multiprocessors(query.get_device())))
+    at_once = PROGRAMS[max(64, channels, v_channels)] * _multiprocessors(query.get_device())
+    tiles_of_part = ceil_div(tiles, parts_of(tiles, batch * kv_heads, at_once))
     parts = ceil_div(tiles, tiles_of_part)
     sums = maxima = None
     into, into_strides = output, output.stride()[:3]
@@ -99,9 +100,15 @@ def attend(call: Call) -> torch.Tensor:
     return output
 
 
-def parts_of(tiles: int, sequences: int, multiprocessors: int) -> int:
-    """Return into how many parts the keys of each of some (batch element, kv head) are divided."""
-    wanted = max(1, PROGRAMS * multiprocessors // sequences)
+def parts_of(tiles: int, sequences: int, programs: int) -> int:
+    """Return into how many parts the keys of each of some (batch element, kv head) are divided.
+
+    Args:
+        tiles: of the keys.
+        sequences: number of pairs of batch element and kv head.
+        programs: how many run at once.
+    """
+    wanted = max(1, programs // sequences)
     return max(1, min(wanted, tiles // FEWEST_TILES, MAX_PARTS))
 
 

@@ -147,8 +147,9 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
         expected = predict(model, video())
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse())):
         assert torch.equal(predict(model, video()), expected)
-        assert all(one.kept.dense == {"fewer than 4096 tokens": 1} for one in layers_of(model))
-        assert "1 dense: fewer than 4096 tokens" in str(sage_hf.explain(model))
+        why = "fewer than 4096 tokens, the configuration's from_tokens"
+        assert all(one.kept.dense == {why: 1} for one in layers_of(model))
+        assert f"transformer_blocks.0-{tiny.LAYERS - 1}.attn1: 1 dense: {why}" in str(sage_hf.explain(model))
     one = layer.SparseLayer(layer.SparseModel(EAGER, model))
     inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
     masked = torch.zeros(1, 1, 300, 300)
@@ -201,6 +202,16 @@ def test_a_share_of_next_to_nothing_keeps_one_tile():
         tiles = -(-(226 + 864) // 128)
         rest = tiles - 2
         assert float(layers_of(model)[0].kept.tiles) <= (2 * tiles + rest * 3) / tiles**2 + 1e-6
+
+
+def test_without_text_one_tile_is_kept():
+    case = family("wan-t2v")
+    model, inputs = case.build().eval(), case.make_inputs()
+    inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1e-6, from_tokens=1))):
+        run(model, inputs)
+        tiles = -(-3 * 8 * 12 // 128)
+        assert float(sage_of(model.blocks[0].attn1).sparse.kept.tiles) == pytest.approx(1 / tiles)
 
 
 def test_padding_goes_with_the_order():

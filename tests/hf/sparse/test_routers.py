@@ -200,3 +200,12 @@ def test_shares_outside_0_to_1_are_refused(keep):
 def test_a_share_for_each_head_needs_as_many_heads():
     with pytest.raises(ValueError, match="2 shares"):
         MeanRouter((0.5, 0.5)).route(*draw())
+
+
+@pytest.mark.parametrize("at_once", [1, 2 * 2 * 100 * 300, 2**26])
+def test_weights_of_tiles_do_not_depend_on_how_many_heads_are_computed_at_once(at_once, monkeypatch):
+    query, key = torch.randn(2, 6, 100, 16), torch.randn(2, 3, 300, 16)
+    expected = (query.unflatten(1, (3, 2)) @ key.unsqueeze(2).mT / 4).softmax(-1).flatten(1, 2)
+    expected = torch.stack([tile.sum(-1) for tile in expected.split(128, -1)], -1)
+    monkeypatch.setattr(routers, "WEIGHTS_AT_ONCE", at_once)
+    assert torch.allclose(tile_mass(query, key), expected, atol=1e-6)

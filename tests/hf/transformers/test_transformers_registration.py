@@ -243,7 +243,11 @@ def test_a_part_that_cannot_run_ours_does_not_keep_the_other_from_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [("llama", "sage_exact"), ("llama", "sage3"), ("mistral", "sage3"), ("gemma2", "sage3")],
+    [
+        ("llama", "sage3"),
+        ("gemma2", "sage3"),
+        *(pytest.param(*case, marks=pytest.mark.audit) for case in (("llama", "sage_exact"), ("mistral", "sage3"))),
+    ],
 )
 def test_a_forward_compiles_into_one_graph(name: str, implementation: str, no_recent_keys: None) -> None:
     """Compiled, causality is a mask, for transformers cannot tell from tensors whether sequences are packed."""

@@ -25,6 +25,7 @@ ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
 ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
 ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
+static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8: see SHARED_16BIT_PRODUCT");
 static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
@@ -39,18 +40,21 @@ constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
 constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
-constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of heavy keys, or of their values
+constexpr int MEAN_ROWS = QUANTIZES_QUERY ? MEAN_PARTS : 0;                   // behind the heavy keys
+constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of the values of heavy keys
+constexpr int HEAVY_KEY_BYTES = HEAVY_BYTES + MEAN_ROWS * CHANNELS * 2;       // of them, with the rows behind
 constexpr int QUERY_STAGES = QUANTIZES_QUERY ? 1 : STAGES;                    // of Q in INT8
 constexpr int TOKENS_BYTES = QUANTIZES_QUERY ? CHANNELS * 2 * 64 : 0;         // of a warpgroup's rows of Q in 16 bits
 static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) +
-                                  WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + 2 * HEAVY_BYTES + CONTROL_BYTES,
+                                  WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + HEAVY_KEY_BYTES + HEAVY_BYTES +
+                                  CONTROL_BYTES,
               "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, of the heavy keys, and of Control");
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
-constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                     // in a thread's registers
-constexpr int HEAVY_LINE = HEAVY_KEYS * LINE_BYTES / 16;         // of heavy keys, or their values, as descriptors count
-constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;  // of a tile that have a scale of K each
+constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                            // in a thread's registers
+constexpr int HEAVY_KEY_LINES = (HEAVY_KEYS + MEAN_ROWS) * LINE_BYTES;  // of heavy keys: LINE_CHANNELS of each
+constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a tile that have a scale of K each
 // The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
@@ -88,6 +92,7 @@ struct alignas(16) ValueScales {
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
+  int warpgroups;       // that have rows of it, the first ones
   int tiles;            // of keys; at least 1, of which a row may see nothing
   int first, in_order;  // the tile to begin with, and how many follow one another; the one before it comes last
 
@@ -109,10 +114,18 @@ struct alignas(256) Control {
 static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
 // Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
-// first, and blocks change order from round to round.
+// first, and blocks change order from round to round. Of others a head's last may have fewer rows: blocks take turns
+// with these. Those that are left for the last round are split in parts, so that more blocks have some.
 DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
-  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;
+  int index = round * grid + (!CAUSAL ? turn : round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  int first = 0, end = WARPGROUPS;
+  if (!CAUSAL && index >= whole) {
+    const int part = (index - whole) % a.parts;
+    index = whole + (index - whole) / a.parts;
+    first = part * WARPGROUPS / a.parts, end = (part + 1) * WARPGROUPS / a.parts;
+  }
   if (index >= items) return false;
   int block, pair;
   if (CAUSAL) {
@@ -127,7 +140,8 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.batch = pair / a.q_heads;
   item.head = pair - item.batch * a.q_heads;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
-  item.first_row = block * BLOCK_M;
+  item.first_row = block * BLOCK_M + first * WARPGROUP_ROWS;
+  item.warpgroups = min(end - first, (a.q_len - item.first_row + WARPGROUP_ROWS - 1) / WARPGROUP_ROWS);
   int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] - HEAVY * HEAVY_KEYS : a.kv_len;
   if (CAUSAL) keys = min(keys, item.first_row + BLOCK_M + a.causal_offset);
   item.in_order = (keys + BLOCK_N - 1) / BLOCK_N;
@@ -140,5 +154,5 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
     item.in_order -= item.first;
   }
   item.tiles = max(1, max(0, item.in_order) + before);
-  return true;
+  return item.warpgroups > 0;
 }

@@ -94,16 +94,16 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
       [&](const Item& item, int round) {
         const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
         wait(b.ending_empty, round & 1 ^ 1);
-        arrive_expecting(b.ending_full, 2 * HEAVY_BYTES + 2 * CHANNELS * 4);
+        arrive_expecting(b.ending_full, HEAVY_KEY_BYTES + HEAVY_BYTES + 2 * CHANNELS * 4);
         load_bytes(a.value_scale + of_head, scales.scale, b.ending_full, CHANNELS * 4);
         load_bytes(a.value_mean + of_head, scales.mean, b.ending_full, CHANNELS * 4);
         if constexpr (HEAVY) {
 #pragma unroll
           for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++) {
-            uint8* lines = heavy + i * HEAVY_KEYS * LINE_BYTES;
-            const int row = item.kv_pair(a) * HEAVY_KEYS;
-            load_box(heavy_key, lines, b.ending_full, row, i * LINE_CHANNELS);
-            load_box(heavy_value, lines + HEAVY_BYTES, b.ending_full, row, i * LINE_CHANNELS);
+            const int pair = item.kv_pair(a), column = i * LINE_CHANNELS;
+            load_box(heavy_key, heavy + i * HEAVY_KEY_LINES, b.ending_full, pair * (HEAVY_KEYS + MEAN_ROWS), column);
+            load_box(heavy_value, heavy + HEAVY_KEY_BYTES + i * HEAVY_KEYS * LINE_BYTES, b.ending_full,
+                     pair * HEAVY_KEYS, column);
           }
         }
       });

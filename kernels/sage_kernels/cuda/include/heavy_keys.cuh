@@ -77,28 +77,45 @@ struct HeavyRows : Rows {
     return first + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
   }
 
-  // Begin the products of the rows of Q and the heavy keys, both in shared memory.
-  DEVICE void begin_heavy_scores(float (&x)[HEAVY_SCORES]) {
+  // Begin the products of the rows of Q with the heavy keys, and with the rows behind these, all in shared memory.
+  DEVICE void begin_heavy_scores(float (&x)[HEAVY_SCORES], float (&mean)[4]) {
     uint32 left = tokens_descriptor;
     asm volatile("" : "+r"(left));
     const uint32 right = heavy_keys();
 #pragma unroll
     for (int i = 0; i < CHANNELS / 16; i++) {
       const uint32 a = left + i / 4 * (WARPGROUP_ROWS * LINE_BYTES / 16) + i % 4 * 2;
-      const uint32 b = right + i / 4 * HEAVY_LINE + i % 4 * 2;
-      if (i == 0)
+      const uint32 b = right + i / 4 * (HEAVY_KEY_LINES / 16) + i % 4 * 2, behind = b + HEAVY_KEYS * LINE_BYTES / 16;
+      if (i == 0) {
         add_shared_16bit_product<LINE_BYTES, FLOAT16, false>(x, a, b);
-      else
+        add_shared_16bit_product<LINE_BYTES, FLOAT16, false>(mean, a, behind);
+      } else {
         add_shared_16bit_product<LINE_BYTES, FLOAT16, true>(x, a, b);
+        add_shared_16bit_product<LINE_BYTES, FLOAT16, true>(mean, a, behind);
+      }
     }
     commit_products();
   }
 
-  // Compute the products of the rows of Q and the heavy keys; `heavy_query` has the first HEAVY_CHANNELS of Q.
+  // Add the products of the two rows with the parts of K's mean.
+  DEVICE void add_mean_parts(const float (&mean)[4], float (&mean_score)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      mean_score[r] = mean[2 * r] + mean[2 * r + 1];
+      mean_score[r] += __shfl_xor_sync(~0u, mean_score[r], 1);
+      mean_score[r] += __shfl_xor_sync(~0u, mean_score[r], 2);
+    }
+  }
+
+  // Compute the products of the rows of Q and the heavy keys, less those with K's mean; `heavy_query` has the first
+  // HEAVY_CHANNELS of Q.
   DEVICE void find_heavy_scores(HeavyWords& heavy_query, float (&x)[HEAVY_SCORES]) {
     const uint32 right = heavy_keys();
+    int first = item.first_row + row;
+    asm volatile("" : "+r"(first));
+    const float* mean_score = a.mean_score + static_cast<int64>(item.pair(a)) * a.q_rows;
 #pragma unroll
-    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = 0.0f;
+    for (int i = 0; i < HEAVY_SCORES; i++) x[i] = -mean_score[min(first + i / 2 % 2 * 8, a.q_len - 1)];
 #pragma unroll
     for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
       if (channel > 0) load_query(channel, heavy_query);
@@ -108,7 +125,7 @@ struct HeavyRows : Rows {
         const auto &first = heavy_query[0][i / 2], &second = heavy_query[1][i / 2];
         const int word = i % 2 * 2;
         const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
-        add_16bit_product<false>(x, left, right + (channel / 64 + i / 4) * HEAVY_LINE + i % 4 * 2);
+        add_16bit_product<false>(x, left, right + (channel / 64 + i / 4) * (HEAVY_KEY_LINES / 16) + i % 4 * 2);
       }
       commit_products();
       wait_products<0>();
@@ -117,18 +134,14 @@ struct HeavyRows : Rows {
   }
 
   // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
-  static DEVICE uint32 pack_16bit(float a, float b) {
-    if (FLOAT16) return pack_float16(a, b);
-    uint32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-    return y;
-  }
+  static DEVICE uint32 pack_16bit(float a, float b) { return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b); }
 
-  // Make the heavy keys' scores x, but for Q's factor, their weights p, and add these to the rows' sums: relative to
-  // the others' weights, unless they outgrow 1. `others` is what these have of the sums, and the outputs are to be
-  // multiplied by `factor`, which also divides by the power of two near the sum, lest V times a weight be infinite.
-  DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], uint32 (&p)[HEAVY_SCORES / 2], float (&factor)[2],
-                               float (&others)[2]) {
+  // Make the heavy keys' scores x, less `mean_score`, but for Q's factor, their weights p, and add these to the rows'
+  // sums: relative to the others' weights, unless they outgrow 1. `others` is what these have of the sums, and the
+  // outputs are to be multiplied by `factor`, which also divides by the power of two near the sum, lest V times a
+  // weight be infinite.
+  DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], const float (&mean_score)[2], uint32 (&p)[HEAVY_SCORES / 2],
+                               float (&factor)[2], float (&others)[2]) {
     int place = quad;
     asm volatile("" : "+r"(place));
     uint32 heavy_exists[2] = {~0u, ~0u};
@@ -152,7 +165,7 @@ struct HeavyRows : Rows {
     for (int r = 0; r < 2; r++) {
       largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
       largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
-      if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] *= scale;
+      if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] = (largest[r] - mean_score[r]) * scale;
       const int exponent = __float_as_int(row_sum[r]) >> 23;
       factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
       if (exponent != 0) base[r] -= exponent - 127;
@@ -160,7 +173,7 @@ struct HeavyRows : Rows {
       base[r] = fminf(before, LARGEST - largest[r]);
       if (base[r] != INFINITE) factor[r] *= exp2_approximate(base[r] - before);
       others[r] = row_sum[r] * factor[r];
-      shift[r] = base[r] == INFINITE ? 0.0f : base[r];
+      shift[r] = base[r] == INFINITE ? 0.0f : __fmaf_rn(-mean_score[r], scale, base[r]);
     }
     float sum[4] = {};  // two chains for each row
 #pragma unroll
@@ -197,7 +210,7 @@ struct HeavyRows : Rows {
       }
     }
     pin(outputs);
-    const uint32 values = heavy_keys() + HEAVY_BYTES / 16 + (HEAVY_LINE - 1 << 16);
+    const uint32 values = heavy_keys() + HEAVY_KEY_BYTES / 16 + (HEAVY_KEYS * LINE_BYTES / 16 - 1 << 16);
     fence_products();
 #pragma unroll
     for (int i = 0; i < HEAVY_KEYS / 16; i++)

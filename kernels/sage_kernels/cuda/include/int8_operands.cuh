@@ -63,11 +63,18 @@ DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
   return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
 }
 
+// Return whether any first key has left its place.
+DEVICE bool is_exchanged(const Statistics& s, uint32 pair) {
+  const uint2 taken = *reinterpret_cast<const uint2*>(line(s, pair, TAKEN));
+  return taken.x | taken.y;
+}
+
 // Load what is in the places of heavy keys among the thread's tokens, `number(i)` behind the `first`: the keys, or
 // values, whose places these took.
 template <int N, typename Number>
 DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 pair, int first, Number number,
                            uint32 (&x)[N][4]) {
+  if (!is_exchanged(s, pair)) return;
   bool chosen[N], some = false;
 #pragma unroll
   for (int i = 0; i < N; i++) some |= chosen[i] = is_chosen(s, pair, first + number(i));
@@ -223,25 +230,35 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
   wait_for_previous_kernel();
-#pragma unroll
-  for (int i = 0; CHOICE && i < TILE_ROWS; i++) {
-    const int token = first + i * APART;
-    if (!is_chosen(s, pair, token)) continue;
-#pragma unroll
-    for (int section = 0; section < SECTIONS; section++)
-      reader.load<true>(token % PLACES - PLACES - first, section * SECTION + channel < s.head_dim, x[i][section],
-                        section * SECTION);
-  }
-  TileFloats y;
+  // All loads are under way before the first is waited for.
   const float* means = line(s, pair, ROTATED_MEAN) + channel;
   const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
-  rotate(x, factors, y, [&](int section, float (&of_first)[8], float (&of_second)[8]) {
-    float mean[8];
-    load_floats(means + section * SECTION, mean);
+  float mean[SECTIONS][8];
+  uint4 factor[SECTIONS];
+#pragma unroll
+  for (int section = 0; section < SECTIONS; section++) {
+    load_floats(means + section * SECTION, mean[section]);
+    factor[section] = *reinterpret_cast<const uint4*>(factors + section * SECTION);
+  }
+  if constexpr (CHOICE) {
+    const bool exchanged = is_exchanged(s, pair);
+#pragma unroll
+    for (int i = 0; i < TILE_ROWS; i++) {
+      const int token = first + i * APART;
+      if (!exchanged || !is_chosen(s, pair, token)) continue;
+#pragma unroll
+      for (int section = 0; section < SECTIONS; section++)
+        reader.load<true>(token % PLACES - PLACES - first, section * SECTION + channel < s.head_dim, x[i][section],
+                          section * SECTION);
+    }
+  }
+  TileFloats y;
+  auto of_section = [&](int section) { return factor[section]; };
+  rotate(x, of_section, y, [&](int section, float (&of_first)[8], float (&of_second)[8]) {
 #pragma unroll
     for (int c = 0; c < 8; c++) {
-      of_first[c] = WHOLE || reader.has(0) ? mean[c] : 0.0f;
-      of_second[c] = WHOLE || reader.has(APART) ? mean[c] : 0.0f;
+      of_first[c] = WHOLE || reader.has(0) ? mean[section][c] : 0.0f;
+      of_second[c] = WHOLE || reader.has(APART) ? mean[section][c] : 0.0f;
     }
   });
   float largest = larger_magnitude(largest_of(y[0]), largest_of(y[1]));
@@ -303,36 +320,37 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   }
 }
 
-// Write the heavy keys of one pair, without the mean, within the range of their 16 bits unless they are infinite; or
-// their V as it is. If they are the first ones, they lie before the tokens that `tokens` describes.
+// Write K's mean as rows in 16 bits: what each leaves is in the next one, the last ones are zeros.
+DEVICE void write_mean(const Statistics& s, uint16* into, uint32 pair) {
+  if (threadIdx.x >= CHANNELS) return;
+  float left = line(s, pair, KEY_MEAN)[threadIdx.x];
+#pragma unroll
+  for (int i = 0; i < MEAN_PARTS; i++) {
+    const uint32 part = i >= 3 ? 0 : FLOAT16 ? to_float16(left, 0.0f) : to_bfloat16(left, 0.0f);
+    into[i * CHANNELS + threadIdx.x] = part;
+    left = __fsub_rn(left, first_of(part));
+  }
+}
+
+// Write the heavy keys of one pair, or their V, as they are. If they are the first ones, they lie before the tokens
+// that `tokens` describes.
 template <bool OF_VALUE>
-DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool in_order = true) {
+DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool with_mean = false) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
   const KeyReader reader(tokens, s, pair, first - HEAVY_KEYS, 0, channel, OF_VALUE ? s.v_head_dim : s.head_dim);
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; !CHOICE && i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
-  if (CHOICE || !OF_VALUE) wait_for_previous_kernel();
+  if (CHOICE || with_mean) wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; CHOICE && i < LOADS; i++)
     reader.load<true>(s.chosen[pair * HEAVY_KEYS + first + i * ROWS] - first, reader.has(i * ROWS), x[i]);
-  if (!OF_VALUE) {
-    float mean[8];
-    load_floats(line(s, pair, KEY_MEAN) + channel, mean);
-#pragma unroll
-    for (int i = 0; i < LOADS; i++)
-#pragma unroll
-      for (int w = 0; w < 4; w++) {
-        const float a = __fsub_rn(first_of(x[i][w]), mean[2 * w]), b = __fsub_rn(second_of(x[i][w]), mean[2 * w + 1]);
-        const uint32 kept = not_finite(x[i][w]);
-        x[i][w] = (FLOAT16 ? to_float16(a, b) : to_bfloat16(a, b)) & ~kept | x[i][w] & kept;
-        if (PADDED && !reader.has(i * ROWS)) x[i][w] = 0;
-      }
-  }
+  const int64 rows = static_cast<int64>(pair) * (HEAVY_KEYS + with_mean * MEAN_PARTS);
+  if (with_mean) write_mean(s, into + (rows + HEAVY_KEYS) * CHANNELS, pair);
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
-    const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + first + i * ROWS;
-    if (OF_VALUE || in_order) {
+    const int64 row = rows + first + i * ROWS;
+    if (OF_VALUE || with_mean) {
       reinterpret_cast<uint4*>(into)[row * LANES + lane % LANES] = make_uint4(x[i][0], x[i][1], x[i][2], x[i][3]);
     } else {  // in the order of `layout.heavy_order`
 #pragma unroll
@@ -365,13 +383,15 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
 #pragma unroll
   for (int i = 0; i < 8; i++) reader.load<true>(number(i), has(number(i)), x[i]);
   wait_for_previous_kernel();
-  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, number, x);
-
   const float* means = s.value_mean + pair * CHANNELS + channel;
   const float* inverses = line(s, pair, VALUE_INVERSE) + channel;
+  // Those of the first channel, which bring the others' to the cache, are under way before a flag is waited for.
+  const float first_mean = means[0], first_inverse = inverses[0];
+  if constexpr (CHOICE) load_exchanged(reader, s, pair, first, number, x);
+
   // Scale a channel of the thread's tokens, and return the sum of its errors over the warp's tokens.
   auto scale = [&](int c, float (&y)[8]) {
-    const float mean = means[c], inverse = inverses[c];
+    const float mean = c == 0 ? first_mean : means[c], inverse = c == 0 ? first_inverse : inverses[c];
     int sum = -8 * ERROR_ROUNDER;
 #pragma unroll
     for (int i = 0; i < 8; i++) {

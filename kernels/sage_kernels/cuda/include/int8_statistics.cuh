@@ -25,19 +25,24 @@ DEVICE float sum_of_warp(float x) {
   return x;
 }
 
+// Lanes whose channels one row of a matrix product has: with CHOICE, K's products with a mean query are found there.
+constexpr int QUADS = LANES / 4;
+
 // What is known of 128 tokens, in the block's shared memory, by warp.
 struct Partial {
   float sum[WARPS][CHANNELS];
   uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
   uint32 rejected[WARPS][CHANNELS / 2];          // ones where an element is not finite
   float squares[BALANCE ? WARPS : 1][CHANNELS];  // sums of them
+  // Parts of the scores of tokens, by row, QUADS, and 8 rows: 16 of 20, lest parts of a warp lie in the same banks.
+  float scores[CHOICE ? 8 : 1][QUADS][20];
 };
 
 // Sum squares of rows, by channel and warp: `load` gives a row by number, of those of the thread from 0 on. A square
 // that is not finite counts as 0.
 template <typename Load>
 DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][CHANNELS]) {
-  constexpr int LOADED = 4;  // at once
+  constexpr int LOADED = 2;  // at once
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float squares[8] = {};
 #pragma unroll 1
@@ -60,40 +65,62 @@ DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][
   }
 }
 
-// Scores of a thread's tokens, of the 128 that a block reduces.
-constexpr int SCORES = 16 / LANES;
-DEVICE int scored_token(int i) {
-  return (threadIdx.x % LANES * SCORES + i) * 8 + threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS;
+// Tokens of the 128 that a block reduces whose scores a thread compares with others'.
+constexpr int SCORED = BLOCK / STATISTICS_THREADS;
+DEVICE int scored_row(int i) { return threadIdx.x / 16 + i * (8 / SCORED); }
+DEVICE int scored_token(int i) { return threadIdx.x % 16 * 8 + scored_row(i); }
+
+DEVICE float score_of(const Partial& partial, int i) {
+  float score = 0.0f;
+#pragma unroll
+  for (int quad = 0; quad < QUADS; quad++)
+    score = __fadd_rn(score, partial.scores[scored_row(i)][quad][threadIdx.x % 16]);
+  return score;
 }
 
-// Add the scores of 16 tokens over the LANES that hold them: each lane gets those of SCORES.
-DEVICE void share_scores(const float (&of_lane)[16], float (&scores)[SCORES]) {
-  float x[16];
+// Find the parts of the scores of the thread's tokens, by the matrix units: a lane 4g + t has 8 channels of a row of A,
+// and of B's column g, the mean query of the channels of lane 4(g / 2) + t in 16 bits, or what this leaves. So the lane
+// 4g + t with t = g % QUADS gets the products of its row with the channels that the row has.
+DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4], Partial& partial) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 + lane / LANES * WARPS, quad = lane / 4 % QUADS;
 #pragma unroll
-  for (int i = 0; i < 16; i++) x[i] = of_lane[i];
+  for (int first = 0; first < 16; first += 2) {
+    float scores[2];
 #pragma unroll
-  for (int distance = LANES / 2, left = 8; distance > 0; distance /= 2, left /= 2) {
-    const bool upper = threadIdx.x & distance;
+    for (int i = 0; i < 2; i += 2) {
+      float sum[4] = {};
 #pragma unroll
-    for (int i = 0; i < left; i++) {
-      const float kept = upper ? x[i + left] : x[i], given = upper ? x[i] : x[i + left];
-      x[i] = __fadd_rn(kept, __shfl_xor_sync(~0u, given, distance));
+      for (int w = 0; w < 4; w += 2) {
+        const uint32(&y)[4] = x[first + i], (&z)[4] = x[first + i + 1];
+        const uint32 pair[4] = {y[w], z[w], y[w + 1], z[w + 1]};
+        multiply(pair, mean_query[w], mean_query[w + 1], sum, sum);
+      }
+      scores[i] = __fadd_rn(sum[0], sum[1]), scores[i + 1] = __fadd_rn(sum[2], sum[3]);
     }
+    if (lane % 4 == quad)
+      *reinterpret_cast<float2*>(partial.scores[row][quad] + first) = make_float2(scores[0], scores[1]);
   }
-#pragma unroll
-  for (int i = 0; i < SCORES; i++) scores[i] = x[i];
 }
 
 // Reduce 128 tokens of K, or of V. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
-// With CHOICE, find K's products with a mean query.
-template <bool OF_VALUE, bool CAREFUL>
-DEVICE void reduce_tokens(const KeyReader& reader, const float* mean_query, Partial& partial, float (&scores)[SCORES]) {
-  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL, SCORED = CHOICE && !OF_VALUE;
+// With CHOICE, find K's products with a mean query, which is there when `prepare`, called while the tokens are on their
+// way, is done. Return whether a sum of the thread is not finite.
+template <bool OF_VALUE, bool CAREFUL, typename Prepare>
+DEVICE bool reduce_tokens(const KeyReader& reader, Prepare prepare, const uint32 (&mean_query)[4], Partial& partial) {
+  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
   for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
-  float products[16] = {};
+  prepare();
+  if constexpr (CHOICE && !OF_VALUE) {
+#pragma unroll
+    for (int i = 0; CAREFUL && i < 16; i++)
+#pragma unroll
+      for (int w = 0; w < 4; w++) x[i][w] &= ~not_finite(x[i][w]);
+    find_scores(x, mean_query, partial);
+  }
+  float zero = 0.0f;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     uint32 largest, smallest, rejected = 0;
@@ -119,10 +146,12 @@ DEVICE void reduce_tokens(const KeyReader& reader, const float* mean_query, Part
       for (int i = 0; i < 16; i++) {
         y[i] = half ? second_of(x[i][w]) : first_of(x[i][w]);
         if (SQUARES) squares[half] = __fmaf_rn(y[i], y[i], squares[half]);
-        if (SCORED) products[i] = __fmaf_rn(y[i], mean_query[lane % LANES * 8 + w * 2 + half], products[i]);
       }
       sum[half] = sum_of_warp(tree_sum(y));
-      if (SQUARES) squares[half] = sum_of_warp(squares[half]);
+      zero = __fmaf_rn(sum[half], 0.0f, zero);
+      if (!SQUARES) continue;
+      squares[half] = sum_of_warp(squares[half]);
+      zero = __fmaf_rn(squares[half], 0.0f, zero);
     }
 #pragma unroll
     for (int distance = 16; OF_VALUE && distance >= LANES; distance /= 2) {
@@ -140,7 +169,7 @@ DEVICE void reduce_tokens(const KeyReader& reader, const float* mean_query, Part
       partial.rejected[warp][at] = rejected;
     }
   }
-  if (SCORED) share_scores(products, scores);
+  return zero != 0.0f;
 }
 
 // Sum channel `threadIdx.x` of the tokens or sums that the block reduced.
@@ -169,32 +198,48 @@ DEVICE bool is_heavier(float score, int key, float than, int other) {
   return score > than || score == than && key < other;
 }
 
-// Find the mean query by which heavy keys are chosen, times the scores' factor, as `transforms.heavy_places` says.
-DEVICE void find_mean_query(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, float* mean,
-                            Partial& partial) {
+// Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` says; return how
+// many there are.
+DEVICE float load_queries(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, uint32 (&x)[2][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 rows = group * b.q_len, distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES;
-  uint32 x[2][4];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / b.q_len;
     const Reader reader(query, batch, first_head + head, row % b.q_len, b.q_len, lane % LANES * 8, s.head_dim);
     reader.load<false>(0, row < rows && reader.left > 0, x[i]);
   }
+  return (rows + distance - 1) / distance;
+}
+
+// Sum queries by channel and warp. Elements that are not finite count as 0.
+DEVICE void sum_queries(const uint32 (&x)[2][4], Partial& partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int c = 0; c < 8; c++) {
     const float y = channel_of(x[0], c), z = channel_of(x[1], c);
     const float sum = sum_of_warp(__fadd_rn(is_finite(y) ? y : 0.0f, is_finite(z) ? z : 0.0f));
     if (lane < LANES) partial.sum[warp][lane * 8 + c] = sum;
   }
-  __syncthreads();
-  const float count = (rows + distance - 1) / distance;
-  mean[threadIdx.x] = __fmul_rn(__fdiv_rn(total_of_warps(partial.sum), count), b.softmax_scale);
-  __syncthreads();
 }
 
-// Choose a pair's heavy keys from the candidates of all sharers; a block's first threads call, one for each place.
+// Make the thread's part of B for `find_scores`.
+DEVICE void split_query(const float* mean, uint32 (&words)[4]) {
+  const int lane = threadIdx.x % 32, channel = (lane / 8 * 4 + lane % 4) * 8;
+  const bool left = lane / 4 % 2;  // what 16 bits leave
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    const bool exists = lane / 8 < QUADS;
+    float x = exists ? mean[channel + 2 * w] : 0.0f, y = exists ? mean[channel + 2 * w + 1] : 0.0f;
+    const uint32 nearest = FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
+    x = __fsub_rn(x, first_of(nearest)), y = __fsub_rn(y, second_of(nearest));
+    words[w] = !left ? nearest : FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
+  }
+}
+
+// Choose a pair's heavy keys from the candidates of all sharers, and mark the places that others take; a block's first
+// threads call, one for each place.
 DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
   float largest = -INFINITE;
   int chosen = NO_KEY;
@@ -207,83 +252,8 @@ DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
     if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
   }
   s.chosen[pair * PLACES + place] = chosen;
-}
-
-struct Found {
-  float largest, smallest;
-  bool finite;  // all are
-  float squares;
-  int count;  // of tokens that exist, if some may not
-};
-
-// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
-// `threadIdx.x`, and the sum of K's squares; with CHOICE write K's candidates for heavy keys.
-template <bool OF_VALUE>
-DEVICE Found reduce_blocks(KeyReader reader, const Statistics& s, uint32 pair, const uint8* valid, float* sums,
-                           const float* mean_query, Partial& partial) {
-  constexpr bool SQUARES = BALANCE && !OF_VALUE, SCORED = CHOICE && !OF_VALUE;
-  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
-  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
-  float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
-  bool finite = true;
-  int count = 0, heaviest[SCORES];
-  float heaviest_score[SCORES];
-#pragma unroll
-  for (int i = 0; i < SCORES; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
-#pragma unroll 1
-  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
-    bool careful = (block + 1) * BLOCK > tokens;
-    float scores[SCORES];
-    if (PADDED) {
-      int exist = 0;
-      for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
-        exist += __syncthreads_count(token < tokens && valid[token]);
-      careful |= exist < BLOCK;
-      count += exist;
-    }
-    if (!careful) {
-      reduce_tokens<OF_VALUE, false>(reader, mean_query, partial, scores);
-      __syncthreads();
-      bool exceeds = !is_finite(total_of_warps(partial.sum));
-      if (SQUARES) exceeds |= !is_finite(total_of_warps(partial.squares));
-      careful = __syncthreads_or(exceeds);
-    }
-    if (careful) {
-      reduce_tokens<OF_VALUE, true>(reader, mean_query, partial, scores);
-      if (SQUARES)  // read again: a thread lacks registers for this beside the other
-        sum_squares(
-            16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
-    }
-#pragma unroll
-    for (int i = 0; SCORED && i < SCORES; i++) {
-      const int token = block * BLOCK + scored_token(i);
-      const bool exists = !careful || token < tokens && (!PADDED || valid[token]);
-      const bool scored = exists && is_finite(scores[i]);
-      float score = scored ? scores[i] : -INFINITE;
-      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
-      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
-      if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
-    }
-    __syncthreads();
-    *sum = total_of_warps(partial.sum);
-    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
-    sum += SHARERS * CHANNELS;
-    reader.skip(SHARERS * BLOCK);
-#pragma unroll
-    for (int i = 0; OF_VALUE && i < WARPS; i++) {
-      auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
-      largest = fmaxf(largest, half(partial.largest[i]));
-      smallest = fminf(smallest, half(partial.smallest[i]));
-      finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
-    }
-    __syncthreads();
-  }
-#pragma unroll
-  for (int i = 0; SCORED && i < SCORES; i++) {
-    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
-    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
-  }
-  return {largest, smallest, finite, squares, count};
+  const uint32 taken = __ballot_sync(~0u, chosen != place);
+  if (place % 32 == 0) reinterpret_cast<uint32*>(line(s, pair, TAKEN))[place / 32] = taken;
 }
 
 // Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
@@ -312,9 +282,8 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
   return __fdiv_rn(total, tokens);
 }
 
-// Sum the squares of the block's share of a pair's sample of Q: those of channel `threadIdx.x`.
-DEVICE float squares_of_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair,
-                               Partial& partial) {
+// Sum the squares of the block's share of a pair's sample of Q, by channel and warp.
+DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, Partial& partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
@@ -329,10 +298,104 @@ DEVICE float squares_of_sample(const Tokens& query, const Statistics& s, const B
                 reader.load<false>(0, exists && reader.left > 0, x);
               },
               partial.squares);
+}
+
+// Read what the block needs of a pair's Q: write its share of the balance's squares, and make the thread's part of the
+// mean query for `find_scores`.
+DEVICE void read_queries(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, Partial& partial,
+                         uint32 (&mean_query)[4]) {
+  __shared__ float mean[CHOICE ? CHANNELS : 1];
+  uint32 x[2][4];
+  float count = 1.0f;
+  if (CHOICE) count = load_queries(query, s, b, pair, x);
+  if (BALANCE) sum_sample(query, s, b, pair, partial);
+  if (CHOICE) sum_queries(x, partial);
   __syncthreads();
-  const float total = total_of_warps(partial.squares);
+  if (BALANCE) line(s, pair, SQUARES + SHARERS + blockIdx.x % SHARERS)[threadIdx.x] = total_of_warps(partial.squares);
+  if (!CHOICE) return;
+  mean[threadIdx.x] = __fdiv_rn(total_of_warps(partial.sum), count);
   __syncthreads();
-  return total;
+  split_query(mean, mean_query);
+}
+
+struct Found {
+  float largest, smallest;
+  bool finite;  // all are
+  float squares;
+  int count;  // of tokens that exist, if some may not
+};
+
+// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
+// `threadIdx.x`, and the sum of K's squares; beside K read what is needed of Q, and with CHOICE write K's candidates
+// for heavy keys.
+template <bool OF_VALUE>
+DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Balance& b, uint32 pair,
+                           const uint8* valid, float* sums) {
+  __shared__ alignas(16) Partial partials[2];
+  constexpr bool SQUARES = BALANCE && !OF_VALUE;
+  constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
+  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
+  float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
+  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
+  bool finite = true, prepared = OF_VALUE || !(BALANCE || CHOICE);
+  uint32 mean_query[4];
+  auto prepare = [&] {  // with the partial that is not the first block's
+    if (!prepared) read_queries(query, s, b, pair, partials[1], mean_query);
+    prepared = true;
+  };
+  int count = 0, heaviest[SCORED];
+  float heaviest_score[SCORED];
+#pragma unroll
+  for (int i = 0; i < SCORED; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
+#pragma unroll 1
+  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
+    // Two in turn: threads write to one while others read what they wrote to the other.
+    Partial& partial = partials[block / SHARERS % 2];
+    bool careful = (block + 1) * BLOCK > tokens;
+    if (PADDED) {
+      int exist = 0;
+      for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
+        exist += __syncthreads_count(token < tokens && valid[token]);
+      careful |= exist < BLOCK;
+      count += exist;
+    }
+    if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare, mean_query, partial));
+    if (careful) {
+      reduce_tokens<OF_VALUE, true>(reader, prepare, mean_query, partial);
+      if (SQUARES)  // read again: a thread lacks registers for this beside the other
+        sum_squares(
+            16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+      const int token = block * BLOCK + scored_token(i);
+      const float found = __fmul_rn(score_of(partial, i), b.softmax_scale);
+      const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
+      float score = scored ? found : -INFINITE;
+      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
+      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
+      if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
+    }
+    *sum = total_of_warps(partial.sum);
+    sum += SHARERS * CHANNELS;
+    if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
+    reader.skip(SHARERS * BLOCK);
+#pragma unroll
+    for (int i = 0; OF_VALUE && i < WARPS; i++) {
+      auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
+      largest = fmaxf(largest, half(partial.largest[i]));
+      smallest = fminf(smallest, half(partial.smallest[i]));
+      finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
+    }
+  }
+  prepare();  // without tokens it has a share of Q
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
+    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
+  }
+  return {largest, smallest, finite, squares, count};
 }
 
 // Return a sum of counts by sharer, at least 1.

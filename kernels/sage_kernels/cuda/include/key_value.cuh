@@ -15,7 +15,8 @@ enum Line {
   SQUARES = FACTORS + ROTATE,                // of K and then of the sample of Q, by sharer: sums
   COUNTS = SQUARES + 2 * SHARERS * BALANCE,  // of tokens that exist, by sharer: of K, then of V
   HEAVIEST = COUNTS + PADDED,                // of the keys of each sharer: see `Candidates`
-  SUMS = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS  // of K's blocks of 128 tokens, then of V's
+  TAKEN = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS,  // bits of places that other keys than the first take
+  SUMS = TAKEN + CHOICE                                        // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 

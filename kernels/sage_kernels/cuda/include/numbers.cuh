@@ -30,6 +30,12 @@ DEVICE uint32 pack_float16(float a, float b) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
   return y;
 }
+// Round two numbers to bfloat16; the first is in the lower half.
+DEVICE uint32 pack_bfloat16(float a, float b) {
+  uint32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
 
 // Round two numbers of the output, beyond the largest one to that; the first is in the lower half. NaN stays NaN.
 DEVICE uint32 to_bfloat16(float a, float b) {

@@ -1,8 +1,8 @@
 // Quantise groups of 16 numbers to NVFP4 with the bits of `formats/nvfp4.py`: the search for a scale, codes and scales.
 //
-// The host gives MAX_STEPS; FIRST_BIN, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q and V, the
-// number of steps (KEY_SEARCHED, SEARCHED), these with commas between (KEY_STEPS, STEPS; 0 where there are none) and
-// the table of `nvfp4.search_table`.
+// The host gives MAX_STEPS; FIRST_BIN, SEARCH_BINS, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q and
+// V, the number of steps (KEY_SEARCHED, SEARCHED), these with commas between (KEY_STEPS, STEPS; 0 where there are none)
+// and the table of `nvfp4.search_table`.
 #pragma once
 #include "numbers.cuh"
 
@@ -28,6 +28,18 @@ struct alignas(32) SearchRow {
 };
 constexpr uint32 SAME_RATIOS = 0x68001000;  // 2⁻¹¹ and 2¹¹
 
+// The table's rows that are read most, in shared memory: those from SHARED_BIN on, for a sixth of 32 and more. The
+// first 16 of them serve all down to LEAST_SHARED_BIN too, for 2⁻⁵: by a power of two there differ only the first
+// words. No step leads from these rows to what is no scale.
+constexpr int SHARED_BIN = (127 + 5) << 4, LEAST_SHARED_BIN = (127 - 5) << 4, SHARED_ROWS = 64;
+struct SharedSearch {
+  uint4 first[SHARED_ROWS], others[SHARED_ROWS];  // halves of rows: more of them lie in different banks
+};
+struct Search {
+  const SearchRow* table;
+  const SharedSearch& shared;
+};
+
 // The scales that are tried beside the nearest.
 template <bool OF_KEY>
 struct Steps {
@@ -50,6 +62,17 @@ struct Steps {
   }
   static_assert(fit(), "steps must be -4 to 11");
 };
+
+// Copy these rows, if there are any steps; the threads of a block call, and wait for each other.
+template <bool OF_KEY>
+DEVICE void load_search(const SearchRow* table, SharedSearch& shared) {
+  constexpr int ROWS = SEARCH_BINS - (SHARED_BIN - FIRST_BIN);
+  static_assert(ROWS > 48 && ROWS <= SHARED_ROWS, "SHARED_ROWS must hold the table's last rows");
+  const uint4* from = reinterpret_cast<const uint4*>(table + SHARED_BIN - FIRST_BIN);
+  for (int i = threadIdx.x; Steps<OF_KEY>::COUNT > 0 && i < 2 * ROWS; i += QUANTIZE_THREADS)
+    (i % 2 ? shared.others : shared.first)[i / 2] = __ldg(from + i);
+  __syncthreads();
+}
 
 DEVICE uint32 multiply_halves(uint32 a, uint32 b) {
   uint32 y;
@@ -162,13 +185,22 @@ DEVICE uint32 codes_of_halves(const uint32* halves) {
 //
 // halves: the elements in the order of `pack_group`. largest: of their magnitudes, NaN where one is.
 template <bool OF_KEY>
-DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const SearchRow* table, uint32& scale) {
+DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const Search& search, uint32& scale) {
   using S = Steps<OF_KEY>;
   const bool finite = largest < static_cast<float>(SEARCH_LIMIT);
-  const float sixth = __fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f);
-  const uint4* row =
-      reinterpret_cast<const uint4*>(table + max(__float_as_int(sixth) >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN);
-  const uint4 low = __ldg(row), high = __ldg(row + 1);
+  const int bits = __float_as_int(__fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f));
+  const bool is_shared = bits >= LEAST_SHARED_BIN << BIN_SHIFT;
+  // Of the shared row, and how much smaller the scale is.
+  const int exponent = max((SHARED_BIN >> 4) - (bits >> 23), 0),
+            number = (bits >> BIN_SHIFT) + 16 * exponent - SHARED_BIN;
+  const SearchRow* row = search.table + max(bits >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN;
+  uint4 low, high;
+  if (is_shared) {
+    low = search.shared.first[number], high = search.shared.others[number];
+    low.x += exponent * ((1 << 10) - (8 << 16));
+  } else {
+    low = __ldg(reinterpret_cast<const uint4*>(row)), high = __ldg(reinterpret_cast<const uint4*>(row) + 1);
+  }
   const uint32 ratios[MAX_STEPS + 1] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int i = 0; i < GROUP / 2; i++) halves[i] = multiply_by_lower(halves[i], ratios[0]);
@@ -187,7 +219,11 @@ DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const Sear
 #pragma unroll
   for (uint32 i = 1; i <= S::COUNT; i++) least = min(least, error_of(ratios[i], i));
   const uint32 best = least & 0x1F;
-  const uint32 ratio = best == 0 ? SAME_RATIOS : __ldg(reinterpret_cast<const uint32*>(row) + best / 4);
+  uint32 ratio = SAME_RATIOS;
+  if (best > 0) {
+    const uint4* half = best < 16 ? search.shared.first : search.shared.others;
+    ratio = is_shared ? reinterpret_cast<const uint32*>(half + number)[best / 4 % 4] : __ldg(row->words + best / 4);
+  }
   scale = (ratios[0] >> 16) + (S::packed() >> best & 0xF) - S::LEAST;
 #pragma unroll
   for (int i = 0; i < GROUP / 2; i++) halves[i] = multiply_by_lower(halves[i], ratio);

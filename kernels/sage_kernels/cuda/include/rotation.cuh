@@ -47,17 +47,17 @@ DEVICE void multiply(const uint32 (&a)[4], uint32 low, uint32 high, const float 
 // Rotate a tile: x times the factors, plus what `start` gives for (section, y of row g, y of row g + 8), which is
 // rotated in each section already.
 //
-// factors: the lane's, in 16 bits, those of its 8 channels of a section every SECTION floats: powers of two with the
-// rotation's signs.
-template <typename Start>
-DEVICE void rotate(const TileWords& x, const float* factors, TileFloats& y, Start start) {
+// `factors` gives the lane's for a section, in 16 bits, those of its 8 channels: powers of two with the rotation's
+// signs.
+template <typename Factors, typename Start>
+DEVICE void rotate(const TileWords& x, Factors factors, TileFloats& y, Start start) {
   const int t = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
   // B's element of channel k = 8t + 2w + e (w: word, e: half) and column g of product j, which is channel
   // o = 8(g/2) + 2j + g%2, is k's factor, negative where k & o has an odd number of ones.
   const uint32 signs = (__popc(g / 2 & t) % 2 ? 0x80008000 : 0) ^ (g % 2 ? 0x80000000 : 0);
 #pragma unroll
   for (int section = 0; section < SECTIONS; section++) {
-    const uint4 loaded = *reinterpret_cast<const uint4*>(factors + section * SECTION);
+    const uint4 loaded = factors(section);
     const uint32 b[4] = {loaded.x ^ signs, loaded.y ^ signs, loaded.z ^ signs, loaded.w ^ signs};
     start(section, y[0][section], y[1][section]);
 #pragma unroll
@@ -114,13 +114,15 @@ DEVICE void put_codes(const float (&y)[SECTIONS][8], float inverse, Put put) {
   }
 }
 
-// Rotate a lane's part of a tile of Q and round it to INT8: `put` gets the number of its row, g or g + 8, a section,
+// Rotate a lane's part of a tile of Q and round it to INT8; `factors` are those of the lane's 8 channels of a section
+// every SECTION floats. `put` gets the number of its row, g or g + 8, a section,
 // and 8 codes of it. Return the scale of row g, or in lanes whose t is odd that of row g + 8.
 template <typename Put>
 DEVICE float rotate_query(const TileWords& x, const float* factors, Put put) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   TileFloats y;
-  rotate(x, factors, y, [](int, float (&of_first)[8], float (&of_second)[8]) {
+  auto of_section = [&](int section) { return *reinterpret_cast<const uint4*>(factors + section * SECTION); };
+  rotate(x, of_section, y, [](int, float (&of_first)[8], float (&of_second)[8]) {
 #pragma unroll
     for (int c = 0; c < 8; c++) of_first[c] = of_second[c] = 0.0f;
   });

@@ -110,19 +110,24 @@ PRODUCTS_16BIT(add_float16_product, "f16")
 PRODUCTS_16BIT(add_bfloat16_product, "bf16")
 
 // x = A·Bᵀ in 16 bits, or += if ADD, 16 deep; A and B in shared memory, their rows WIDTH bytes.
-template <int WIDTH, bool IS_FLOAT16, bool ADD>
-DEVICE void add_shared_16bit_product(float (&x)[32], uint32 a, uint32 b) {
-#define SHARED_PRODUCT(TYPE)                                                                                         \
-  asm volatile(                                                                                                      \
-      "{ .reg .b64 a, b;\n"                                                                                          \
-      "mov.b64 a, {%32, %34};\n"                                                                                     \
-      "mov.b64 b, {%33, %34};\n"                                                                                     \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" ACCUMULATORS_32 "}, a, b, %35, 1, 1, 0, 0; }" \
-      : OPERANDS_32("+f", x)                                                                                         \
+#define SHARED_PRODUCT(TYPE, N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                   \
+  asm volatile(                                                                                                     \
+      "{ .reg .b64 a, b;\n"                                                                                         \
+      "mov.b64 a, {" A ", " LAYOUT_AT                                                                               \
+      "};\n"                                                                                                        \
+      "mov.b64 b, {" B ", " LAYOUT_AT                                                                               \
+      "};\n"                                                                                                        \
+      "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE " {" ACCUMULATORS_##N "}, a, b, " ADD_AT \
+                                                                                                 ", 1, 1, 0, 0; }"  \
+      : OPERANDS_##N("+f", x)                                                                                       \
       : "r"(a), "r"(b), "n"(LAYOUT<WIDTH>), "n"(ADD))
-  if constexpr (IS_FLOAT16)
-    SHARED_PRODUCT("f16");
-  else
-    SHARED_PRODUCT("bf16");
-#undef SHARED_PRODUCT
-}
+#define SHARED_16BIT_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)           \
+  template <int WIDTH, bool IS_FLOAT16, bool ADD>                           \
+  DEVICE void add_shared_16bit_product(float (&x)[N], uint32 a, uint32 b) { \
+    if constexpr (IS_FLOAT16)                                               \
+      SHARED_PRODUCT("f16", N, COLUMNS, A, B, LAYOUT_AT, ADD_AT);           \
+    else                                                                    \
+      SHARED_PRODUCT("bf16", N, COLUMNS, A, B, LAYOUT_AT, ADD_AT);          \
+  }
+SHARED_16BIT_PRODUCT(4, "8", "%4", "%5", "%6", "%7")
+SHARED_16BIT_PRODUCT(32, "64", "%32", "%33", "%34", "%35")

@@ -147,22 +147,24 @@ struct Consumer : HeavyRows {
       erase_weights();
       pin(weights);
     }
-    float x[HEAVY_SCORES], factor[2], others[2];
+    float x[HEAVY_SCORES], mean[4], mean_score[2], factor[2], others[2];
     uint32 p[HEAVY_SCORES / 2];
     if constexpr (QUANTIZES_QUERY) {  // P·V runs while the scores of the heavy keys become weights
       const float reference[2] = {base[0], base[1]};
       wait(barriers.ending_full, round & 1);
       fence_products();
       begin_sums();
-      begin_heavy_scores(x);
+      begin_heavy_scores(x, mean);
       fence_products();
       begin_outputs<false>(last);
       wait_products<1>();
       pin(x);
+      pin(mean);
       add_tile_sum();
       arrive_as_warp(barriers.q_empty[q_stage]);
       gather_sums();
-      weigh_heavy_keys(x, p, factor, others);
+      add_mean_parts(mean, mean_score);
+      weigh_heavy_keys(x, mean_score, p, factor, others);
       wait_products<0>();
       end_outputs(reference);
     } else {
@@ -178,11 +180,24 @@ struct Consumer : HeavyRows {
       gather_sums();
       if constexpr (HEAVY) {
         find_heavy_scores(heavy_query, x);
-        weigh_heavy_keys(x, p, factor, others);
+        mean_score[0] = mean_score[1] = 0.0f;
+        weigh_heavy_keys(x, mean_score, p, factor, others);
       }
     }
     if constexpr (HEAVY) add_heavy_outputs(p, factor, others);
     store();
+    arrive_as_warp(barriers.ending_empty);
+  }
+
+  // Leave an item to the other warpgroups, which have rows of it.
+  DEVICE void pass_item(int round) {
+    item.tiles = items[q_stage].tiles;
+    arrive_as_warp(barriers.q_empty[q_stage]);
+    tiles = 0;
+    parity ^= 1;
+    leave_tiles();
+    parity ^= 1;
+    wait(barriers.ending_full, round & 1);
     arrive_as_warp(barriers.ending_empty);
   }
 
@@ -192,8 +207,14 @@ struct Consumer : HeavyRows {
     for (int round = 0;; round++) {
       q_stage = round % QUERY_STAGES;
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
+      // Beside P in float16 three warpgroups have registers for the item only behind this.
+      if (items[q_stage].tiles == 0) break;
+      if (warpgroup >= items[q_stage].warpgroups) {
+        pass_item(round);
+        continue;
+      }
       item = items[q_stage];
-      if (item.tiles == 0) break;
+      asm volatile("" : "+r"(q), "+r"(k), "+r"(v));  // else the main loop computes them anew for each product
       tiles = item.tiles;
       if (SKIPS) {
         const int keys = min(a.kv_len, item.first_row + (warpgroup + 1) * WARPGROUP_ROWS + a.causal_offset);
@@ -236,7 +257,7 @@ struct Consumer : HeavyRows {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWARD_PARAMETERS) {
   extern __shared__ __align__(1024) uint8 shared[];
   uint8 *q = shared, *k = q + QUERY_STAGES * Q_BYTES, *v = k + STAGES * K_BYTES, *sums = v + STAGES * V_BYTES;
-  uint8 *heavy = sums + WARPGROUPS * SUMS_BYTES, *tokens = heavy + 2 * HEAVY_BYTES;
+  uint8 *heavy = sums + WARPGROUPS * SUMS_BYTES, *tokens = heavy + HEAVY_KEY_BYTES + HEAVY_BYTES;
   Control& control = *reinterpret_cast<Control*>(shared + SHARED_BYTES - CONTROL_BYTES);
   Barriers& barriers = control.barriers;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;

@@ -46,6 +46,7 @@ ASSERT_SIGNS(SIGNS_2);
 ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
               "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
+static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8 rows, of three parts of K's mean and zeros, for a matrix product");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16,
@@ -66,31 +67,26 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
                          of_value ? s.v_head_dim : s.head_dim, 0);
   const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
   Found found;
-  __shared__ Partial partial;
-  __shared__ float mean_query[CHOICE ? CHANNELS : 1];
   if (of_value) {
-    found = reduce_blocks<true>(reader, s, pair, valid, sums, mean_query, partial);
+    found = reduce_blocks<true>(reader, query, s, balance, pair, valid, sums);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   } else {
-    if (BALANCE)
-      line(s, pair, SQUARES + SHARERS + sharer)[threadIdx.x] = squares_of_sample(query, s, balance, pair, partial);
-    if (CHOICE) find_mean_query(query, s, balance, pair, mean_query, partial);
-    found = reduce_blocks<false>(reader, s, pair, valid, sums, mean_query, partial);
+    found = reduce_blocks<false>(reader, query, s, balance, pair, valid, sums);
     if (BALANCE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
   }
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
   if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
   sync_cluster();
-  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < HEAVY_KEYS) choose_heavy_key(s, pair, threadIdx.x);
   const float tokens = PADDED ? total_count(counts) : all;
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
   float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens);
   if (ROTATE && !of_value) {
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
     prepare_rotation(s, balance, pair, channel, mean, tokens);
-    return;
   }
+  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < HEAVY_KEYS) choose_heavy_key(s, pair, threadIdx.x);
+  if (ROTATE && !of_value) return;
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
     line(s, pair, KEY_MEAN)[channel] = mean;
@@ -150,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
       quantize_key<false>(key, s, o, pair, number);
   } else if (HEAVY_KEYS && number >= of_key_and_value) {
     if (number == of_key_and_value)
-      copy_heavy<false>(key, s, o.heavy_key, pair, o.heavy_key_in_order);
+      copy_heavy<false>(key, s, o.heavy_key, pair, o.heavy_key_with_mean);
     else
       copy_heavy<true>(value, s, o.heavy_value, pair);
   } else if (PV_FLOAT16) {

@@ -1,4 +1,4 @@
-"""Heavy keys as the forward kernels read them: in the caller's dtype, K without the mean of the other keys."""
+"""Heavy keys as the forward kernels read them: in the caller's dtype, beside NVFP4 without K's mean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ BLOCK_ROWS = tl.constexpr(16)
 
 
 def heavy_keys(
-    call: Call, statistics: Statistics, valid: torch.Tensor | None, channels: int, v_channels: int
+    call: Call,
+    statistics: Statistics,
+    valid: torch.Tensor | None,
+    channels: int,
+    v_channels: int,
+    *,
+    centred: bool,
 ) -> HeavyKeys | None:
     """Return the heavy keys of a call, or None where it has none.
 
@@ -27,6 +33,7 @@ def heavy_keys(
         statistics: those of the call.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all do.
         channels, v_channels: of the operands, head_dim rounded up to a power of two.
+        centred: subtract K's mean.
     """
     keys = call.heavy_keys
     if keys == 0:
@@ -41,7 +48,7 @@ def heavy_keys(
         (call.batch * kv_heads, keys // BLOCK_ROWS.value),
         key=key,
         value=value,
-        key_mean=statistics.key_mean,
+        key_mean=statistics.key_mean if centred else None,
         chosen=statistics.chosen,
         heavy_key=heavy.key,
         heavy_value=heavy.value,
@@ -117,10 +124,11 @@ def copy_heavy_keys(
         key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID,
         source=source,
     )  # fmt: skip
-    mean = tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)
+    if key_mean is not None:
+        k -= tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)[None, :]
     row = pair * KEYS + token
     into = heavy_key + row[:, None] * CHANNELS + place[None, :]
-    tl.store(into, tl.where(exists[:, None], k - mean[None, :], 0.0).to(heavy_key.dtype.element_ty))
+    tl.store(into, tl.where(exists[:, None], k, 0.0).to(heavy_key.dtype.element_ty))
     v_channel = tl.arange(0, V_CHANNELS)
     v, _ = load_tokens(
         value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID,

@@ -30,7 +30,8 @@ MAX_MATRIX = 128
 
 
 def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
-    """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score` for the LSE.
+    """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`
+    for heavy keys and the LSE.
 
     Args:
         call: of a recipe with Q and K in INT8; not empty.
@@ -40,7 +41,8 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
     q_sequences, kv_sequences = tail.token_axes
     counts = None if valid is None else valid[:, call.heavy_keys :]
     statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
-    codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, call.return_lse)
+    wants_scores = call.return_lse or call.heavy_keys > 0
+    codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, wants_scores)
     key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, rotates, counts)
     value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, counts, call.recipe.pv)
     return Int8Operands(
@@ -52,7 +54,7 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
         value_scale,
         statistics.value_mean,
         mean_score,
-        heavy_keys(call, statistics, valid, codes.shape[-1], value_scale.shape[-1]),
+        heavy_keys(call, statistics, valid, codes.shape[-1], value_scale.shape[-1], centred=False),
         statistics.balance,
     )
 

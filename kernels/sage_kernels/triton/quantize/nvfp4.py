@@ -67,7 +67,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
         statistics.value_mean,
         mean_score,
         statistics,
-        heavy_keys(call, statistics, valid, 2 * codes.shape[-1], value.shape[-2]),
+        heavy_keys(call, statistics, valid, 2 * codes.shape[-1], value.shape[-2], centred=True),
     )
 
 

@@ -1,0 +1,73 @@
+// The work of the NVFP4 forward kernel: a block's items, 128 rows of one (batch, head) each, and the stages of shared
+// memory through which tiles of keys come.
+#pragma once
+#include "barrier.cuh"
+#include "parameters.cuh"
+
+constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
+constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
+constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
+constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
+
+// What comes with a tile of keys, in this order, and lies so in shared memory.
+struct alignas(1024) Stage {
+  uint8 key[K_BYTES], value[V_BYTES];
+  uint8 key_scale[BLOCK * K_SCALES];       // of a key together
+  uint8 value_scale[CHANNELS * V_SCALES];  // of a channel together
+  float delta[2 * BLOCK];                  // each pair twice, as a product's accumulators have it in two rows
+  float key_tensor_scale;
+};
+constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES;  // by the TMA
+// Where they lie.
+constexpr int VALUE = K_BYTES, KEY_SCALE = VALUE + V_BYTES, VALUE_SCALE = KEY_SCALE + BLOCK * K_SCALES;
+constexpr int DELTA = VALUE_SCALE + CHANNELS * V_SCALES, KEY_TENSOR_SCALE = DELTA + 2 * BLOCK * 4;
+
+struct alignas(1024) Shared {
+  Stage stages[STAGES];
+  uint8 heavy_key[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024], heavy_value[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024];
+};
+static_assert(SHARED_BYTES == sizeof(Shared), "SHARED_BYTES must be those of the stages and of the heavy keys");
+
+struct Barriers {
+  uint64 full[STAGES], empty[STAGES], heavy_full, heavy_empty;
+};
+
+// A block's share of the work.
+struct Item {
+  int sequence, block;  // of those of this launch
+  int batch, head, kv_head, first_row;
+  int first_tile, last_tile;  // of keys: from the first to before the last
+
+  DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
+  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+};
+
+// Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks
+// change order from round to round.
+DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+  const int items = a.blocks * a.sequences * a.q_heads, grid = gridDim.x;
+  const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (index >= items) return false;
+  const int pairs = a.sequences * a.q_heads, pair = CAUSAL ? index % pairs : index / a.blocks;
+  item.block = CAUSAL ? a.blocks - 1 - index / pairs : index % a.blocks;
+  item.sequence = pair / a.q_heads;
+  item.head = pair - item.sequence * a.q_heads;
+  item.batch = a.first_sequence + item.sequence;
+  item.kv_head = item.head / (a.q_heads / a.kv_heads);
+  item.first_row = (a.first_block + item.block) * BLOCK;
+  const int* spans = a.spans + item.batch * a.spans_stride;
+  int keys = PADDED ? spans[2] - HEAVY_KEYS : a.kv_len;
+  if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
+  item.first_tile = PADDED ? max(spans[0] - HEAVY_KEYS, 0) / BLOCK : 0;
+  item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
+  return true;
+}
+
+// A stage, and how often all have been used, modulo 2.
+struct Use {
+  int stage = 0, parity = 0;
+
+  DEVICE void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};

@@ -1,0 +1,150 @@
+// Statistics for the NVFP4 recipes: sums of blocks of K and V, the means, balance and scales that follow from them, and
+// which keys are heavy.
+#pragma once
+#include "nvfp4.cuh"
+#include "token_statistics.cuh"
+
+constexpr int KEY_LINES = 2, VALUE_LINES = 4;  // of a block: sums and sums of squares; sums, largest, smallest, finite
+
+// A sequence: where it begins in the tensors, its tokens, and where it begins in the operands, a multiple of BLOCK.
+struct Sequence {
+  int start, length, row;
+
+  DEVICE uint32 blocks() const { return (length + BLOCK - 1) / BLOCK; }
+};
+// `ranges` are those of packed sequences; otherwise each has so many tokens and a batch element of its own.
+DEVICE Sequence sequence_of(const int* ranges, uint32 batch, int tokens) {
+  if (!PACKED) return {0, tokens, 0};
+  return {ranges[3 * batch], ranges[3 * batch + 1], ranges[3 * batch + 2]};
+}
+DEVICE Sequence queries_of(const Statistics& s, uint32 batch) { return sequence_of(s.q_ranges, batch, s.q_len); }
+// Without those in the places of heavy keys.
+DEVICE Sequence tail_of(const Statistics& s, uint32 batch) { return sequence_of(s.kv_ranges, batch, s.kv_len); }
+DEVICE Sequence keys_of(const Statistics& s, uint32 batch) { return sequence_of(s.key_ranges, batch, s.keys); }
+
+// Return the reader of a sequence's tokens from `token` on.
+DEVICE Reader read(const Tokens& x, uint32 batch, uint32 head, const Sequence& of, int token, int channel,
+                   int channels) {
+  return Reader(x, PACKED ? 0 : batch, head, of.start + token, of.start + of.length, channel, channels);
+}
+
+// Return the number of a head's first row, or block, in operands with so many of them for each head.
+DEVICE int64 first_of_head(uint32 pair, uint32 heads, uint32 rows) {
+  return static_cast<int64>(PACKED ? pair % heads : pair) * rows;
+}
+
+// Of K, and of V, the number of a pair's first block.
+DEVICE int64 first_block_of(const Statistics& s, uint32 pair) {
+  return first_of_head(pair, s.kv_heads, s.sums) + keys_of(s, pair / s.kv_heads).row / BLOCK;
+}
+constexpr int LINES = KEY_LINES + VALUE_LINES;
+// The lines of a block of a pair, those of K before those of V; and those of one of the pair's heads of Q, like K's.
+DEVICE float* line(const Statistics& s, uint32 pair, uint32 block, uint32 number = 0) {
+  return s.lines + ((first_block_of(s, pair) + block) * LINES + number) * CHANNELS;
+}
+DEVICE float* query_line(const Statistics& s, uint32 pair, uint32 member) {
+  return s.query_lines + static_cast<int64>(pair * (s.q_heads / s.kv_heads) + member) * (KEY_LINES * CHANNELS);
+}
+
+// Rows of Q of a sequence that decide the balance lie so far apart.
+DEVICE int sample_distance(int queries) { return max((queries + BALANCE_QUERIES - 1) / BALANCE_QUERIES, 1); }
+DEVICE int samples_of(int queries) { return (queries + sample_distance(queries) - 1) / sample_distance(queries); }
+
+// Return whether a key counts; they are numbered from the first of all on.
+DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
+  return !PADDED || s.valid[batch * s.valid_stride + key] != 0;
+}
+
+// Reads rows of which PADDED leaves those out that do not count, as keys or, where Q is as long as K, as queries. Of
+// the keys' flags it skips as many as of their rows.
+struct PaddedReader : Reader {
+  const int* valid;
+  int distance;
+
+  DEVICE PaddedReader(const Reader& rows, const Statistics& s, uint32 batch, int row, int distance)
+      : Reader(rows), valid(PADDED ? s.valid + batch * s.valid_stride + row : nullptr), distance(distance) {}
+
+  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number * distance] != 0); }
+};
+
+// Return the number of keys that count, at least 1; all threads of a block of MEANS_THREADS call.
+DEVICE int number_of_keys(const Statistics& s, uint32 batch) {
+  if (!PADDED) return max(keys_of(s, batch).length, 1);
+  int count = 0;
+  for (int first = 0; first < s.keys; first += MEANS_THREADS) {
+    const int key = first + threadIdx.x;
+    count += __syncthreads_count(key < s.keys && counts(s, batch, key));
+  }
+  return max(count, 1);
+}
+
+// Return likewise the number of rows of Q that decide the balance.
+DEVICE bool are_queries_padded(const Statistics& s) { return PADDED && s.q_len == s.keys; }
+DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
+  const int queries = queries_of(s, batch).length, samples = samples_of(queries);
+  if (!are_queries_padded(s)) return max(samples, 1);
+  const int sample = threadIdx.x;
+  return max(__syncthreads_count(sample < samples && counts(s, batch, sample * sample_distance(queries))), 1);
+}
+
+// What channels are multiplied by and what is added then, by pair: for Q, for K, what is added to K, and to what is not
+// there.
+enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
+
+// Return a channel's mean from the sums of blocks, LINES from one to the next: 128 of them by a tree, these in order. A
+// channel has 8 threads; all of them get it.
+DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
+  __shared__ float partial[8][CHANNELS];
+  const int channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
+  float total = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < blocks; first += BLOCK) {
+    float x[16], y[8];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int block = first + i * 8 + row;
+      x[i] = block < blocks ? sums[static_cast<int64>(block) * (LINES * CHANNELS) + channel] : 0.0f;
+    }
+    partial[row][channel] = sum_of_halves(x);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = partial[i][channel];
+    total = __fadd_rn(total, sum_of_halves(y));
+    __syncthreads();
+  }
+  return __fdiv_rn(total, static_cast<float>(tokens));
+}
+
+DEVICE float sign_of_rotation(uint32 channel) {
+  const uint32 words[4] = {SIGNS_0, SIGNS_1, SIGNS_2, SIGNS_3};
+  const uint32 place = channel % ROTATION;
+  uint32 signs = words[0];
+#pragma unroll
+  for (int i = 1; i < CHANNELS / 32; i++)
+    if (place / 32 == i) signs = words[i];
+  return ROTATION > 1 && signs >> place % 32 & 1 ? -1.0f : 1.0f;
+}
+
+// Return the variance, but no less than what sums in float32 tell from none.
+DEVICE float variance_of(float mean_square, float mean) {
+  const float square = __fmul_rn(mean, mean);
+  return fmaxf(__fsub_rn(mean_square, square), __fmul_rn(square, MIN_VARIANCE));
+}
+
+// Return a channel's factor in the balance (`transforms.balance`), given K's mean and mean square.
+DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float mean, float mean_square,
+                        float samples) {
+  const uint32 group = s.q_heads / s.kv_heads;
+  float of_query = 0.0f;
+  for (uint32 member = 0; member < group; member++) {
+    const float* from = query_line(s, pair, member) + channel;
+    const float square = __fdiv_rn(from[CHANNELS], samples);
+    of_query = __fadd_rn(of_query, SMOOTH_Q ? variance_of(square, __fdiv_rn(from[0], samples)) : square);
+  }
+  of_query = __fdiv_rn(of_query, static_cast<float>(group));
+  const float variance = variance_of(mean_square, mean);
+  const bool some = of_query > 0.0f && variance > 0.0f;
+  const float most = __int_as_float(127 + 4 * MAX_BALANCE << 23), least = __int_as_float(127 - 4 * MAX_BALANCE << 23);
+  const float ratio = fminf(fmaxf(some ? __fdiv_rn(variance, of_query) : 1.0f, least), most);
+  return __int_as_float(((__float_as_int(ratio) >> 23) - 126 + 1 >> 2) + 127 << 23);
+}

@@ -1,0 +1,72 @@
+// Bring 128 tokens of Q, K or V to shared memory while the block before them is quantised. Each warp brings what its
+// own threads read.
+#pragma once
+#include "tokens.cuh"
+
+constexpr int RAW_WARPS = 128 * CHANNELS / 32 / 32;  // 32 elements a thread
+constexpr int TOKEN_THREADS = CHANNELS / 32;         // that have a token of Q or K
+constexpr int WARP_TOKENS = 32 / TOKEN_THREADS;      // tokens of Q or K that a warp has
+
+// What a warp brings, in parts of 16 bytes: 8 channels of a token.
+struct RawTokens {
+  // Those of Q and K: each thread's four parts by number; parts of a token lie in different banks.
+  uint4 parts[RAW_WARPS][4][32 + 2];
+
+  // Return where part `number` of a token of a warp is.
+  DEVICE uint4* at(int warp, int token, int number) {
+    return &parts[warp][number % 4][token * TOKEN_THREADS + number / 4];
+  }
+  // Return where 64 channels of token `token` of the 16 of V are that a warp has: 8 parts.
+  DEVICE uint4* value_at(int warp, int token) { return &parts[warp][0][0] + token * 8; }
+};
+
+// Copy 16 bytes to shared memory, or zeros.
+DEVICE void copy_part(uint4* into, const uint16* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(into)), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// Bring a warp's tokens of Q or K of a block whose first one is `first`, before `end`.
+DEVICE void bring_tokens(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels, RawTokens& raw) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, number = lane % LANES;
+  const Reader reader(x, batch, head, first + warp * WARP_TOKENS + lane / LANES, end, number * 8, channels);
+#pragma unroll
+  for (int i = 0; i < WARP_TOKENS; i += ROWS)
+    copy_part(raw.at(warp, lane / LANES + i, number), reader.from + i * reader.stride, reader.has(i));
+}
+
+// Bring a warp's 16 tokens of 64 channels of V.
+DEVICE void bring_values(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels, RawTokens& raw) {
+  constexpr int SHARERS = CHANNELS / 64;  // warps that have the same tokens
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Reader reader(x, batch, head, first + warp / SHARERS * 16 + lane / 8, end, warp % SHARERS * 64 + lane % 8 * 8,
+                      channels);
+#pragma unroll
+  for (int i = 0; i < 16; i += 4)
+    copy_part(raw.value_at(warp, lane / 8 + i) + lane % 8, reader.from + i * reader.stride, reader.has(i));
+}
+
+// Wait until what the warp brought is there.
+DEVICE void wait_for_tokens() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+
+// Reads eight channels of tokens that have been brought, of all warps.
+struct RawReader {
+  const uint4* from;
+  int left;  // tokens
+
+  // At token `token` of the block, of whose tokens there are `tokens`; further ones lie whole warps' tokens apart.
+  DEVICE RawReader(RawTokens& raw, int token, int tokens)
+      : from(raw.at(token / WARP_TOKENS, token % WARP_TOKENS, threadIdx.x % 32 % LANES)), left(tokens - token) {}
+
+  DEVICE bool has(int number) const { return number < left; }
+
+  template <bool LAST>
+  DEVICE void load(int number, bool, uint32 (&x)[4]) const {
+    const uint4 y = from[number / WARP_TOKENS * (sizeof(RawTokens::parts[0]) / sizeof(uint4))];
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  }
+};

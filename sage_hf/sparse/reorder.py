@@ -1,0 +1,146 @@
+"""Video tokens of a denoiser in 4×4×4 order from its first block to its last, instead of inside each call of attention.
+
+Attention without a mask, like all that a block computes token by token, gives each token the same result in any order.
+So hidden states are put into the order in front of the first block, and back behind the last; what a block is given
+besides with one row for each token, as rotary embeddings are, is put into it once a call of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .grids import Grid, Layout
+from .order import TileOrder
+
+FOR_ALL_TOKENS = frozenset(
+    ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "encoder_attention_mask", "attention_kwargs")
+)
+"""Arguments of blocks, beside `Layout.of_tokens`, that are known to have no entry for each video token.
+
+Masks have entries for text; over video tokens they are constant."""
+
+
+class Reordering:
+    """Hooks that hold the tokens of a denoiser in 4×4×4 order between its first block and its last.
+
+    Attributes:
+        active: whether tokens are in that order now.
+        grid: (frames, height, width) of the present call in tokens, if it may be reordered; else None.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.active = False
+        self.grid: Grid | None = None
+        self._order: TileOrder | None = None
+        self._permuted: list[tuple[Any, Any]] = []  # arguments of the present call, in raster order and in ours
+
+    def begin_call(self, grid: Grid | None) -> None:
+        """Prepare for a call of the denoiser; grid is None if it must not be reordered."""
+        self.active, self.grid, self._order = False, grid, None
+        self._permuted.clear()
+
+    def attach(self, denoiser: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        """Follow the calls of the denoiser's blocks, until `remove()` of the returned handles.
+
+        Blocks with an argument that is not known, in another diffusers, are left alone.
+        """
+        blocks = [block for name in self.layout.blocks for block in getattr(denoiser, name)]
+        known = FOR_ALL_TOKENS | set(self.layout.of_tokens)
+        if any(name not in known for block in blocks for name in _parameters(type(block))):
+            return []
+        handles: list[torch.utils.hooks.RemovableHandle] = []
+        for block in blocks:
+            hook = partial(self._before, block is blocks[0], _parameters(type(block)))
+            handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+        if blocks:
+            handles.append(blocks[-1].register_forward_hook(self._behind_the_last))
+        return handles
+
+    def _before(
+        self, is_first: bool, names: list[str], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if is_first:
+            self._activate(dict(zip(names, args, strict=False)) | kwargs)
+        if not self.active:
+            return None
+        named = [self._put_in_order(is_first, name, x) for name, x in zip(names, args, strict=False)]
+        return (*named, *args[len(named) :]), {
+            name: self._put_in_order(is_first, name, kwargs[name]) for name in kwargs
+        }
+
+    def _activate(self, arguments: Mapping[str, Any]) -> None:
+        """Begin the order if the call may be reordered, and the first block is given what is expected."""
+        if self.grid is None or torch.compiler.is_compiling():
+            return
+        states = arguments["hidden_states"]
+        order = TileOrder.of(self.grid, states.device)
+        tokens = len(order.tokens)
+        if states.dim() == 3 and states.shape[1] == tokens and self._understands(arguments, tokens):
+            self._order, self.active = order, True
+
+    def _understands(self, arguments: Mapping[str, Any], tokens: int) -> bool:
+        """Return whether arguments with one entry for each token have it where the layout says.
+
+        A tensor without a dimension of as many entries is the same for all tokens.
+        """
+        for name, (dims, axis) in self.layout.of_tokens.items():
+            for x in _tensors(arguments.get(name)):
+                if tokens in x.shape and (x.dim() != dims or x.shape[axis] != tokens):
+                    return False
+        return True
+
+    def _put_in_order(self, is_first: bool, name: str, value: Any) -> Any:
+        if name == "hidden_states":
+            return self._permute(value, 1) if is_first else value
+        if name not in self.layout.of_tokens or value is None:
+            return value
+        for before, after in self._permuted:
+            if before is value:
+                return after
+        dims, axis = self.layout.of_tokens[name]
+        after = _changed(value, lambda x: self._permute(x, axis) if x.dim() == dims else x)
+        self._permuted.append((value, after))
+        return after
+
+    def _permute(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        assert self._order is not None
+        tokens = self._order.tokens
+        return x.index_select(axis, tokens.to(x.device)) if x.shape[axis] == len(tokens) else x
+
+    def _behind_the_last(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.active:
+            return None
+        assert self._order is not None
+        states = output[0] if isinstance(output, tuple) else output
+        states = states.index_select(1, self._order.places.to(states.device))
+        self.begin_call(None)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+
+def _parameters(block_class: Any) -> list[str]:
+    """Return the names of the parameters of a block's forward; what it takes besides, it does not use."""
+    found = inspect.signature(block_class.forward).parameters.values()
+    return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD or one.kind is one.KEYWORD_ONLY][1:]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_changed(one, change) for one in value)
+    return value

@@ -1,0 +1,85 @@
+"""A tiny model of a diffusers family, and the run of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from packaging.version import Version
+
+from .inputs import Inputs
+
+_DIFFUSERS = Version(diffusers.__version__)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class of diffusers at toy size.
+
+    Attributes:
+        name: of the case.
+        model_class: name in `diffusers`.
+        config: arguments of the model class.
+        inputs: makes the keyword arguments of one forward pass (float32, batch 2), by torch's global generator.
+        bfloat16_since: the diffusers whose own processors run it in bfloat16.
+    """
+
+    name: str
+    model_class: str
+    config: dict[str, Any]
+    inputs: Callable[[], Inputs]
+    bfloat16_since: str = "0"
+
+    def build(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+        """The model in evaluation mode with seeded weights; skips the test where diffusers lacks the class."""
+        if not hasattr(diffusers, self.model_class):
+            pytest.skip(f"diffusers {diffusers.__version__} has no {self.model_class}")
+        if dtype == torch.bfloat16 and Version(self.bfloat16_since) > _DIFFUSERS:
+            pytest.skip(f"diffusers {diffusers.__version__} does not run {self.name} in bfloat16")
+        torch.manual_seed(0)
+        model = getattr(diffusers, self.model_class)(**self.config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.any():  # gates and output layers that start at 0 would hide the attention
+                    parameter.normal_(std=0.2)
+        model.to(dtype)
+        keep = set(model._keep_in_fp32_modules or ())  # as from_pretrained(torch_dtype=dtype) does
+        for name, parameter in model.named_parameters():
+            if keep & set(name.split(".")):
+                parameter.data = parameter.data.float()
+        return model
+
+    def make_inputs(self, dtype: torch.dtype = torch.float32) -> Inputs:
+        """Seeded inputs in `dtype`; masks, sizes and complex tensors as they are."""
+        torch.manual_seed(1)
+        return _cast(self.inputs(), dtype)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+@torch.no_grad()
+def run(model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+    """One forward pass; all outputs flattened into one vector."""
+    outputs = model(**inputs, return_dict=False)
+    return torch.cat([leaf.flatten() for leaf in _leaves(outputs)])
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for item in value for leaf in _leaves(item)]

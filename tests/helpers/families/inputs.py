@@ -1,0 +1,37 @@
+"""Inputs of tiny models: tensors drawn by torch's global generator, masks and rotary embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BATCH = 2
+
+Inputs = dict[str, Any]
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def timestep() -> torch.Tensor:
+    return torch.full((BATCH,), 500.0)
+
+
+def valid(lengths: tuple[int, ...], total: int) -> torch.Tensor:
+    """(batch, total) of 1 in the first `lengths[b]` places of row b, else 0; int64."""
+    return (torch.arange(total) < torch.tensor(lengths)[:, None]).long()
+
+
+def rope(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.outer(torch.arange(tokens).float(), 0.7 ** torch.arange(head_dim // 2)).repeat_interleave(2, dim=1)
+    return angles.cos(), angles.sin()
+
+
+def video_and_text() -> Inputs:
+    return {
+        "hidden_states": normal(BATCH, 4, 3, 8, 8),
+        "timestep": timestep(),
+        "encoder_hidden_states": normal(BATCH, 13, 16),
+    }
