@@ -192,6 +192,8 @@ def of_sequences(call, operands):
         tokens = sequences.rows // x.shape[axis]
         for number, (_, length, row) in enumerate(sequences.ranges.tolist()):
             tensors[f"{name} of {number}"] = x.narrow(axis, row // tokens, -(-length // 128) * 128 // tokens)
+    # Of a sequence whose keys are all heavy, the others' scale belongs to nothing.
+    tensors["value_tensor_scale"] = tensors["value_tensor_scale"][of_key.ranges[:, 1] > 0]
     return tensors
 
 
