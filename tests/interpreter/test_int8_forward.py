@@ -156,9 +156,8 @@ def masks(q_len, kv_len):
     [
         ("sage2", None),
         ("sage2", -3),
-        ("sage1", None),
         *(pytest.param("sage2", offset, marks=pytest.mark.audit) for offset in (0, 80)),
-        pytest.param("sage_bwd_int8", None, marks=pytest.mark.audit),
+        *(pytest.param(recipe, None, marks=pytest.mark.audit) for recipe in ("sage1", "sage_bwd_int8")),
         # Which keys a row sees does not depend on the format of P.
         *(
             pytest.param(recipe, offset, marks=pytest.mark.audit)

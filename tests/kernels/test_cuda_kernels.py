@@ -166,7 +166,7 @@ def forbidden(tmp_path, monkeypatch):
 
     def forbid():
         monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
-        monkeypatch.setattr(compiler, "_missing", lambda: "no NVRTC here")
+        monkeypatch.setattr(compiler, "missing", lambda: "no NVRTC here")
         select.cache_clear()
 
     yield forbid
