@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+
+from sage_kernels.recipe import RECIPES
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +20,9 @@ def compilable_dispatch() -> None:
         torch.compile(native, fullgraph=True, backend="eager")(torch.zeros(1, 4, 1, 16))
     except torch._dynamo.exc.TorchDynamoException as error:
         pytest.skip(f"this diffusers' dispatch does not compile with torch {torch.__version__}: {type(error).__name__}")
+
+
+@pytest.fixture
+def no_recent_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give causality and a mask that says the same the same bits, which it has not where `sage3` has recent keys."""
+    monkeypatch.setitem(RECIPES, "sage3", replace(RECIPES["sage3"], recent_keys=0))

@@ -191,6 +191,7 @@ def sources_of(request, monkeypatch):
     for module, kernels in launched.items():
         monkeypatch.setattr(module, "launch", lambda kernel, *_, to=kernels, **__: to.append(kernel.source))
     monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
+    monkeypatch.setattr(int8_forward, "compile_together", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
 
     def new(heads, tokens, channels):

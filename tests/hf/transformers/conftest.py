@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 import sage_hf  # noqa: F401
 from sage_hf import record
-from sage_kernels.recipe import RECIPES
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +15,6 @@ def fresh_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and once-only messages of other tests forgotten."""
     record.clear()
     monkeypatch.setattr("sage_hf.transformers.registration._warned", set())
-
-
-@pytest.fixture
-def no_recent_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give causality and a mask that says the same the same bits, which it has not where `sage3` has recent keys."""
-    monkeypatch.setitem(RECIPES, "sage3", replace(RECIPES["sage3"], recent_keys=0))
 
 
 @pytest.fixture
