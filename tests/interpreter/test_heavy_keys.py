@@ -131,8 +131,17 @@ def test_what_is_in_keys_that_no_row_sees_changes_nothing(recipe, kind, hidden):
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("heavy_keys", [KEYS, 0])
-@pytest.mark.parametrize("mask", ["none", "bool", pytest.param("additive", marks=pytest.mark.audit)])
+@pytest.mark.parametrize(
+    ("mask", "heavy_keys"),
+    [
+        ("none", 0),
+        ("bool", KEYS),
+        *(
+            pytest.param(*case, marks=pytest.mark.audit)
+            for case in (("none", KEYS), ("bool", 0), ("additive", 0), ("additive", KEYS))
+        ),
+    ],
+)
 def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(mask, heavy_keys):
     recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, recent_keys=150)
     query, key, value = draw(batch=2, q_heads=4, kv_heads=2, head_dim=40, v_head_dim=24)
