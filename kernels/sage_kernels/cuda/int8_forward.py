@@ -337,7 +337,9 @@ def forward(
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts = 1 if is_causal else last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
+    parts = 1
+    if (config.heavy or config.warpgroups == 2) and not is_causal:
+        parts = last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if quantizes_query:
         query_map = tensor_map(query, box, LINE_BYTES)
     else:

@@ -67,6 +67,9 @@ constexpr bool HALVES = ERASES && BLOCK_N == 128;
 constexpr bool SKIPS = CAUSAL && !PADDED;
 static_assert(!SKIPS || ((WARPGROUPS - 1) * WARPGROUP_ROWS + BLOCK_N - 1) / BLOCK_N <= STAGES,
               "a warpgroup must leave at most STAGES of an item's tiles: the last waits for the first one to be free");
+// Warpgroups without rows of an item leave it to the others; three without heavy keys have no registers for that, and
+// must get whole items (`last_parts`).
+constexpr bool PASSES = HEAVY || WARPGROUPS == 2;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
 // large as P's format allows.

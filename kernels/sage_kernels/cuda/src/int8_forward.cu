@@ -209,12 +209,13 @@ struct Consumer : HeavyRows {
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
       // Beside P in float16 three warpgroups have registers for the item only behind this.
       if (items[q_stage].tiles == 0) break;
-      if (warpgroup >= items[q_stage].warpgroups) {
+      if (PASSES && warpgroup >= items[q_stage].warpgroups) {
         pass_item(round);
         continue;
       }
       item = items[q_stage];
-      asm volatile("" : "+r"(q), "+r"(k), "+r"(v));  // else the main loop computes them anew for each product
+      // Else the main loop computes them anew for each product; masks of keys need the registers.
+      if (!PADDED) asm volatile("" : "+r"(q), "+r"(k), "+r"(v));
       tiles = item.tiles;
       if (SKIPS) {
         const int keys = min(a.kv_len, item.first_row + (warpgroup + 1) * WARPGROUP_ROWS + a.causal_offset);
