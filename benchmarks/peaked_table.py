@@ -55,7 +55,7 @@ TENSORS = ("query", "key", "value")
 BATCH_ELEMENTS = 2**28
 """Largest number of elements of K in a batch of cases: the emulation takes about 40 bytes for each."""
 COMPILE_SECONDS = 30
-"""How long to begin compiling ahead; a call compiles what it lacks, and rows come from then on."""
+"""Seconds in which compiling ahead may begin; a call compiles what it lacks, and rows come from then on."""
 ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
 """Peers whose causal attention aligns the last query with the last key; others' call has as many queries as keys."""
 

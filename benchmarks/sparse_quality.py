@@ -110,7 +110,7 @@ def variants(fallback: str | None = None) -> list[Variant]:
 
 
 Message = dict[str, Any]
-"""What a process tells: a row of "training" or "rows", with it the middle frames of some clips, or a line of text."""
+"""Message of a process: a row of "training" or "rows", with it the middle frames of some clips, or a line of text."""
 
 
 class Trained:

@@ -29,7 +29,7 @@ TRAINING_RESULTS = sorted(pages.RESULTS.glob("*-forward_backward.json"))
 
 
 def autograd(output_gradient, query, key, value, mask=None, is_causal=False, causal_offset=0, scale=None) -> Gradients:
-    """As `exact_gradients`, by PyTorch."""
+    """Compute `exact_gradients` by PyTorch."""
     inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
     allowed = torch.ones(2, 1, query.shape[2], key.shape[2], dtype=torch.bool) if mask is None else mask
     if is_causal:

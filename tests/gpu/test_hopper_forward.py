@@ -191,7 +191,7 @@ def test_what_shared_memory_held_does_not_matter(recipe, head_dim):
 @pytest.mark.parametrize("heads", (3, 17, 24))
 @pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
 def test_rows_do_not_depend_on_the_parts_of_the_last_items(monkeypatch, recipe, heads, head_dim):
-    """Of a round that is not full, or of the only one; a head's last item has fewer rows."""
+    """Take a round that is not full, or the only one; a head's last item has fewer rows."""
     operands = Operands((1, heads, 1, 1000, 700), head_dim, head_dim, torch.bfloat16, recipe, return_lse=False)
     operands.quantize()
     output, _ = operands.attend(hopper)

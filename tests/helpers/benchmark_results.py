@@ -14,7 +14,7 @@ FACTS |= {"cudnn": 91900, "packages": {"fa3-fwd": "0.0.3"}, "commit": "0" * 40, 
 
 
 def fake_result() -> dict:
-    """As `measure.run` returns: every provider at every shape but fa3, which is missing, and sage1 without causal."""
+    """Make up a result of `measure.run`: all providers at all shapes but fa3, which is missing, and sage1 uncausal."""
     rows = []
     for shape in SHAPES:
         for index, one in enumerate(PROVIDERS):
@@ -34,7 +34,7 @@ def fake_result() -> dict:
 
 
 def fake_training_result() -> dict:
-    """As `measure_training.run` returns: every provider at every shape but fa3, which is missing."""
+    """Make up a result of `measure_training.run`: every provider at every shape but fa3, which is missing."""
     rows = []
     for shape in TRAINING_SHAPES:
         for index, one in enumerate(TRAINING_PROVIDERS):

@@ -79,7 +79,7 @@ def _ltx2_inputs() -> Inputs:
 
 
 def _allegro_rope(frames: int, height: int, width: int, head_dim: int) -> tuple[Any, Any]:
-    """As the Allegro pipeline makes it: per axis cosine and sine, and the positions."""
+    """Make what the Allegro pipeline makes: per axis cosine and sine, and the positions."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
     *frequencies, grid_t, grid_h, grid_w = get_3d_rotary_pos_embed_allegro(
