@@ -200,7 +200,7 @@ def attend(
         slot = prepared.find(query, key, value, attn_mask, "sage_attention", tokens_first, grad, *options)
         if slot is not None and slot.prepared is not None:
             slot.announce(slot.prepared.plan)
-            output, lse = slot.prepared(query, key, value, attn_mask)
+            output, lse = slot.run(query, key, value, attn_mask)
             if record.observers:
                 shown = query, key, value, output
                 query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
@@ -272,7 +272,7 @@ def attend(
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:
             slot.announce(plan)
-            output, lse = prepared.as_planned(slot.prepared)(query, key, value, attn_mask)
+            output, lse = slot.prepared(query, key, value, attn_mask)  # as planned: its own keys do not recur
         else:
             output, lse = dispatch.run(call, plan)
             if not at_once:

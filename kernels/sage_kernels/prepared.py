@@ -62,11 +62,13 @@ class Slot:
     """Knowledge of calls that agree in all but addresses and values.
 
     Attributes:
-        prepared: the call, if it is prepared.
+        prepared: the call of tensors (batch, heads, tokens, channels), if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
         address: where the keys of the first step of decoding lay; 0 before one.
-        tokens_first: the calls' tensors are (batch, tokens, heads, channels).
+        plan_anew: prepares a step of decoding whose keys lie where the first ones lay, so that their number is fixed;
+            None for other calls, and once it has.
+        tokens_first: the callers' tensors are (batch, tokens, heads, channels), and their output too.
         found: how often the prepared call was found by its facts.
     """
 
@@ -74,6 +76,7 @@ class Slot:
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
     address: int = 0
+    plan_anew: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Prepared | None] | None = None
     tokens_first: bool = False
     found: int = 0
 
@@ -93,9 +96,32 @@ class Slot:
         """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
         if self.calls == 2 or at_once:
-            made = make()
-            self.prepared = TokensFirstCall(made) if made is not None and self.tokens_first else made
-            self.announce = announce
+            self.prepared, self.announce = make(), announce
+
+    def run(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the prepared call with a caller's tensors; return what `Prepared` does, laid out as they are."""
+        call, transposes = self.prepared, self.tokens_first
+        assert call is not None
+        if not transposes:
+            output, lse = call(query, key, value, mask)
+        elif isinstance(call, BoundCall) and call.tokens_first:
+            output, lse = call.attend(query, key, value), None
+        elif isinstance(call, TapedCall):  # which reads addresses alone
+            output, lse = call(query, key, value, mask)
+            output = output.transpose(1, 2)
+        else:
+            output, lse = call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+            output = output.transpose(1, 2)
+        if (
+            self.plan_anew is not None
+            and key.data_ptr() == self.address
+            and not torch.cuda.is_current_stream_capturing()
+        ):
+            tensors = (x.transpose(1, 2) if transposes else x for x in (query, key, value))
+            self.prepared, self.plan_anew = self.plan_anew(*tensors) or call, None
+        return output, lse
 
 
 @lru_cache(maxsize=CALLS)
@@ -306,85 +332,18 @@ class TapedCall:
         return output, others[0] if self.return_lse else None
 
 
-@dataclass(slots=True, eq=False)
-class GrowingCall:
-    """Step of decoding behind a cache that may grow: once its keys lie where the first ones lay, it is planned anew.
-
-    Attributes:
-        prepared: the call as it is prepared so far.
-        address: where the first keys lay; 0 once it is planned anew.
-        recipe, is_causal, causal_offset, scale: as in `Call`.
-        fallback: as in `registry.select`.
-    """
-
-    prepared: Prepared
-    address: int
-    recipe: Recipe
-    is_causal: bool
-    causal_offset: int
-    scale: float
-    fallback: Fallback
-
-    @property
-    def plan(self) -> Plan:
-        """Return what runs."""
-        return self.prepared.plan
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend."""
-        found = self.prepared(query, key, value, mask)
-        if key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
-            self.address = 0
-            call = Call(query, key, value, self.recipe, NO_MASK, self.is_causal, self.causal_offset, self.scale)
-            self.prepared = prepare(call, dispatch.plan_of(call, self.fallback, True), None) or self.prepared
-        return found
-
-
 def prepare_step(call: Call, plan: Plan, mask: torch.Tensor | None, slot: Slot, fallback: Fallback) -> Prepared | None:
-    """Do as `prepare` for a call that may be a step behind a cache that grows."""
+    """Do as `prepare` for a call of a slot that may be a step behind a cache that grows."""
     found = prepare(call, plan, mask)
-    if found is None or plan.request.device_type != "cuda" or not costs.is_growing_step(plan.request):
-        return found
-    return GrowingCall(*(found, slot.address, call.recipe, call.is_causal, call.causal_offset, call.scale), fallback)
+    if found is not None and plan.request.device_type == "cuda" and costs.is_growing_step(plan.request):
+        recipe, options = call.recipe, (call.is_causal, call.causal_offset, call.scale)
 
+        def plan_anew(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Prepared | None:
+            again = Call(query, key, value, recipe, NO_MASK, *options)
+            return prepare(again, dispatch.plan_of(again, fallback, True), None)
 
-@dataclass(slots=True, eq=False)
-class TokensFirstCall:
-    """Call whose tensors are (batch, tokens, heads, channels), and its output too.
-
-    Attributes:
-        call: the call of their transposes.
-    """
-
-    call: Prepared
-
-    @property
-    def plan(self) -> Plan:
-        """Return what runs."""
-        return self.call.plan
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend."""
-        call = self.call
-        if isinstance(call, BoundCall) and call.tokens_first:
-            return call.attend(query, key, value), None
-        if not isinstance(call, TapedCall):  # which reads addresses alone
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = call(query, key, value, mask)
-        return output.transpose(1, 2), lse
-
-
-def as_planned(call: Prepared) -> Prepared:
-    """Return the call of tensors (batch, heads, tokens, channels) that was just prepared, to run as it was planned.
-
-    The keys of the first step of decoding lie where the first ones lay: that tells nothing.
-    """
-    call = call.call if isinstance(call, TokensFirstCall) else call
-    return call.prepared if isinstance(call, GrowingCall) else call
+        slot.plan_anew = plan_anew
+    return found
 
 
 def is_step(plan: Plan) -> bool:

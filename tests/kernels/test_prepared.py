@@ -107,7 +107,7 @@ def check_budget(call, library, *, python, allocated, launched):
 
 def test_a_repeated_call_costs_the_host_little(gpu):
     query, key, value = draw()
-    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=11, allocated=2, launched=3)
+    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=12, allocated=2, launched=3)
 
 
 def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
@@ -299,9 +299,7 @@ def test_calls_with_tokens_before_heads_are_those_of_their_transposes(recipe, ma
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
         assert torch.equal(call.output, expected) and torch.equal(call.query, transposed[0])
-    assert "TokensFirstCall.__call__" in python_calls(
-        partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True)
-    )
+    assert "Slot.run" in python_calls(partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True))
 
 
 def test_launches_with_tokens_before_heads_cost_no_views(gpu):
