@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_hf.app.report import text_table
 from sage_hf.attention import sage_attention
 from sage_hf.bench.measure import facts, reason
+from sage_hf.text import text_table
 
 Route = Literal["plain", "key_mask", "exact", "forward_backward", "compiled"]
 ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "compiled")
