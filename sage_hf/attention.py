@@ -235,20 +235,25 @@ def attend(
             exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
             slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
     elif wants_gradient:
-        output, lse = training.attention(
-            query,
-            key,
-            value,
-            valid=valid,
-            is_causal=is_causal,
-            scale=scale,
-            recipe=recipe,
-            fallback=checked_fallback,
-            return_lse=return_lse,
-        )
-        if slot is not None and not return_lse:
+        if slot is not None and slot.calls == 0 and not return_lse:
+            # At once: what a first call saves for its backward pass, checkpointing compares to what a later one does.
             prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
-            slot.prepare(partial(prepare, recipe, checked_fallback))
+            slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
+        if slot is not None and slot.prepared is not None:
+            slot.announce(slot.prepared.plan)
+            output, lse = slot.prepared(query, key, value, mask)
+        else:
+            output, lse = training.attention(
+                query,
+                key,
+                value,
+                valid=valid,
+                is_causal=is_causal,
+                scale=scale,
+                recipe=recipe,
+                fallback=checked_fallback,
+                return_lse=return_lse,
+            )
     elif slot is None:
         output, lse = ops.attention(
             query,

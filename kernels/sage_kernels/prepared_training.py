@@ -14,7 +14,7 @@ from .prepared import attempt, is_plain, modes_are_active, stand_in_of
 from .recipe import get_recipe
 from .registry import Fallback, Plan, TrainingForward, get_backward, get_forward, get_quantizer
 from .rehearsal import Rehearsal
-from .tape import Tape
+from .tape import Bundle, Tape
 
 BACKWARDS = 8
 """Layouts of the output's gradient, for each call, whose backward pass is prepared."""
@@ -28,7 +28,8 @@ class TrainingCall:
         plan: as in `prepared.Prepared`.
         call: its options; the tensors are stand-ins.
         tape: launches of the forward pass; the arguments are Q, K, V and the mask, if there is one; returned are the
-            output and `operands.Saved`.
+            output and the memory of `saved`.
+        saved: the parts of `operands.Saved`.
         scale, fallback: as the caller gave them.
         backwards: launches of the backward pass by the layout of its tensors; None where they cannot be repeated.
     """
@@ -36,6 +37,7 @@ class TrainingCall:
     plan: Plan
     call: Call
     tape: Tape
+    saved: Bundle
     scale: float | None
     fallback: Fallback
     backwards: dict[object, Tape | None] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class TrainingCall:
         """Return dQ, dK and dV.
 
         Args:
-            tensors: the output's gradient, V, the output, and what the forward pass saved.
+            tensors: the output's gradient, V, the output, and the memory of what the forward pass saved.
             valid: which keys exist, bool (batch or 1, kv_len); None: all.
         """
         given = tensors if valid is None else [*tensors, valid]
@@ -62,8 +64,18 @@ class TrainingCall:
             if tape is not None:
                 return tuple(tape.run(*[x.data_ptr() for x in given]))
         call, blocks, packing = self.call, (None, None, 0, 0), (None, None, 0, 0, None)
+        *given, memory = tensors
         return torch.ops.sage_kernels.training_attention_backward(
-            *(*tensors, valid, *blocks, *packing, call.query.shape[3], self.plan.backward, call.is_causal),
+            *(
+                *given,
+                *self.saved.views(memory),
+                valid,
+                *blocks,
+                *packing,
+                call.query.shape[3],
+                self.plan.backward,
+                call.is_causal,
+            ),
             *(call.causal_offset, self.scale, call.recipe.name, self.fallback),
         )
 
@@ -71,29 +83,30 @@ class TrainingCall:
         call = self.call
 
         def rehearse(rehearsal: Rehearsal) -> Tape:
-            inputs = [rehearsal.stand_in(x) for x in (*tensors, *([] if valid is None else [valid]))]
-            gradient, value, output, *saved = inputs[: len(tensors)]
+            gradient, value, output = inputs = [rehearsal.stand_in(x) for x in tensors[:-1]]
+            saved = Bundle.of([rehearsal.stand_in(x) for x in self.saved.tensors])
+            padding = [] if valid is None else [rehearsal.stand_in(valid)]
             backward = BackwardCall(
                 gradient,
                 value,
                 output,
-                Saved(*saved),
+                Saved(*saved.tensors),
                 call.query.shape[3],
                 call.recipe,
-                Mask.of_keys(None if valid is None else inputs[-1]),
+                Mask.of_keys(padding[0] if padding else None),
                 call.is_causal,
                 call.causal_offset,
                 call.scale,
             )
             gradients = get_backward(self.plan.backward).backward(backward)
             outputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients]
-            return Tape(rehearsal, inputs, outputs, tensors[0].device)
+            return Tape(rehearsal, [*inputs, saved, *padding], outputs, tensors[0].device)
 
         return attempt(rehearse, tensors[0].device)
 
 
 class _Attention(torch.autograd.Function):
-    """The prepared call as autograd sees it; it saves the tensors that the operator of `training` does."""
+    """The prepared call as autograd sees it."""
 
     @staticmethod
     def forward(
@@ -109,8 +122,8 @@ class _Attention(torch.autograd.Function):
         if mask is not None:
             addresses.append(mask.data_ptr())
             valid = exact.key_mask(mask[(None,) * (4 - mask.dim())], key.shape[2])
-        output, *saved = call.tape.run(*addresses)
-        ctx.save_for_backward(value, output, *saved, valid)
+        output, saved = call.tape.run(*addresses)
+        ctx.save_for_backward(value, output, saved, valid)
         ctx.set_materialize_grads(False)
         ctx.call = call
         return output
@@ -157,8 +170,8 @@ def _prepare(call: Call, plan: Plan, scale: float | None, fallback: Fallback) ->
     def rehearse(rehearsal: Rehearsal) -> TrainingCall:
         inputs, stand_in = stand_in_of(rehearsal, call, get_recipe(plan.recipe))
         output, saved = kernel.attend_and_save(stand_in, quantizer)
-        outputs = [output.transpose(1, 2).contiguous().transpose(1, 2), *(part.contiguous() for part in saved)]
-        tape = Tape(rehearsal, inputs, outputs, call.query.device)
-        return TrainingCall(plan, replace(stand_in, mask=Mask()), tape, scale, fallback)
+        kept = Bundle.of([part.contiguous() for part in saved])
+        tape = Tape(rehearsal, inputs, [output.transpose(1, 2).contiguous().transpose(1, 2), kept], call.query.device)
+        return TrainingCall(plan, replace(stand_in, mask=Mask()), tape, kept, scale, fallback)
 
     return attempt(rehearse, call.query.device)
