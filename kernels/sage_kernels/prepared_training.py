@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from . import dispatch, exact
+from . import ahead, dispatch, exact
 from .call import BackwardCall, Call, Mask, softmax_scale
 from .operands import Saved
 from .prepared import attempt, is_plain, modes_are_active, stand_in_of
@@ -98,6 +98,7 @@ class TrainingCall:
                 call.causal_offset,
                 call.scale,
             )
+            ahead.finish()
             gradients = get_backward(self.plan.backward).backward(backward)
             outputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients]
             return Tape(rehearsal, [*inputs, saved, *padding], outputs, tensors[0].device)
@@ -164,6 +165,7 @@ def prepare(
 
 
 def _prepare(call: Call, plan: Plan, scale: float | None, fallback: Fallback) -> TrainingCall | None:
+    ahead.compile_backward(call, plan)
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     quantizer = get_quantizer(plan.quantizer)
 

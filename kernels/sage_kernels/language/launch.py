@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +130,10 @@ def launch(
     if 0 in grid:
         return
     if (rehearsed := rehearsal.current()) is not None:
-        rehearsed.launched(pack(kernel, grid, arguments, options))
+        if rehearsed.compilations is None:
+            rehearsed.launched(pack(kernel, grid, arguments, options))
+        else:
+            rehearsed.compilations.append(partial(kernel.run, grid=grid, warmup=True, **arguments, **options))
         return
     device = next(iter(arguments.values())).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
