@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -182,19 +182,25 @@ def find(
 
 def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
     """Let `find` compare a call's tensors to these first, and return the slot for them."""
-    global TensorGuards
-    if TensorGuards is None or (kind not in _at_hand and len(_at_hand) == CALLS):
+    if kind not in _at_hand and len(_at_hand) == CALLS:
         return
+    if (alike := guards_of(tensors)) is not None:
+        _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
+
+
+def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what says by `check(*others)` whether others are like these in all but addresses, None if nothing can."""
+    global TensorGuards
+    if TensorGuards is None:
+        return None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     try:
         alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        if not alike.check(*tensors):
-            return
+        return alike if alike.check(*tensors) else None
     except (RuntimeError, SystemError, TypeError) as error:  # another PyTorch's takes other arguments
         logger.info("prepared calls are found by their facts alone: %s: %s", type(error).__name__, error)
         TensorGuards = None
-        return
-    _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
+        return None
 
 
 def modes_are_active() -> bool:
@@ -229,7 +235,8 @@ class ExactCall:
     Attributes:
         plan: as in `Prepared`.
         is_causal, scale, enable_gqa: as in `exact.sdpa`.
-        direct: PyTorch's function takes the arguments as they are.
+        direct: PyTorch's function takes the arguments as they are, but for the mask, of which it takes a view.
+        mask_form: size and strides of that view; None where there is no mask.
         empties_rows: rows that may attend to no key are set to 0.
         tokens_first: the output is laid out as (batch, tokens, heads, channels).
         cudnn: PyTorch may take its cuDNN backend.
@@ -241,6 +248,7 @@ class ExactCall:
     scale: float | None
     enable_gqa: bool
     direct: bool
+    mask_form: tuple[torch.Size, tuple[int, ...]] | None
     empties_rows: bool
     tokens_first: bool
     cudnn: bool
@@ -253,7 +261,7 @@ class ExactCall:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
-        if self.direct and self.cudnn:
+        if self.direct and self.cudnn and self.mask_form is None:
             output = F.scaled_dot_product_attention(
                 query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
             )
@@ -265,9 +273,13 @@ class ExactCall:
     def _attend_directly(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-        )
+        if mask is None or self.mask_form is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            )
+        view = mask.as_strided(*self.mask_form)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
+        return torch.where(view.any(-1, keepdim=True), output, 0.0) if self.empties_rows else output
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -375,11 +387,12 @@ def prepare_exact(
     if is_causal and mask is not None:
         return None
     gqa = query.shape[1] != key.shape[1]
-    direct = mask is None and exact.takes_as_they_are(query, key, value, scale)
+    form = None if mask is None or gqa else exact.form_for_sdpa(mask, query, key.shape[2])
+    direct = (mask is None or form is not None) and exact.takes_as_they_are(query, key, value, scale)
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
     cudnn = plan.kernel == "sdpa"
-    return ExactCall(plan, is_causal, scale, gqa, direct, empties_rows, tokens_first, cudnn, shared_rows)
+    return ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
 
 
 def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:

@@ -10,7 +10,7 @@ import torch
 from . import ahead, dispatch, exact
 from .call import BackwardCall, Call, Mask, softmax_scale
 from .operands import Saved
-from .prepared import attempt, is_plain, modes_are_active, stand_in_of
+from .prepared import ALIGNMENT, attempt, guards_of, is_plain, modes_are_active, stand_in_of
 from .recipe import get_recipe
 from .registry import Fallback, Plan, TrainingForward, get_backward, get_forward, get_quantizer
 from .rehearsal import Rehearsal
@@ -32,6 +32,7 @@ class TrainingCall:
         saved: the parts of `operands.Saved`.
         scale, fallback: as the caller gave them.
         backwards: launches of the backward pass by the layout of its tensors; None where they cannot be repeated.
+        latest: the latest of them, behind what compares tensors to its own at once.
     """
 
     plan: Plan
@@ -41,12 +42,13 @@ class TrainingCall:
     scale: float | None
     fallback: Fallback
     backwards: dict[object, Tape | None] = field(default_factory=dict)
+    latest: tuple[Any, Tape] | None = None
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend; the output has gradients."""
-        return _Attention.apply(query, key, value, mask, self), None
+        return _apply(query, key, value, mask, self), None
 
     def backward(self, tensors: list[torch.Tensor], valid: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return dQ, dK and dV.
@@ -56,13 +58,14 @@ class TrainingCall:
             valid: which keys exist, bool (batch or 1, kv_len); None: all.
         """
         given = tensors if valid is None else [*tensors, valid]
-        if not (torch.is_grad_enabled() or modes_are_active()) and is_plain(*given):
-            layout = tuple([(x.stride(), x.dtype, x.device) for x in given])
-            if layout not in self.backwards and len(self.backwards) < BACKWARDS:
-                self.backwards[layout] = self._prepare_backward(tensors, valid)
-            tape = self.backwards.get(layout)
-            if tape is not None:
-                return tuple(tape.run(*[x.data_ptr() for x in given]))
+        if not (torch.is_grad_enabled() or modes_are_active()):
+            addresses, together = [x.data_ptr() for x in given], 0
+            for address in addresses:
+                together |= address
+            if self.latest is not None and self.latest[0].check(*given) and together % ALIGNMENT == 0:
+                return tuple(self.latest[1].run(*addresses))
+            if is_plain(*given) and (tape := self._backward_tape(tensors, valid, given)) is not None:
+                return tuple(tape.run(*addresses))
         call, blocks, packing = self.call, (None, None, 0, 0), (None, None, 0, 0, None)
         *given, memory = tensors
         return torch.ops.sage_kernels.training_attention_backward(
@@ -78,6 +81,18 @@ class TrainingCall:
             ),
             *(call.causal_offset, self.scale, call.recipe.name, self.fallback),
         )
+
+    def _backward_tape(
+        self, tensors: list[torch.Tensor], valid: torch.Tensor | None, given: list[torch.Tensor]
+    ) -> Tape | None:
+        """Return the launches for tensors of a layout, and let those that follow be compared to them first."""
+        layout = tuple([(x.stride(), x.dtype, x.device) for x in given])
+        if layout not in self.backwards and len(self.backwards) < BACKWARDS:
+            self.backwards[layout] = self._prepare_backward(tensors, valid)
+        tape = self.backwards.get(layout)
+        alike = None if tape is None else guards_of(given)
+        self.latest = None if tape is None or alike is None else (alike, tape)
+        return tape
 
     def _prepare_backward(self, tensors: list[torch.Tensor], valid: torch.Tensor | None) -> Tape | None:
         call = self.call
@@ -135,8 +150,14 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5
         *saved, valid = ctx.saved_tensors
         gradients = ctx.call.backward([gradient, *saved], valid)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if needed else None for gradient, needed in wanted), None, None
+        if ctx.needs_input_grad[:3] != (True, True, True):
+            wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+            gradients = tuple(gradient if needed else None for gradient, needed in wanted)
+        return *gradients, None, None
+
+
+# As `_Attention.apply`, which undoes transforms of torch.func first: inside those no call is prepared.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def prepare(
