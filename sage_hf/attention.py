@@ -198,6 +198,8 @@ def attend(
         grad = torch.is_grad_enabled() and ops.wants_gradient(query, key, value, attn_mask)
         options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
         slot = prepared.find(query, key, value, attn_mask, "sage_attention", tokens_first, grad, *options)
+        if slot is not None and slot.prepared is None and slot.calls == 0 and attn_mask is None and not tokens_first:
+            prepared.follow_step(slot, query, key, value, grad, *options)
         if slot is not None and slot.prepared is not None:
             slot.announce(slot.prepared.plan)
             output, lse = slot.run(query, key, value, attn_mask)

@@ -34,14 +34,20 @@ logger = logging.getLogger(__name__)
 
 CALLS = 512
 """Calls that are remembered; of more, those used least lately are forgotten."""
-AT_HAND, FINDS = 8, 64
-"""Calls with the same options that are at hand; and after how many finds another one is put there again."""
+AT_HAND = 8
+"""Calls with the same options that are at hand."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
+
+STEP_KEYS = 64
+"""Numbers of keys for which a step of decoding by PyTorch's attention is planned once: every step has one more."""
 
 Made = TypeVar("Made")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+PlanAnew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "Prepared | None"]
 
 
 class Prepared(Protocol):
@@ -69,16 +75,18 @@ class Slot:
         plan_anew: prepares a step of decoding whose keys lie where the first ones lay, so that their number is fixed;
             None for other calls, and once it has.
         tokens_first: the callers' tensors are (batch, tokens, heads, channels), and their output too.
-        found: how often the prepared call was found by its facts.
+        step: what steps of decoding have in common that are planned together; None for other calls.
+        alike: compares tensors to the calls' own (`guards_of`), once a prepared call was found by its facts.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
     address: int = 0
-    plan_anew: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Prepared | None] | None = None
+    plan_anew: PlanAnew | None = None
     tokens_first: bool = False
-    found: int = 0
+    step: tuple[object, ...] | None = None
+    alike: Any = None
 
     def recurs(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Return whether a step of decoding finds its keys where those of the first one lay."""
@@ -97,6 +105,10 @@ class Slot:
         self.calls += 1
         if self.calls == 2 or at_once:
             self.prepared, self.announce = make(), announce
+            if self.step is not None and isinstance(self.prepared, ExactCall):
+                if len(_steps) == CALLS:
+                    _steps.clear()
+                _steps[self.step] = self.prepared, self.plan_anew
 
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -114,13 +126,12 @@ class Slot:
         else:
             output, lse = call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
             output = output.transpose(1, 2)
-        if (
-            self.plan_anew is not None
-            and key.data_ptr() == self.address
-            and not torch.cuda.is_current_stream_capturing()
-        ):
-            tensors = (x.transpose(1, 2) if transposes else x for x in (query, key, value))
-            self.prepared, self.plan_anew = self.plan_anew(*tensors) or call, None
+        if self.plan_anew is not None:
+            if self.address == 0:
+                self.address = key.data_ptr()
+            elif key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
+                tensors = (x.transpose(1, 2) if transposes else x for x in (query, key, value))
+                self.prepared, self.plan_anew = self.plan_anew(*tensors) or call, None
         return output, lse
 
 
@@ -134,10 +145,15 @@ _at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Any, Slot], ...]] = 
 own at once, as the compiler of PyTorch does; the facts of `_slot` are a dozen of attributes."""
 
 
+_steps: dict[tuple[object, ...], tuple[ExactCall, PlanAnew | None]] = {}
+"""By `Slot.step`: a prepared step, and `Slot.plan_anew` of its slot."""
+
+
 def forget() -> None:
     """Forget all prepared calls."""
     _slot.cache_clear()
     _at_hand.clear()
+    _steps.clear()
 
 
 registry.forgetters.append(forget)
@@ -173,19 +189,46 @@ def find(
         TypeError,
     ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
         return None
-    if slot.prepared is not None:
-        slot.found += 1
-        if slot.found % FINDS == 1:
-            _put_at_hand(slot, tensors, kind)
+    if slot.prepared is not None and TensorGuards is not None:
+        _put_at_hand(slot, tensors, kind)
     return slot
+
+
+def follow_step(slot: Slot, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: object) -> None:
+    """Prepare a step of decoding without a mask as one of about as many keys was, if one was, without planning it.
+
+    Args:
+        slot: of a call that `find` finds for the first time.
+        query, key, value: its tensors, (batch, heads, tokens, channels), not checked yet.
+        options: as for `find`.
+    """
+    if query.dim() != 4 or query.shape[2] >= costs.DECODED_QUERIES or not query.dim() == key.dim() == value.dim():
+        return
+    (batch, heads, keys, channels), other = key.shape, value.shape
+    if other[:3] != (batch, heads, keys):
+        return
+    facts = query.shape, batch, heads, channels, other[3], *(fact for x in (query, key, value) for fact in _kind(x))
+    slot.step = (*facts, keys // STEP_KEYS, *options)
+    latest, plan_anew = _steps.get(slot.step, (None, None))
+    if latest is None or not latest.direct or not exact.takes_as_they_are(query, key, value, latest.scale):
+        return
+    plan = replace(latest.plan, request=replace(latest.plan.request, kv_len=keys))
+    slot.calls, slot.prepared, slot.plan_anew = 1, replace(latest, plan=plan), plan_anew
+
+
+def _kind(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return x.dtype, x.device
 
 
 def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
     """Let `find` compare a call's tensors to these first, and return the slot for them."""
     if kind not in _at_hand and len(_at_hand) == CALLS:
         return
-    if (alike := guards_of(tensors)) is not None:
-        _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
+    if slot.alike is None:
+        slot.alike = guards_of(tensors)
+    if slot.alike is not None:
+        others = [one for one in _at_hand.get(kind, ()) if one[1] is not slot]
+        _at_hand[kind] = ((slot.alike, slot), *others[: AT_HAND - 1])
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Any:

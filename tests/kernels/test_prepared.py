@@ -482,3 +482,26 @@ def test_keys_that_lie_where_they_lay_are_no_growing_caches(steps):
 def test_a_second_call_with_the_same_keys_says_that_their_length_is_fixed(steps):
     step, (key, *_) = steps
     assert [step(key) for _ in range(4)] == ["sdpa", "sdpa", "step", "step"]  # the second is what was prepared
+
+
+def test_steps_behind_a_cache_that_grows_are_planned_once_for_many_lengths(monkeypatch):
+    planned, seen, select = [], [], dispatch.select
+    monkeypatch.setattr(
+        dispatch, "select", lambda request, fallback: planned.append(request) or select(request, fallback)
+    )
+    prepared.forget()
+    lengths = range(prepared.STEP_KEYS - 4, prepared.STEP_KEYS + 4)
+    for tokens in lengths:
+        query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
+        with record.observe(seen.append):
+            output = sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
+        assert torch.equal(output, F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
+    assert [request.kv_len for request in planned] == [lengths[0], prepared.STEP_KEYS]
+    assert [call.plan.request.kv_len for call in seen] == list(lengths)
+    for other in ((1, 3, lengths[1], 64), (2, 2, lengths[1], 64), (1, 2, lengths[1], 32)):
+        with pytest.raises(ValueError, match=r"heads|batch|head_dim"):
+            sage_attention(query, *draw(*other, count=2), enable_gqa=True, recipe="sage2")
+    with pytest.raises(ValueError, match="tokens of key and value"):
+        sage_attention(
+            query, *draw(1, 2, lengths[1], 64, count=1), *draw(1, 2, lengths[2], 64, count=1), recipe="sage2"
+        )
