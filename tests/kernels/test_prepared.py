@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,16 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels import dispatch, exact, prepared, prepared_training, registry, rehearsal, tape
-from sage_kernels.call import Call, Mask
+from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
+from sage_kernels.call import Call
 from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Plan
-from tests.helpers import fake_gpu
+from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
 
 SHAPE = (1, 2, 192, 64)
-HOPPER = {"kernel": "int8_forward_hopper", "quantizer": "int8_quantize_hopper", "backward": "int8_backward_hopper"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,109 +31,8 @@ def nothing_prepared():
     prepared.forget()
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """The driver of a GPU on which calls with tensors of the CPU are prepared, with Hopper's kernels."""
-    library = fake_gpu.install(monkeypatch)
-
-    def plan_of(call, grad):
-        return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
-
-    def prepare(call, plan, mask, tokens_first=False):
-        return prepared._prepare_launches(call, plan_of(call, False))
-
-    def prepare_training(query, key, value, mask, is_causal, scale, recipe, fallback):
-        call = Call(query, key, value, get_recipe(recipe), Mask.of(mask, key.shape[2]), is_causal, 0, 0.125)
-        return prepared_training._prepare(call, plan_of(call, True), scale, fallback)
-
-    monkeypatch.setattr(prepared, "prepare", prepare)
-    monkeypatch.setattr(prepared_training, "prepare", prepare_training)
-    return library
-
-
-@pytest.fixture
-def gluon(monkeypatch):
-    """Let Triton launches be packed without a compiler; skip the test where Triton is too old for the kernels."""
-    pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
-    from sage_kernels.language import backward_operands, launch, rotation
-
-    def matrix(channels, dtype, device):
-        return rotation.rotation_matrix(channels, dtype, torch.device("cpu"))
-
-    monkeypatch.setattr(launch, "pack", fake_gpu.pack)
-    monkeypatch.setattr(backward_operands, "rotation_matrix", matrix)
-
-
 def draw(*shape, count=3):
     return [torch.randn(shape or SHAPE, dtype=torch.bfloat16) for _ in range(count)]
-
-
-def python_calls(function) -> list[str]:
-    """The functions in Python of our own that a call runs."""
-    names = []
-
-    def trace(frame, event, argument):
-        if event == "call" and any(package in frame.f_code.co_filename for package in ("sage_kernels", "sage_hf")):
-            names.append(frame.f_code.co_qualname)
-
-    sys.setprofile(trace)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return names
-
-
-def allocations(function) -> int:
-    """Count the tensors that a call allocates."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return sum(event.count for event in profile.key_averages() if event.key in ("aten::empty", "aten::empty_strided"))
-
-
-def check_budget(call, library, *, python, allocated, launched):
-    for _ in range(3):
-        call()
-    names = python_calls(call)
-    assert len(names) <= python, "\n".join(names)
-    assert allocations(call) <= allocated
-    library.launched.clear()
-    call()
-    assert len(library.launched) == launched
-
-
-def test_a_repeated_call_costs_the_host_little(gpu):
-    query, key, value = draw()
-    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=12, allocated=2, launched=3)
-
-
-def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
-    query, key, value = draw()
-    mask = (torch.arange(SHAPE[2]) < 150)[None, None, None]
-    call = partial(sage_attention, query, key, value, mask, recipe="sage2")
-    check_budget(call, gpu, python=14, allocated=2, launched=3)
-
-
-def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
-    query, key, value = draw()
-    call = partial(torch.ops.sage_kernels.attention, query, key, value, None, False, 0, None, "sage2", "native", False)
-    check_budget(call, gpu, python=13, allocated=3, launched=3)
-
-
-def test_a_repeated_exact_call_costs_the_host_little(gpu):
-    query, key, value = draw()
-    own = allocations(partial(F.scaled_dot_product_attention, query, key, value))
-    check_budget(partial(sage_attention, query, key, value, recipe="exact"), gpu, python=10, allocated=own, launched=0)
-
-
-def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
-    inputs = [x.requires_grad_() for x in draw()]
-    gradient = torch.randn(SHAPE, dtype=torch.bfloat16)
-
-    def step():
-        torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd"), inputs, gradient)
-
-    check_budget(step, gpu, python=25, allocated=9, launched=7)
 
 
 def is_prepared(*tensors, **options) -> bool:
