@@ -13,7 +13,7 @@ import torch
 
 from . import rehearsal
 from .call import Call
-from .registry import Attend, Exact, Request, get_exact, register_exact
+from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,9 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 MAX_HEAD_DIM = 256
 ROWS, PROGRAMS = 128, 132
 """Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
+DIVIDER = "get_scheduler_metadata"
+"""Operator that divides a call's work beforehand, for at most DIVIDED_AT_ONCE batch elements in one block."""
+DIVIDED_AT_ONCE = 992
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -67,10 +70,10 @@ class FlashAttention3:
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
-    def attend(
-        self, call: Call, attend_to_first: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
+    def attend_to_scattered(
+        self, call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend; see `triton.exact_forward.attend`."""
+        """Attend; see `triton.scattered_forward.attend`."""
 
 
 class PaddedFlashAttention3:
@@ -95,7 +98,7 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend(call, attend_to_first=_attend_to_first)
+        return self._others.attend_to_scattered(call, _attend_to_first, _template(call))
 
 
 def register_kernels() -> None:
@@ -104,20 +107,56 @@ def register_kernels() -> None:
     register_exact(PaddedFlashAttention3(cast(Others, get_exact("exact_forward"))))
 
 
-def _attend_to_first(call: Call, lengths: torch.Tensor, output: torch.Tensor) -> None:
-    """Write the output of each batch element over its first `lengths` keys."""
+def _attend_to_first(
+    call: Call, q_lengths: torch.Tensor, kv_lengths: torch.Tensor, plan: torch.Tensor | None, output: torch.Tensor
+) -> None:
+    """Write the output of each batch element's first `q_lengths` queries over its first `kv_lengths` keys."""
     operator, scale = _operator(), call.scale
     assert operator is not None
 
     def attend(*tensors: torch.Tensor) -> None:
         query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
-        operator(query, key, value, out=into, seqused_k=tensors[4], softmax_scale=scale, num_splits=1)
+        options = {"seqused_q": tensors[4], "seqused_k": tensors[5], "softmax_scale": scale, "num_splits": 1}
+        if len(tensors) > 6:
+            options["scheduler_metadata"] = tensors[6]
+        operator(query, key, value, out=into, **options)
 
-    tensors = call.query, call.key, call.value, output, lengths
+    tensors = (call.query, call.key, call.value, output, q_lengths, kv_lengths, *([] if plan is None else [plan]))
     if (rehearsed := rehearsal.current()) is not None:
         rehearsed.ran(attend, *tensors)
     else:
         attend(*tensors)
+
+
+def _template(call: Call) -> torch.Tensor | None:
+    """Return how the operator divides a call's work, int32 (numbers,); None where it has to find out at each call.
+
+    It finds out by one more launch, from the lengths. With one split they change nothing but the order of the batch
+    elements, so calls of these sizes may begin with a copy of what it finds for the longest.
+    """
+    if call.batch > DIVIDED_AT_ONCE or torch.cuda.is_current_stream_capturing():
+        return None
+    sizes = call.batch, call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
+    return _template_of(sizes, call.query.device)
+
+
+@lru_cache(maxsize=1024)
+def _template_of(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+    """Return the template of calls of (batch, q_len, kv_len, q_heads, kv_heads, head_dim), in 16 bits."""
+    if (divide := getattr(_operators(), DIVIDER, None)) is None:
+        return None
+    batch, _, kv_len, _, _, head_dim = sizes
+    shortest, longest = (
+        divide(
+            *sizes,
+            head_dim,
+            torch.bfloat16,
+            torch.full((batch,), length, dtype=torch.int32, device=device),
+            num_splits=1,
+        )
+        for length in (1, kv_len)
+    )
+    return longest if torch.equal(shortest, longest) else None
 
 
 def _unsupported(request: Request) -> str:
@@ -136,17 +175,25 @@ def _unsupported(request: Request) -> str:
 
 
 @lru_cache(maxsize=1)
-def _operator() -> Callable[..., Any] | None:
-    """Return the operator of the first package that can be loaded; None without any."""
+def _operators() -> Any:
+    """Return the operators of the first package that can be loaded; None without any."""
     for package in PACKAGES:
         if find_spec(package) is None:
             continue
         try:
             import_module(f"{package}._C")
-            return getattr(torch.ops, package).fwd
+            operators = getattr(torch.ops, package)
+            _ = operators.fwd
+            return operators
         except (AttributeError, ImportError, OSError) as error:  # built for another PyTorch
             logger.info("FlashAttention 3 of %s cannot be loaded: %s", package, error)
     return None
+
+
+def _operator() -> Callable[..., Any] | None:
+    """Return the operator that attends; None without any package."""
+    operators = _operators()
+    return None if operators is None else operators.fwd
 
 
 @lru_cache(maxsize=1)

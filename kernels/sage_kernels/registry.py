@@ -146,6 +146,12 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(query, key, value) -> output, for the tensors of calls that agree in all else."""
 
 
+AttendToFirst = Callable[[Call, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""(call, q_lengths, kv_lengths, copy, output) -> None: write the output of the batch elements whose lengths are not 0,
+each over its first keys, as many as its length says, and of no others. Lengths are int32 (batch,), q_len or 0 and at
+most kv_len; `copy` is this call's own copy of a template, or None."""
+
+
 @runtime_checkable
 class BoundExact(Exact, Protocol):
     """Kernel of exact attention that finds out once what calls like one need; it serves no masks.

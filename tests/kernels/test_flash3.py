@@ -88,9 +88,9 @@ def test_it_serves_calls_without_a_mask(operator, facts):
 
 def test_without_a_package_it_serves_nothing(monkeypatch):
     monkeypatch.setattr(flash3, "find_spec", lambda package: None)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
 
 
 def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
@@ -99,9 +99,9 @@ def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(flash3, "find_spec", lambda package: package)
     monkeypatch.setattr(flash3, "import_module", fail)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
