@@ -20,7 +20,7 @@ from ..layout import ALIGNMENT, ceil_div, power_of_two
 from .configs import Config, exact_forward_config
 
 LISTED, LISTED_WARPS = 256, 8  # keys whose mask is read at once while tiles are listed
-LISTED_BY_FEW, WARPS_OF_FEW = 1024, 32  # where so few programs list that each multiprocessor has one at most
+LISTED_BY_FEW, WARPS_OF_FEW = 512, 32  # where so few programs list that each multiprocessor has one at most
 FEW = 132
 LISTED_ALONE = 2048  # of a mask of one row
 WORD = tl.constexpr(32)  # keys of a word of bits
