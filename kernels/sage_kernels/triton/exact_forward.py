@@ -136,7 +136,7 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
     mask = mask.view(torch.uint8)
     batches, heads, rows, _ = unexpanded(mask).shape
     block_m = config.block_m if rows > 1 else 1
-    few = batches * heads * ceil_div(rows, block_m) <= FEW
+    few = block_m <= 64 and batches * heads * ceil_div(rows, block_m) <= FEW  # 128 rows would spill
     width, warps = (LISTED_BY_FEW, WARPS_OF_FEW) if few else (LISTED, LISTED_WARPS)
     width, warps = (width, warps) if rows > 1 else (LISTED_ALONE, 4)
     mask = mask.expand(*mask.shape[:3], kv_len)
