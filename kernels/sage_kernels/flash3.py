@@ -143,20 +143,22 @@ def _template(call: Call) -> torch.Tensor | None:
 @lru_cache(maxsize=1024)
 def _template_of(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
     """Return the template of calls of (batch, q_len, kv_len, q_heads, kv_heads, head_dim), in 16 bits."""
-    if (divide := getattr(_operators(), DIVIDER, None)) is None:
-        return None
-    batch, _, kv_len, _, _, head_dim = sizes
-    shortest, longest = (
-        divide(
-            *sizes,
-            head_dim,
-            torch.bfloat16,
-            torch.full((batch,), length, dtype=torch.int32, device=device),
-            num_splits=1,
-        )
-        for length in (1, kv_len)
-    )
-    return longest if torch.equal(shortest, longest) else None
+    return _divided(sizes, sizes[2], device) if _divides_all_lengths_alike(device) else None
+
+
+@lru_cache(maxsize=16)
+def _divides_all_lengths_alike(device: torch.device) -> bool:
+    """Return whether there is an operator that divides work, and finds the same for long and for short sequences."""
+    if not hasattr(_operators(), DIVIDER):
+        return False
+    sizes = 4, 512, 512, 4, 2, 64  # of 3 elements it would leave memory between its numbers as it was
+    return torch.equal(_divided(sizes, 1, device), _divided(sizes, 512, device))
+
+
+def _divided(sizes: tuple[int, ...], length: int, device: torch.device) -> torch.Tensor:
+    lengths = torch.full((sizes[0],), length, dtype=torch.int32, device=device)
+    found: torch.Tensor = getattr(_operators(), DIVIDER)(*sizes, sizes[-1], torch.bfloat16, lengths, num_splits=1)
+    return found
 
 
 def _unsupported(request: Request) -> str:
