@@ -41,7 +41,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | 
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
     config = scattered_forward_config(max(channels, v_channels))
     blocks = ceil_div(q_len, config.block_m)
-    programs = ceil_div(PROGRAMS * multiprocessors(query.get_device()), batch)
+    programs = ceil_div(round(PROGRAMS * multiprocessors(query.get_device())), batch)
     programs = min(programs, blocks * q_heads)
     words = ceil_div(kv_len, LISTED_ALONE) * (LISTED_ALONE // WORD.value)
     places = 2 + ceil_div(kv_len, config.block_n)
