@@ -19,9 +19,7 @@ from ..language.scores import LOG2E, store_clamped
 from ..layout import ALIGNMENT, ceil_div, power_of_two
 from .configs import Config, exact_forward_config
 
-LISTED, LISTED_WARPS = 256, 8  # keys whose mask is read at once while tiles are listed
-LISTED_BY_FEW, WARPS_OF_FEW = 512, 32  # where so few programs list that each multiprocessor has one at most
-FEW = 132
+LISTED = 256  # keys whose mask is read at once while tiles are listed
 LISTED_ALONE = 2048  # of a mask of one row
 WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
@@ -135,10 +133,7 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
     kv_len = call.kv_len
     mask = mask.view(torch.uint8)
     batches, heads, rows, _ = unexpanded(mask).shape
-    block_m = config.block_m if rows > 1 else 1
-    few = block_m <= 64 and batches * heads * ceil_div(rows, block_m) <= FEW  # 128 rows would spill
-    width, warps = (LISTED_BY_FEW, WARPS_OF_FEW) if few else (LISTED, LISTED_WARPS)
-    width, warps = (width, warps) if rows > 1 else (LISTED_ALONE, 4)
+    block_m, width = (config.block_m, LISTED) if rows > 1 else (1, LISTED_ALONE)
     mask = mask.expand(*mask.shape[:3], kv_len)
     tiles = mask.new_empty(
         (batches, heads, ceil_div(rows, block_m), 2 + ceil_div(kv_len, config.block_n)), dtype=torch.int32
@@ -162,7 +157,7 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
         WIDTH=width,
         BITS=WORD.value,
         CAUSAL=call.is_causal and rows > 1,
-        num_warps=warps,
+        num_warps=8 if rows > 1 else 4,
     )
     return bits, tiles
 
