@@ -49,7 +49,7 @@ class FakeQueue:
         call()
         return self.latest
 
-    def prepare(self, provider, call, output, once_ms):
+    def prepare(self, provider, call, output):
         self.replayed.append(provider.name)
         timed = Timed(provider, output, 7.0, lambda: None, 2)
         timed.marks.append((Event(0.0), Event(2 * self.times.get(provider.name, 1.0))))

@@ -28,7 +28,8 @@ from sage_kernels import training_routes
 WINDOW_MS = 20.0
 TURNS = 3
 MAX_CALLS = 32
-BUSY_CYCLES = 300_000  # of the GPU, while the host launches a replay: some 0.15 ms
+# The GPU is kept busy for so many cycles, some 0.15 and 0.5 ms, while the host launches a replay, or a call.
+REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
 # Of the others, one whose second call took so many times as long as the fastest one's, and over LONG_MS, is left out.
 HOPELESS = 2.0
 LONG_MS = 1.0
@@ -188,7 +189,7 @@ def measure_point(point: Point, queue: Queue) -> dict[str, Any]:
                         if once_ms > max(LONG_MS, HOPELESS * fastest_ms):
                             continue
                         fastest_ms = min(fastest_ms, once_ms)
-                    timed.append(queue.prepare(provider, call, output, once_ms))
+                    timed.append(queue.prepare(provider, call, output))
             except Exception as error:  # A provider may fail in any way.
                 failures[provider.name] = reason(error)
         queue.replay(timed)
@@ -236,7 +237,8 @@ class Queue:
         self._stream.synchronize()
 
     def once_ms(self, call: Callable[[], object]) -> float:
-        """Return the time of one call, with that of the host."""
+        """Return the GPU's time of one call, and what the host needs beyond the time that the GPU is kept busy."""
+        torch.cuda._sleep(CALL_CYCLES)
         start, end = self._mark(), self._event()
         call()
         end.record()
@@ -257,11 +259,12 @@ class Queue:
         times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
         return statistics.median(times) / count * 1e3
 
-    def prepare(self, provider: GridProvider, call: Callable[[], Tensor], output: Tensor, once_ms: float) -> Timed:
-        """Take a call's host times, and capture as many calls as fit into a replay."""
+    def prepare(self, provider: GridProvider, call: Callable[[], Tensor], output: Tensor) -> Timed:
+        """Take the host times of a call that ran twice, and capture as many calls as fit into a replay."""
+        call()  # Ours has found out at the second call what the later ones need.
+        once_ms = self.once_ms(call)
         host_us = statistics.median(self._host_times(call, once_ms))
-        gpu_ms = max(1e-3, once_ms - host_us * 1e-3) if once_ms < LONG_MS else once_ms
-        calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / gpu_ms)))
+        calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / max(1e-3, once_ms))))
         return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
 
     def replay(self, timed: Sequence[Timed]) -> None:
@@ -273,7 +276,7 @@ class Queue:
             first = turn % max(1, len(timed))
             for one in (*timed[first:], *timed[:first]):
                 if turn:
-                    torch.cuda._sleep(BUSY_CYCLES)
+                    torch.cuda._sleep(REPLAY_CYCLES)
                 start = self._mark()
                 one.replay()
                 if turn:
