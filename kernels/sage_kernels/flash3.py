@@ -22,9 +22,9 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 MAX_HEAD_DIM = 256
 ROWS, PROGRAMS = 128, 132
 """Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
-DIVIDER = "get_scheduler_metadata"
-"""Operator that divides a call's work beforehand, for at most DIVIDED_AT_ONCE batch elements in one block."""
-DIVIDED_AT_ONCE = 992
+PLANNER = "get_scheduler_metadata"
+"""Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
+PLANNED_AT_ONCE = 992
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -70,9 +70,7 @@ class FlashAttention3:
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
-    def attend_to_scattered(
-        self, call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
         """Attend; see `triton.scattered_forward.attend`."""
 
 
@@ -98,7 +96,7 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend_to_scattered(call, _attend_to_first, _template(call))
+        return self._others.attend_to_scattered(call, _attend_to_first, _row_blocks(call))
 
 
 def register_kernels() -> None:
@@ -108,56 +106,69 @@ def register_kernels() -> None:
 
 
 def _attend_to_first(
-    call: Call, q_lengths: torch.Tensor, kv_lengths: torch.Tensor, plan: torch.Tensor | None, output: torch.Tensor
+    call: Call,
+    q_lengths: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    plan: torch.Tensor | None,
+    output: torch.Tensor,
 ) -> None:
-    """Write the output of each batch element's first `q_lengths` queries over its first `kv_lengths` keys."""
+    """Write the output of some batch elements; see `registry.AttendToFirst`."""
     operator, scale = _operator(), call.scale
     assert operator is not None
+    which, tensor = ("seqused_q", q_lengths) if plan is None else ("scheduler_metadata", plan)
+    assert tensor is not None
 
     def attend(*tensors: torch.Tensor) -> None:
         query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
-        options = {"seqused_q": tensors[4], "seqused_k": tensors[5], "softmax_scale": scale, "num_splits": 1}
-        if len(tensors) > 6:
-            options["scheduler_metadata"] = tensors[6]
+        options = {"seqused_k": tensors[4], which: tensors[5], "softmax_scale": scale, "num_splits": 1}
         operator(query, key, value, out=into, **options)
 
-    tensors = (call.query, call.key, call.value, output, q_lengths, kv_lengths, *([] if plan is None else [plan]))
+    tensors = call.query, call.key, call.value, output, kv_lengths, tensor
     if (rehearsed := rehearsal.current()) is not None:
         rehearsed.ran(attend, *tensors)
     else:
         attend(*tensors)
 
 
-def _template(call: Call) -> torch.Tensor | None:
-    """Return how the operator divides a call's work, int32 (numbers,); None where it has to find out at each call.
+def _row_blocks(call: Call) -> int:
+    """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
 
-    It finds out by one more launch, from the lengths. With one split they change nothing but the order of the batch
-    elements, so calls of these sizes may begin with a copy of what it finds for the longest.
+    It does so by one more launch, which has to wait for the lengths. With one split they decide no more than the order
+    of the batch elements.
     """
-    if call.batch > DIVIDED_AT_ONCE or torch.cuda.is_current_stream_capturing():
-        return None
-    sizes = call.batch, call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
-    return _template_of(sizes, call.query.device)
+    device = call.query.device
+    if call.batch > PLANNED_AT_ONCE or torch.cuda.is_current_stream_capturing() or not _takes_plans(device):
+        return 0
+    return _row_blocks_of(call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3], device)
 
 
 @lru_cache(maxsize=1024)
-def _template_of(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-    """Return the template of calls of (batch, q_len, kv_len, q_heads, kv_heads, head_dim), in 16 bits."""
-    return _divided(sizes, sizes[2], device) if _divides_all_lengths_alike(device) else None
+def _row_blocks_of(q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> int:
+    return int(_plan((1, q_len, kv_len, q_heads, kv_heads, head_dim), kv_len, None, device)[4])
 
 
 @lru_cache(maxsize=16)
-def _divides_all_lengths_alike(device: torch.device) -> bool:
-    """Return whether there is an operator that divides work, and finds the same for long and for short sequences."""
-    if not hasattr(_operators(), DIVIDER):
+def _takes_plans(device: torch.device) -> bool:
+    """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, whatever the lengths."""
+    if not hasattr(_operators(), PLANNER):
         return False
-    sizes = 4, 512, 512, 4, 2, 64  # of 3 elements it would leave memory between its numbers as it was
-    return torch.equal(_divided(sizes, 1, device), _divided(sizes, 512, device))
+    sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
+    full, short, empty = (_plan(sizes, *lengths, device).tolist() for lengths in ((1024, 640), (1, 640), (1024, 0)))
+    alike = full[:8] == short[:8] and sorted(short[8:12]) == numbers and full[4:8] == full[4:5] * 4 and full[4] > 0
+    return alike and full == [*ones, *full[4:8], *full[8:12], 0] and empty[4:8] == [0] * 4 and len(full) == 13
 
 
-def _divided(sizes: tuple[int, ...], length: int, device: torch.device) -> torch.Tensor:
-    lengths = torch.full((sizes[0],), length, dtype=torch.int32, device=device)
-    found: torch.Tensor = getattr(_operators(), DIVIDER)(*sizes, sizes[-1], torch.bfloat16, lengths, num_splits=1)
+def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, device: torch.device) -> torch.Tensor:
+    """Return the operator's plan for elements of these lengths, of calls of (batch, q_len, …, kv_heads, head_dim)."""
+
+    def all_of(length: int) -> torch.Tensor:
+        return torch.full((sizes[0],), length, dtype=torch.int32, device=device)
+
+    used = None if q_length is None else all_of(q_length)
+    options = {"seqused_q": used, "num_splits": 1}
+    found: torch.Tensor = getattr(_operators(), PLANNER)(
+        *sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options
+    )
     return found
 
 

@@ -119,22 +119,22 @@ def multiprocessors(monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
 
 
-def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(multiprocessors):
+@pytest.mark.parametrize("row_blocks", [0, 2])
+def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(multiprocessors, row_blocks):
     mask = key_mask(130, 0, 200, 77)
     mask[3, ..., 70:77], mask[3, ..., 190:] = False, True
     call = draw_call((4, 2), 150, 200, 64, mask)
     truth, _ = exact.attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
-    template = torch.arange(13, dtype=torch.int32)
     found = []
 
-    def attend_to_first(call, q_lengths, kv_lengths, copy, output):
-        found.extend((q_lengths.tolist(), kv_lengths.tolist()))
-        assert torch.equal(copy, template) and copy is not template
+    def attend_to_first(call, q_lengths, kv_lengths, plan, output):
+        found.extend(None if x is None else x.tolist() for x in (q_lengths, kv_lengths, plan))
         for element in (0, 2):
             output[element] = truth[element]
 
-    output = scattered_forward.attend(call, attend_to_first, template)
-    assert found == [[150, 0, 150, 0], [130, 0, 200, 0]]
+    output = scattered_forward.attend(call, attend_to_first, row_blocks)
+    plan = [1, 1, 1, 1, 2, 0, 2, 0, 0, 1, 2, 3, 0]
+    assert found == ([None, [130, 0, 200, 0], plan] if row_blocks else [[150, 0, 150, 0], [130, 0, 200, 0], None])
     assert torch.equal(output[0], truth[0].half()) and torch.equal(output[2], truth[2].half())
     assert_exact(call, output)
 

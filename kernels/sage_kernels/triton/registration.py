@@ -202,11 +202,9 @@ class ExactForward:
         """Attend; see `exact_forward.attend`."""
         return _load("exact_forward").attend(call)
 
-    def attend_to_scattered(
-        self, call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
         """Attend; see `scattered_forward.attend`."""
-        return _load("scattered_forward").attend(call, attend_to_first, template)
+        return _load("scattered_forward").attend(call, attend_to_first, row_blocks)
 
 
 class SplitForward:

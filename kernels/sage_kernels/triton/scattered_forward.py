@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
-from ..layout import ceil_div, power_of_two
+from ..layout import ceil_div, power_of_two, stride_of
 from ..registry import AttendToFirst
 from .configs import scattered_forward_config
 from .exact_forward import LISTED_ALONE, WORD, attend_tile, list_rows
@@ -22,15 +22,17 @@ from .split_forward import multiprocessors
 
 PROGRAMS = 2
 """Programs that a multiprocessor has room for; few, because most of them only find that there is nothing to do."""
+LEAST_LISTED = 512  # keys that are read at once
+PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `registry.AttendToFirst`'s plan
 
 
-def attend(call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | None = None) -> torch.Tensor:
+def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
         call: as of `exact_forward.attend`, with a mask of keys and without causality.
         attend_to_first: the kernel for the batch elements whose keys that exist come first.
-        template: int32 (numbers,), of which `attend_to_first` gets a new copy.
+        row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a plan; else 0.
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
@@ -40,15 +42,16 @@ def attend(call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | 
     (batch, q_heads, q_len, head_dim), kv_len, v_head_dim = query.shape, call.kv_len, value.shape[3]
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
     config = scattered_forward_config(max(channels, v_channels))
+    width = min(LISTED_ALONE, max(LEAST_LISTED, power_of_two(kv_len)))
     blocks = ceil_div(q_len, config.block_m)
-    programs = ceil_div(round(PROGRAMS * multiprocessors(query.get_device())), batch)
-    programs = min(programs, blocks * q_heads)
-    words = ceil_div(kv_len, LISTED_ALONE) * (LISTED_ALONE // WORD.value)
+    programs = min(ceil_div(PROGRAMS * multiprocessors(query.get_device()), batch), blocks * q_heads)
+    words = ceil_div(kv_len, width) * (width // WORD.value)
     places = 2 + ceil_div(kv_len, config.block_n)
     bits = query.new_empty((batch, programs, words), dtype=torch.int32)
     tiles = query.new_empty((batch, programs, places), dtype=torch.int32)
-    q_lengths, kv_lengths = (query.new_empty((batch,), dtype=torch.int32) for _ in range(2))
-    copy = None if template is None else query.new_empty(template.shape, dtype=torch.int32)
+    kv_lengths = query.new_empty((batch,), dtype=torch.int32)
+    q_lengths = None if row_blocks else query.new_empty((batch,), dtype=torch.int32)
+    plan = query.new_empty((plan_size(batch),), dtype=torch.int32) if row_blocks else None
     launch(
         scattered_forward,
         (programs, batch),
@@ -61,9 +64,9 @@ def attend(call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | 
         tiles=tiles,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
-        template=template,
-        copy=copy,
-        numbers=0 if template is None else template.numel(),
+        plan=plan,
+        row_blocks=row_blocks,
+        part_size=plan_size(batch) // PLAN_PARTS,
         q_len=q_len,
         kv_len=kv_len,
         q_heads=q_heads,
@@ -76,19 +79,24 @@ def attend(call: Call, attend_to_first: AttendToFirst, template: torch.Tensor | 
         softmax_scale=call.scale,
         **strides("query", query.stride()[:3]),
         **strides("output", output.stride()[:3]),
-        valid_stride=valid.stride(0) if valid.shape[0] > 1 else 0,
+        valid_stride=stride_of(valid),
         valid_stride_key=valid.stride(1),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
-        WIDTH=LISTED_ALONE,
+        WIDTH=width,
         BITS=WORD.value,
         **config.constants,
     )
-    attend_to_first(call, q_lengths, kv_lengths, copy, output)
+    attend_to_first(call, q_lengths, kv_lengths, plan, output)
     return output
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "words", "places", "numbers"])
+def plan_size(batch: int) -> int:
+    """Return the size of `registry.AttendToFirst`'s plan."""
+    return PLAN_PARTS * (ceil_div(batch, PLAN_MULTIPLE) * PLAN_MULTIPLE) + 1
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "words", "places", "row_blocks", "part_size"])
 def scattered_forward(
     query,
     key,
@@ -99,9 +107,9 @@ def scattered_forward(
     tiles,
     q_lengths,
     kv_lengths,
-    template,
-    copy,
-    numbers,
+    plan,
+    row_blocks,
+    part_size,
     q_len,
     kv_len,
     q_heads,
@@ -127,7 +135,7 @@ def scattered_forward(
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Attend in one batch element unless its keys come first; write the lengths of each, 0 where it is done here.
+    """Attend in one batch element unless its keys come first; write the lengths, or the plan, for those where they do.
 
     `bits` and `tiles` are each program's own: as of `exact_forward.list_tiles`, of one row of a mask.
     """
@@ -143,13 +151,15 @@ def scattered_forward(
     count, end = tl.sum(counts, 0), tl.max(ends, 0)
     come_first = (count == end) & (count != 0)
     if part == 0:
-        tl.store(q_lengths + batch, tl.where(come_first, q_len, 0))
         tl.store(kv_lengths + batch, tl.where(come_first, count, 0))
-        if template is not None:  # noqa: SIM102 - the compiler decides this one, the GPU the next
+        if plan is None:
+            tl.store(q_lengths + batch, tl.where(come_first, q_len, 0))
+        else:
+            tl.store(plan + batch, 1)
+            tl.store(plan + part_size + batch, tl.where(come_first, row_blocks, 0))
+            tl.store(plan + 2 * part_size + batch, batch)
             if batch == 0:
-                for start in range(0, numbers, WIDTH):
-                    number = tl.load(template + start + lane, mask=start + lane < numbers, other=0)
-                    tl.store(copy + start + lane, number, mask=start + lane < numbers)
+                tl.store(plan + 3 * part_size, 0)
     if come_first:
         return
     own = batch.to(tl.int64) * tl.num_programs(0) + part
