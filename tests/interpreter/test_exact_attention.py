@@ -6,7 +6,7 @@ import torch
 from sage_kernels import exact
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
-from sage_kernels.triton import exact_forward, scattered_forward, split_forward
+from sage_kernels.triton import empty_rows, exact_forward, scattered_forward, split_forward
 from sage_kernels.triton.configs import exact_forward_config
 
 # Weights and output are rounded to float16; the sum of its weights divides a row in float32.
@@ -89,6 +89,15 @@ def bias(heads, rows=150, columns=200):
 def test_masks_are_read_and_rows_without_a_key_are_0(case):
     call = draw_call(*case)
     assert_exact(call, exact_forward.attend(call))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_zeros_are_written_where_there_is_no_key_and_nowhere_else(count):
+    valid = key_mask(7, 0, 2000, kv_len=2000)[:, 0, 0]
+    tensors = [torch.ones(3, tokens, 3, 40).transpose(1, 2) for tokens in (150, 70, 70)][:count]
+    empty_rows.clear(valid, *tensors)
+    for x in tensors:
+        assert not x[1].any() and x[0].all() and x[2].all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
