@@ -42,7 +42,7 @@ def attend(
         output = exact.sdpa(query, key, value, **options)
         return _Cleared.forward(None, valid, output)
     output = exact.sdpa(*_WithoutGradients.apply(valid, query, key, value), **options)
-    return _Cleared.apply(valid, output)  # type: ignore[no-any-return]
+    return _Cleared.apply(valid, output)
 
 
 def _keys_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
@@ -70,7 +70,7 @@ class _Cleared(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, gradient
 
 
@@ -84,7 +84,7 @@ class _WithoutGradients(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (valid,) = ctx.saved_tensors
         there = [x for x in gradients if x is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ def clear(valid: torch.Tensor, *tensors: torch.Tensor) -> None:
     first, *others = tensors
     if 0 in first.shape:
         return
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for name, x in zip(("first", "second", "third"), (first, *others, *[first] * (3 - len(tensors))), strict=True):
         _, heads, tokens, channels = x.shape
         sizes |= {f"{name}_heads": heads, f"{name}_tokens": tokens, f"{name}_channels": channels}
