@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 
 from sage_hf import record
-from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
+from sage_kernels import checks, dispatch, empty_rows, exact, ops, prepared, prepared_training, training
 from sage_kernels.blocks import BlockList, check_blocks, exact_attention
 from sage_kernels.call import Mask
 from sage_kernels.recipe import get_recipe
@@ -306,9 +306,8 @@ def _exact(
     """
     if is_causal and mask is not None:
         mask, is_causal = exact.with_causality(mask, query, key), False
-    output = exact.sdpa(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if recipe != "exact" and mask is not None:
-        output = torch.where(exact.attended_rows(mask), output, 0.0)
+    attend_exactly = exact.sdpa if recipe == "exact" else empty_rows.attend
+    output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if not return_lse:
         return output, query.new_empty(0, dtype=torch.float32)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 
 from . import rehearsal
 from .call import Call
-from .registry import Attend, Exact, Request, get_exact, register_exact
+from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,9 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 MAX_HEAD_DIM = 256
 ROWS, PROGRAMS = 128, 132
 """Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
+PLANNER = "get_scheduler_metadata"
+"""Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
+PLANNED_AT_ONCE = 992
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -67,10 +70,8 @@ class FlashAttention3:
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
-    def attend(
-        self, call: Call, attend_to_first: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
-        """Attend; see `triton.exact_forward.attend`."""
+    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `triton.scattered_forward.attend`."""
 
 
 class PaddedFlashAttention3:
@@ -95,7 +96,7 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend(call, attend_to_first=_attend_to_first)
+        return self._others.attend_to_scattered(call, _attend_to_first, _row_blocks(call))
 
 
 def register_kernels() -> None:
@@ -104,20 +105,71 @@ def register_kernels() -> None:
     register_exact(PaddedFlashAttention3(cast(Others, get_exact("exact_forward"))))
 
 
-def _attend_to_first(call: Call, lengths: torch.Tensor, output: torch.Tensor) -> None:
-    """Write the output of each batch element over its first `lengths` keys."""
+def _attend_to_first(
+    call: Call,
+    q_lengths: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    plan: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    """Write the output of some batch elements; see `registry.AttendToFirst`."""
     operator, scale = _operator(), call.scale
     assert operator is not None
+    which, tensor = ("seqused_q", q_lengths) if plan is None else ("scheduler_metadata", plan)
+    assert tensor is not None
 
     def attend(*tensors: torch.Tensor) -> None:
         query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
-        operator(query, key, value, out=into, seqused_k=tensors[4], softmax_scale=scale, num_splits=1)
+        options = {"seqused_k": tensors[4], which: tensors[5], "softmax_scale": scale, "num_splits": 1}
+        operator(query, key, value, out=into, **options)
 
-    tensors = call.query, call.key, call.value, output, lengths
+    tensors = call.query, call.key, call.value, output, kv_lengths, tensor
     if (rehearsed := rehearsal.current()) is not None:
         rehearsed.ran(attend, *tensors)
     else:
         attend(*tensors)
+
+
+def _row_blocks(call: Call) -> int:
+    """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
+
+    It does so by one more launch, which has to wait for the lengths. With one split they decide no more than the order
+    of the batch elements.
+    """
+    device = call.query.device
+    if call.batch > PLANNED_AT_ONCE or torch.cuda.is_current_stream_capturing() or not _takes_plans(device):
+        return 0
+    return _row_blocks_of(call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3], device)
+
+
+@lru_cache(maxsize=1024)
+def _row_blocks_of(q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> int:
+    return int(_plan((1, q_len, kv_len, q_heads, kv_heads, head_dim), kv_len, None, device)[4])
+
+
+@lru_cache(maxsize=16)
+def _takes_plans(device: torch.device) -> bool:
+    """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, whatever the lengths."""
+    if not hasattr(_operators(), PLANNER):
+        return False
+    sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
+    full, short, empty = (_plan(sizes, *lengths, device).tolist() for lengths in ((1024, 640), (1, 640), (1024, 0)))
+    alike = full[:8] == short[:8] and sorted(short[8:12]) == numbers and full[4:8] == full[4:5] * 4 and full[4] > 0
+    return alike and full == [*ones, *full[4:8], *full[8:12], 0] and empty[4:8] == [0] * 4 and len(full) == 13
+
+
+def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, device: torch.device) -> torch.Tensor:
+    """Return the operator's plan for elements of these lengths, of calls of (batch, q_len, …, kv_heads, head_dim)."""
+
+    def all_of(length: int) -> torch.Tensor:
+        return torch.full((sizes[0],), length, dtype=torch.int32, device=device)
+
+    used = None if q_length is None else all_of(q_length)
+    options = {"seqused_q": used, "num_splits": 1}
+    found: torch.Tensor = getattr(_operators(), PLANNER)(
+        *sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options
+    )
+    return found
 
 
 def _unsupported(request: Request) -> str:
@@ -136,17 +188,25 @@ def _unsupported(request: Request) -> str:
 
 
 @lru_cache(maxsize=1)
-def _operator() -> Callable[..., Any] | None:
-    """Return the operator of the first package that can be loaded; None without any."""
+def _operators() -> Any:
+    """Return the operators of the first package that can be loaded; None without any."""
     for package in PACKAGES:
         if find_spec(package) is None:
             continue
         try:
             import_module(f"{package}._C")
-            return getattr(torch.ops, package).fwd
+            operators = getattr(torch.ops, package)
+            _ = operators.fwd
+            return operators
         except (AttributeError, ImportError, OSError) as error:  # built for another PyTorch
             logger.info("FlashAttention 3 of %s cannot be loaded: %s", package, error)
     return None
+
+
+def _operator() -> Callable[..., Any] | None:
+    """Return the operator that attends; None without any package."""
+    operators = _operators()
+    return None if operators is None else operators.fwd
 
 
 @lru_cache(maxsize=1)

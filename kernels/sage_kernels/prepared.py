@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from . import costs, dispatch, exact, registry
+from . import costs, dispatch, empty_rows, exact, registry
 from .call import NO_MASK, Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
@@ -333,9 +333,8 @@ class ExactCall:
         gqa = self.enable_gqa and not self.shared_rows
         if self.shared_rows:
             query = query.reshape(batch, key.shape[1], -1, query.shape[3])
-        output = exact.sdpa(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
-        if self.empties_rows and mask is not None:
-            output = torch.where(exact.attended_rows(mask), output, 0.0)
+        attend = empty_rows.attend if self.empties_rows else exact.sdpa
+        output = attend(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
         return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
 
 

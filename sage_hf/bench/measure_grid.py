@@ -28,6 +28,8 @@ from sage_kernels import training_routes
 WINDOW_MS = 20.0
 TURNS = 3
 MAX_CALLS = 32
+# The GPU is kept busy for so many cycles, some 0.15 and 0.5 ms, while the host launches a replay, or a call.
+REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
 # Of the others, one whose second call took so many times as long as the fastest one's, and over LONG_MS, is left out.
 HOPELESS = 2.0
 LONG_MS = 1.0
@@ -143,7 +145,7 @@ class Timed:
         provider: who.
         output: of its first call.
         call: calls it.
-        once_ms: time of a call, with that of the host.
+        once_ms: the GPU's time of a call (`Queue.once_ms`).
         replay: replays a graph of `calls` calls; it returns at once.
         marks: events around each timed replay.
         host_times: of single calls, in microseconds.
@@ -247,7 +249,8 @@ class Queue:
         self._stream.synchronize()
 
     def once_ms(self, call: Callable[[], object]) -> float:
-        """Return the time of one call, with that of the host."""
+        """Return the GPU's time of one call, and what the host needs beyond the time that the GPU is kept busy."""
+        torch.cuda._sleep(CALL_CYCLES)
         start, end = self._mark(), self._event()
         call()
         end.record()
@@ -272,9 +275,8 @@ class Queue:
         """Call until a call does no more than all later ones, and capture as many calls as fit into a replay."""
         for _ in range(SETTLING_CALLS):
             call()
-        host_ms, once_ms = self._host_us(call) * 1e-3, self.once_ms(call)
-        gpu_ms = max(1e-3, once_ms - host_ms) if once_ms < LONG_MS else once_ms
-        calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / gpu_ms)))
+        once_ms = self.once_ms(call)
+        calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / max(1e-3, once_ms))))
         return Timed(provider, output, call, once_ms, self._capture(call, calls).replay, calls)
 
     def take_host_times(self, timed: Sequence[Timed]) -> None:
@@ -291,13 +293,13 @@ class Queue:
     def replay(self, timed: Sequence[Timed]) -> None:
         """Replay all graphs in turns, each of which begins with another, and wait until the last has ended.
 
-        Before a timed replay of short calls another one keeps the GPU busy: else it would wait for the host's launch.
+        Before each timed replay the GPU is kept busy: else the calls of a short one would wait for the host's launch.
         """
         for turn in range(TURNS + 1):
             first = turn % max(1, len(timed))
             for one in (*timed[first:], *timed[:first]):
-                if turn and one.calls == MAX_CALLS:
-                    one.replay()
+                if turn:
+                    torch.cuda._sleep(REPLAY_CYCLES)
                 start = self._mark()
                 one.replay()
                 if turn:

@@ -8,7 +8,7 @@ from sage_kernels.call import Call, Mask
 from sage_kernels.language.launch import recording
 from sage_kernels.recipe import get_recipe
 from sage_kernels.testing.aot import compile_launch, machine_code
-from sage_kernels.triton import exact_forward, split_forward
+from sage_kernels.triton import exact_forward, scattered_forward, split_forward
 
 pytestmark = [
     pytest.mark.audit,
@@ -42,12 +42,13 @@ def compiled(attend, call):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim):
+def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim, multiprocessors):
     def attend(call):
-        exact_forward.attend(call, attend_to_first=lambda call, lengths, output: None)
+        scattered_forward.attend(call, lambda *arguments: None, 8)
 
-    for name, code, _ in compiled(attend, call_of(head_dim, "keys", dtype=torch.bfloat16)):
-        assert name in ("list_allowed", "exact_forward") and code.instructions.spills == 0
+    ((name, code, shared),) = compiled(attend, call_of(head_dim, "keys"))
+    assert name == "scattered_forward" and code.instructions.matrix_opcodes == {"HGMMA"}
+    assert code.instructions.spills == 0 and shared <= SHARED_BYTES // (1 if head_dim > 128 else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -69,7 +70,8 @@ def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, ca
 
 @pytest.fixture
 def multiprocessors(monkeypatch):
-    monkeypatch.setattr(split_forward, "_multiprocessors", lambda device: 132)
+    for module in (scattered_forward, split_forward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys"])
