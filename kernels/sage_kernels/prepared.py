@@ -104,11 +104,13 @@ class Slot:
         """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
         if self.calls == 2 or at_once:
-            self.prepared, self.announce = make(), announce
-            if self.step is not None and isinstance(self.prepared, ExactCall):
+            made = make()
+            self.prepared, self.announce = made, announce
+            # Kernels that serve keys of a fixed number best need not be those of a cache that grows.
+            if self.step is not None and isinstance(made, ExactCall) and not made.plan.request.recurs:
                 if len(_steps) == CALLS:
                     _steps.clear()
-                _steps[self.step] = self.prepared, self.plan_anew
+                _steps[self.step] = made, self.plan_anew
 
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

@@ -17,6 +17,7 @@ from sage_hf.attention import attend
 from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
 from sage_kernels.call import Call
 from sage_kernels.cuda import quantize, quantize_nvfp4
+from sage_kernels.prepared import Slot
 from sage_kernels.recipe import get_recipe
 from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
@@ -401,3 +402,19 @@ def test_steps_behind_a_cache_that_grows_are_planned_once_for_many_lengths(monke
         sage_attention(
             query, *draw(1, 2, lengths[1], 64, count=1), *draw(1, 2, lengths[2], 64, count=1), recipe="sage2"
         )
+
+
+def test_steps_of_a_fixed_number_of_keys_are_no_model_for_those_that_grow(monkeypatch):
+    """A kernel that makes a plan for each number is the best for one, and the worst for many."""
+    planned = []
+
+    def select(request, fallback):
+        planned.append(request)
+        return registry.exact_plan(request, kernel="sdpa" if request.recurs else "sdpa_without_cudnn")
+
+    monkeypatch.setattr(dispatch, "select", select)
+    monkeypatch.setattr(Slot, "recurs", lambda self, query, key: key.shape[2] == 40)
+    for tokens in (40, 41, 42):
+        query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
+        sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
+    assert [(request.kv_len, request.recurs) for request in planned] == [(40, True), (41, False)]
