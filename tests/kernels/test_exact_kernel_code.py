@@ -68,6 +68,13 @@ def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, ca
     assert names[-1] == "exact_forward" and ("list_allowed" in names) == (kind in ("keys", "bool"))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_beside_a_mask_of_few_keys_one_launch_suffices_without_spills(head_dim, causal):
+    ((name, code, _),) = compiled(exact_forward.attend, call_of(head_dim, "keys", 300, 512, causal))
+    assert name == "exact_forward" and code.instructions.spills == 0
+
+
 @pytest.fixture
 def multiprocessors(monkeypatch):
     for module in (scattered_forward, split_forward):
