@@ -19,7 +19,7 @@ HOPPER = (9, 0)
 SHARED_BYTES = 227 * 1024  # that a program may have
 
 
-def call_of(head_dim, kind="none", q_len=1000, kv_len=1024, causal=False, dtype=torch.bfloat16):
+def call_of(head_dim, kind="none", q_len=1000, kv_len=2048, causal=False, dtype=torch.bfloat16):
     options = {"device": "meta", "dtype": dtype}
     query = torch.empty(2, q_len, 8, head_dim, **options).transpose(1, 2)
     key, value = (torch.empty(2, kv_len, 2, head_dim, **options).transpose(1, 2) for _ in range(2))
