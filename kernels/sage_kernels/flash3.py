@@ -25,6 +25,7 @@ ROWS, PROGRAMS = 128, 132
 PLANNER = "get_scheduler_metadata"
 """Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
 PLANNED_AT_ONCE = 992
+MOST_SIZES = 1024  # of calls whose plans are remembered
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -54,10 +55,8 @@ class FlashAttention3:
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
-        blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
-        splits = 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1  # 0: as it finds best
         operator, negative = _operator(), call.scale < 0
-        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": splits}
+        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": _splits(call)}
         assert operator is not None
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -65,6 +64,12 @@ class FlashAttention3:
             return output
 
         return attend
+
+
+def _splits(call: Call) -> int:
+    """Return into how many parts the operator divides keys: 0, as it finds best, or 1."""
+    blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
+    return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 
 class Others(Exact, Protocol):
@@ -113,14 +118,14 @@ def _attend_to_first(
     output: torch.Tensor,
 ) -> None:
     """Write the output of some batch elements; see `registry.AttendToFirst`."""
-    operator, scale = _operator(), call.scale
+    operator, scale, splits = _operator(), call.scale, _splits(call)
     assert operator is not None
     which, tensor = ("seqused_q", q_lengths) if plan is None else ("scheduler_metadata", plan)
     assert tensor is not None
 
     def attend(*tensors: torch.Tensor) -> None:
         query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
-        options = {"seqused_k": tensors[4], which: tensors[5], "softmax_scale": scale, "num_splits": 1}
+        options = {"seqused_k": tensors[4], which: tensors[5], "softmax_scale": scale, "num_splits": splits}
         operator(query, key, value, out=into, **options)
 
     tensors = call.query, call.key, call.value, output, kv_lengths, tensor
@@ -130,21 +135,27 @@ def _attend_to_first(
         attend(*tensors)
 
 
+_row_blocks_found: dict[tuple[Any, ...], int] = {}
+
+
 def _row_blocks(call: Call) -> int:
     """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
 
-    It does so by one more launch, which has to wait for the lengths. With one split they decide no more than the order
-    of the batch elements.
+    It does so by one more launch, which has to wait for the lengths. Undivided keys leave nothing to it but the order
+    of the batch elements. To find out takes a look at the GPU's memory, so not while a graph is captured.
     """
-    device = call.query.device
-    if call.batch > PLANNED_AT_ONCE or torch.cuda.is_current_stream_capturing() or not _takes_plans(device):
+    if call.batch > PLANNED_AT_ONCE or _splits(call) != 1:
         return 0
-    return _row_blocks_of(call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3], device)
-
-
-@lru_cache(maxsize=1024)
-def _row_blocks_of(q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> int:
-    return int(_plan((1, q_len, kv_len, q_heads, kv_heads, head_dim), kv_len, None, device)[4])
+    device = call.query.device
+    sizes = call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
+    if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        found = int(_plan((1, *sizes), call.kv_len, None, device)[4]) if _takes_plans(device) else 0
+        if len(_row_blocks_found) >= MOST_SIZES:
+            _row_blocks_found.clear()
+        _row_blocks_found[known] = found
+    return found
 
 
 @lru_cache(maxsize=16)

@@ -66,6 +66,8 @@ def bias(heads, rows=150, columns=200):
     [
         ((4, 2), 150, 200, 72, key_mask(0, 150)),
         ((4, 2), 150, 200, 64, key_mask(7, 200), 50),
+        ((2, 1), 70, 1100, 64, key_mask(0, 330, kv_len=1100)),
+        ((2, 1), 70, 1100, 64, key_mask(60, 1100, kv_len=1100), 1030),
         ((2, 1), 150, 200, 64, scattered()),
         ((2, 2), 150, 200, 32, documents(), None, -0.2),
         ((2, 2), 150, 200, 40, documents(), 3, 0.1, 72),
@@ -77,6 +79,8 @@ def bias(heads, rows=150, columns=200):
     ids=[
         "keys",
         "causal keys",
+        "more keys",
+        "more causal keys",
         "scattered",
         "documents",
         "causal documents",

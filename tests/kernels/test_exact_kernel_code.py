@@ -19,7 +19,7 @@ HOPPER = (9, 0)
 SHARED_BYTES = 227 * 1024  # that a program may have
 
 
-def call_of(head_dim, kind="none", q_len=1000, kv_len=1024, causal=False, dtype=torch.bfloat16):
+def call_of(head_dim, kind="none", q_len=1000, kv_len=2048, causal=False, dtype=torch.bfloat16):
     options = {"device": "meta", "dtype": dtype}
     query = torch.empty(2, q_len, 8, head_dim, **options).transpose(1, 2)
     key, value = (torch.empty(2, kv_len, 2, head_dim, **options).transpose(1, 2) for _ in range(2))
@@ -66,6 +66,13 @@ def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, ca
         if name == "exact_forward":
             assert code.instructions.matrix_opcodes == {"HGMMA"}
     assert names[-1] == "exact_forward" and ("list_allowed" in names) == (kind in ("keys", "bool"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_beside_a_mask_of_few_keys_one_launch_suffices_without_spills(head_dim, causal):
+    ((name, code, _),) = compiled(exact_forward.attend, call_of(head_dim, "keys", 300, 512, causal))
+    assert name == "exact_forward" and code.instructions.spills == 0
 
 
 @pytest.fixture

@@ -166,14 +166,13 @@ def test_beside_padding_it_takes_a_plan_where_it_makes_such_plans(monkeypatch, p
         operators.get_scheduler_metadata = planned_by
     monkeypatch.setattr(flash3, "_operators", lambda: operators)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for found in (flash3._takes_plans, flash3._row_blocks_of):
-        found.cache_clear()
-    query, key = torch.randn(2, 4, 200, 64), torch.randn(2, 2, 10, 64)
+    monkeypatch.setattr(flash3, "_row_blocks_found", {})
+    flash3._takes_plans.cache_clear()
+    query, key = torch.randn(2, 128, 200, 64), torch.randn(2, 64, 10, 64)
     others = Others()
     output = flash3.PaddedFlashAttention3(others).attend(Call(query, key, key, get_recipe("exact"), scale=0.1))
     assert others.row_blocks == row_blocks
     assert options["seqused_k"].tolist() == [5, 0] and options["num_splits"] == 1
     assert ("scheduler_metadata" in options) == bool(row_blocks) != ("seqused_q" in options)
     assert output[0].any() and not output[1].any()
-    for found in (flash3._takes_plans, flash3._row_blocks_of):
-        found.cache_clear()
+    flash3._takes_plans.cache_clear()

@@ -16,11 +16,12 @@ from ..exact import unexpanded
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LOG2E, store_clamped
-from ..layout import ALIGNMENT, ceil_div, power_of_two
+from ..layout import ALIGNMENT, ceil_div, power_of_two, stride_of
 from .configs import Config, exact_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
 LISTED_ALONE = 2048  # of a mask of one row
+UNLISTED = 1024  # keys up to which each program reads a mask of keys itself
 WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
 
@@ -49,6 +50,11 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
         bias_rows = 1 if stored.shape[2] == 1 else config.block_m
         bias = TensorDescriptor.from_tensor(stored, [1, 1, bias_rows, config.block_n])
         mask_strides = tuple(int(size > 1) for size in stored.shape[:3])
+    elif kind == "keys" and call.kv_len <= UNLISTED:
+        valid = call.mask.valid
+        assert valid is not None
+        bits, kind = valid.view(torch.uint8), "few keys"
+        mask_strides = stride_of(valid), 0, valid.stride(1)
     elif mask is not None:
         bits, tiles = list_tiles(mask, call, config)
         mask_strides, tile_strides = (
@@ -80,6 +86,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
         V_CHANNELS=v_channels,
         CAUSAL=call.is_causal,
         MASK=kind,
+        WIDTH=max(config.block_n, power_of_two(kv_len)) if kind == "few keys" else 0,
         BIAS_ROWS=bias_rows,
         **config.constants,
     )
@@ -322,6 +329,9 @@ def attend_tile(
                     first, second = tl.load(at), tl.load(at + 1)
                 word = tl.where((place < WORD)[None, :], first, second)
                 allowed = ((word >> (place % WORD)[None, :]) & 1) != 0
+            elif MASK == "few keys":
+                exists = tl.load(bits + column * mask_stride_row, mask=column < kv_len, other=0)
+                allowed = (exists != 0)[None, :]
             else:
                 allowed = (column < kv_len)[None, :]
             if CAUSAL and MASK != "bool":
@@ -374,12 +384,13 @@ def exact_forward(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    WIDTH: tl.constexpr,
     BIAS_ROWS: tl.constexpr,
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
     `key`, `value` and `bias` are tensor descriptors, `bits` and `tiles` of `list_tiles`; strides of the mask are those
-    of `bits`, or of the bias 1, 0 where it is broadcast.
+    of `bits`, or of the bias 1, 0 where it is broadcast. With few keys `bits` is the mask itself, which WIDTH covers.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -410,6 +421,21 @@ def exact_forward(
         for tile in range(full_end, tl.cdiv(columns, BLOCK_N)):
             row_max, row_sum, acc = attend_tile(
                 tile * BLOCK_N, 1, q, key, value, bits, bias, batch, kv_head, bias_batch, bias_head, bias_row, scale,
+                row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
+                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
+            )  # fmt: skip
+    elif MASK == "few keys":
+        bits += batch.to(tl.int64) * mask_stride_batch
+        lane = tl.arange(0, WIDTH)
+        exists = tl.load(bits + lane * mask_stride_row, mask=lane < kv_len, other=0)
+        end, whole = tl.max(tl.where(exists != 0, lane + 1, 0), 0), tl.min(tl.where(exists != 0, WIDTH, lane), 0)
+        if CAUSAL:
+            end = tl.minimum(end, block * BLOCK_M + BLOCK_M + causal_offset)
+            whole = tl.minimum(whole, block * BLOCK_M + causal_offset + 1)
+        for tile in range(0, tl.cdiv(tl.maximum(end, 0), BLOCK_N)):
+            needs_mask = (tile * BLOCK_N + BLOCK_N > whole).to(tl.int32)
+            row_max, row_sum, acc = attend_tile(
+                tile * BLOCK_N, needs_mask, q, key, value, bits, bias, batch, kv_head, 0, 0, 0, scale,
                 row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
                 CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
             )  # fmt: skip
