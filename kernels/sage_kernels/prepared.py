@@ -281,7 +281,7 @@ class ExactCall:
         plan: as in `Prepared`.
         is_causal, scale, enable_gqa: as in `exact.sdpa`.
         direct: PyTorch's function takes the arguments as they are, but for the mask, of which it takes a view.
-        mask_form: size and strides of that view; None where there is no mask.
+        mask_form: size and strides of that view; None without a mask, and where rows without a key are set to 0.
         empties_rows: rows that may attend to no key are set to 0.
         tokens_first: the output is laid out as (batch, tokens, heads, channels).
         cudnn: PyTorch may take its cuDNN backend.
@@ -323,8 +323,7 @@ class ExactCall:
                 query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
             )
         view = mask.as_strided(*self.mask_form)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
-        return torch.where(view.any(-1, keepdim=True), output, 0.0) if self.empties_rows else output
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -431,7 +430,7 @@ def prepare_exact(
     if is_causal and mask is not None:
         return None
     gqa = query.shape[1] != key.shape[1]
-    form = None if mask is None or gqa else exact.form_for_sdpa(mask, query, key.shape[2])
+    form = None if mask is None or gqa or empties_rows else exact.form_for_sdpa(mask, query, key.shape[2])
     direct = (mask is None or form is not None) and exact.takes_as_they_are(query, key, value, scale)
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
