@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_hf import sage_attention
 from sage_kernels import ahead, backends, dispatch, rehearsal  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
@@ -80,6 +81,43 @@ def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, ba
     threads = {thread for _, thread in compiled}
     assert len(threads) == len(compiled) and threading.main_thread() not in threads
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (False, True)])
+def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypatch, causal, padded):
+    """The output's gradient comes from a linear layer, so it is laid out as the output."""
+    from sage_kernels.language import launch
+
+    def described(value):
+        if hasattr(value, "block_shape"):
+            return described(value.base), value.shape, value.strides, value.block_shape
+        return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def seen(kernel, arguments, options):
+        return kernel.__name__, {name: described(value) for name, value in arguments.items()}, options
+
+    def pack(kernel, grid, arguments, options):
+        launched.append(seen(kernel, arguments, options))
+        return fake_gpu.pack(kernel, grid, arguments, options)
+
+    def run(self, grid, warmup, num_warps, num_stages, enable_fp_fusion, maxnreg, **arguments):
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled.append(seen(self, arguments, options | {"enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}))
+
+    launched, compiled = [], []
+    monkeypatch.setattr(launch, "pack", pack)
+    monkeypatch.setattr(launch.triton.JITFunction, "run", run)
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    inputs = [torch.randn(1, 192, 2, 64).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
+    mask = (torch.arange(192) < 150)[None, None, None] if padded else None
+    with rehearsal.rehearsing() as rehearsed:
+        on_gpu = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None, is_causal=causal)
+    ahead.compile_backward(on_gpu, plan_of(on_gpu, "int8_backward_hopper"))
+    ahead.finish()
+    output = sage_attention(*inputs, mask, is_causal=causal, recipe="sage_bwd")
+    output.transpose(1, 2).flatten(2).backward(torch.randn(1, 192, 128).bfloat16())
+    assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
 
 
 def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
