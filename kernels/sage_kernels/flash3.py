@@ -118,21 +118,27 @@ def _attend_to_first(
     output: torch.Tensor,
 ) -> None:
     """Write the output of some batch elements; see `registry.AttendToFirst`."""
-    operator, scale, splits = _operator(), call.scale, _splits(call)
-    assert operator is not None
-    which, tensor = ("seqused_q", q_lengths) if plan is None else ("scheduler_metadata", plan)
-    assert tensor is not None
+    of_rows, scale = q_lengths if plan is None else plan, call.scale
+    assert of_rows is not None
 
     def attend(*tensors: torch.Tensor) -> None:
-        query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
-        options = {"seqused_k": tensors[4], which: tensors[5], "softmax_scale": scale, "num_splits": splits}
-        operator(query, key, value, out=into, **options)
+        _write(*tensors, scale=scale, planned=plan is not None)
 
-    tensors = call.query, call.key, call.value, output, kv_lengths, tensor
+    tensors = call.query, call.key, call.value, output, kv_lengths, of_rows
     if (rehearsed := rehearsal.current()) is not None:
         rehearsed.ran(attend, *tensors)
     else:
         attend(*tensors)
+
+
+def _write(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
+    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which."""
+    *mains, kv_lengths, of_rows = tensors
+    query, key, value, into = (x.transpose(1, 2) for x in mains)
+    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": 1}
+    operator = _operator()
+    assert operator is not None
+    operator(query, key, value, out=into, seqused_k=kv_lengths, **options)
 
 
 _row_blocks_found: dict[tuple[Any, ...], int] = {}
@@ -141,10 +147,10 @@ _row_blocks_found: dict[tuple[Any, ...], int] = {}
 def _row_blocks(call: Call) -> int:
     """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
 
-    It does so by one more launch, which has to wait for the lengths. Undivided keys leave nothing to it but the order
-    of the batch elements. To find out takes a look at the GPU's memory, so not while a graph is captured.
+    It does so by one more launch, which has to wait for the lengths, and finds no more than the order of the elements.
+    To find out takes a look at the GPU's memory, so not while a graph is captured.
     """
-    if call.batch > PLANNED_AT_ONCE or _splits(call) != 1:
+    if call.batch > PLANNED_AT_ONCE:
         return 0
     device = call.query.device
     sizes = call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
@@ -160,13 +166,26 @@ def _row_blocks(call: Call) -> int:
 
 @lru_cache(maxsize=16)
 def _takes_plans(device: torch.device) -> bool:
-    """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, whatever the lengths."""
+    """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, and which follows them."""
     if not hasattr(_operators(), PLANNER):
         return False
     sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
-    full, short, empty = (_plan(sizes, *lengths, device).tolist() for lengths in ((1024, 640), (1, 640), (1024, 0)))
-    alike = full[:8] == short[:8] and sorted(short[8:12]) == numbers and full[4:8] == full[4:5] * 4 and full[4] > 0
-    return alike and full == [*ones, *full[4:8], *full[8:12], 0] and empty[4:8] == [0] * 4 and len(full) == 13
+    full, short, empty = (_plan(sizes, *lengths, device).tolist() for lengths in ((1024, None), (1, None), (1024, 0)))
+    blocks = full[4]
+    alike = full[:8] == short[:8] == [*ones, *[blocks] * 4] and sorted(full[8:12]) == sorted(short[8:12]) == numbers
+    if not alike or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
+        return False
+    # The second element is left as it is, by a plan as by lengths.
+    drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    inputs = [torch.randn(*size, 64, **drawn).bfloat16() for size in ((4, 4, 640), (4, 2, 1024), (4, 2, 1024))]
+    kv_lengths, q_lengths, plan = (
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ([1000, 0, 17, 640], [640, 0, 640, 640], [*ones, blocks, 0, blocks, blocks, *numbers, 0])
+    )
+    outputs = [torch.full_like(inputs[0], 7.0) for _ in range(2)]
+    _write(*inputs, outputs[0], kv_lengths, q_lengths, scale=0.1, planned=False)
+    _write(*inputs, outputs[1], kv_lengths, plan, scale=0.1, planned=True)
+    return torch.equal(*outputs) and bool((outputs[0][1] == 7.0).all())
 
 
 def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, device: torch.device) -> torch.Tensor:

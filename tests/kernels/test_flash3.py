@@ -150,16 +150,25 @@ def planner(split=1, counter=0):
 
 
 @pytest.mark.parametrize(
-    ("planned_by", "row_blocks"),
-    [(None, 0), (planner(), 4), (planner(split=2), 0), (planner(counter=9), 0)],
-    ids=["no planner", "planner", "it splits", "another layout"],
+    ("planned_by", "ignores", "row_blocks"),
+    [
+        (None, False, 0),
+        (planner(), False, 4),
+        (planner(), True, 0),
+        (planner(split=2), False, 0),
+        (planner(counter=9), False, 0),
+    ],
+    ids=["no planner", "planner", "it ignores plans", "it splits", "another layout"],
 )
-def test_beside_padding_it_takes_a_plan_where_it_makes_such_plans(monkeypatch, planned_by, row_blocks):
+def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, planned_by, ignores, row_blocks):
     options = {}
 
     def attend(query, key, value, out, **kwargs):
+        options.clear()
         options.update(kwargs)
         out[0] = 1.0
+        if ignores and "scheduler_metadata" in kwargs:
+            out[1] = 1.0
 
     operators = SimpleNamespace(fwd=attend)
     if planned_by is not None:
