@@ -1,9 +1,9 @@
 """Prepared calls: what a call's shapes, strides, dtypes, device and options decide is found out once, then repeated.
 
 The second call that agrees in all of these is prepared, so a length that occurs once costs nothing; the first one where
-gradients are wanted, and of steps of decoding. A prepared call makes no checks, for those of the first one hold, and runs
-no operator of torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to see
-operators.
+gradients are wanted, and of steps of decoding. A prepared call makes no checks, for those of the first one hold, and
+runs no operator of torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to
+see operators.
 """
 
 from __future__ import annotations

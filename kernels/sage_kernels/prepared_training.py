@@ -1,7 +1,7 @@
 """Prepared calls with gradients: both passes repeat their launches (`prepared`).
 
-They are prepared at once: checkpointing compares what a forward pass saves to what its repetition does, and a prepared one
-saves the parts of `operands.Saved` in one tensor.
+They are prepared at once: checkpointing compares what a forward pass saves to what its repetition does, and a prepared
+one saves the parts of `operands.Saved` in one tensor.
 """
 
 from __future__ import annotations
