@@ -68,7 +68,7 @@ def sage_attention_forward(
         TypeError: a keyword may change the result and cannot be honoured.
         ValueError: the model passes a paged cache, or `sage_hf.sage_attention` refuses the arguments.
     """
-    asked = recipe
+    padding_comes_alone = get_recipe(recipe).backward is not None
     recipe, fallback = _settings_of(module, recipe, fallback)
     for_eager = sort_keywords(module, kwargs)
 
@@ -83,9 +83,8 @@ def sage_attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
-    offset = None if attention_mask is None else _causal_offset_of(attention_mask)
-    pads = mask is not None and mask.dim() == 2 and mask.dtype == torch.bool
-    if mask is not None and pads and get_recipe(asked).backward is not None:
+    offset = _causal_offset_of(attention_mask)
+    if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]
         if mask.shape[0] == batch and mask.shape[1] == kv_len and query.shape[2] == kv_len:
             mask, causal = mask[:, None, None], True
@@ -121,12 +120,12 @@ def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[
     return recipe, fallback
 
 
-def _causal_offset_of(mask: torch.Tensor) -> int | None:
+def _causal_offset_of(mask: torch.Tensor | None) -> int | None:
     """Return i if the mask, made by `masks.sage_mask`, lets query q attend to exactly the keys up to q + i, else None.
 
     A mask that the model has changed since is not recognised, nor is a part or copy of one.
     """
-    if torch.compiler.is_compiling():
+    if mask is None or torch.compiler.is_compiling():
         return None
     offset, version = getattr(mask, CAUSAL_OFFSET, (None, None))
     return offset if offset is not None and version == mask._version else None
