@@ -36,10 +36,10 @@ from torch import Tensor
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
-from sage_hf.app.metrics import psnr, ssim
 from sage_hf.bench.measure import facts, reason
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
+from sage_hf.metrics import psnr, ssim
 from sage_kernels.registry import set_routing
 
 NAME = "sparse_quality"
