@@ -66,7 +66,7 @@ Call = Callable[[], object]
 
 
 class Unavailable(Exception):
-    """Why something of the checkout does not run here."""
+    """The reason why something of the checkout does not run here."""
 
 
 def architecture_flag(capability: tuple[int, int]) -> str:
