@@ -46,8 +46,10 @@ def cache(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, products):
-    """Count those of 128 × 128 scores and a warp: measured 606 and 517, and 617 and 529 with the log-sum-exp, whose
-    sums of quantised weights are two products more. `least` is that of a tile in which no maximum grew. To measure again: print `loop.total` and `loop.least`.
+    """Count those of 128 × 128 scores and a warp: measured 606 and 517, and 617 and 529 with the log-sum-exp.
+
+    Its sums of quantised weights are two products more. `least` is that of a tile in which no maximum grew. To measure
+    again: print `loop.total` and `loop.least`.
     """
     code = machine_code(compiled(replace(CONFIG, channels=channels, is_causal=is_causal, return_lse=return_lse)).image)
     loop = code.lean_loop
