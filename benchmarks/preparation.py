@@ -64,11 +64,12 @@ def phase_ms(call: Callable[[], object], phases: Mapping[str, tuple[str, ...]]) 
             call()
         torch.cuda.synchronize()
     events = sorted(profiled.events(), key=lambda event: event.time_range.start)
-    return median_of_phases([(event.name, event.time_range.elapsed_us() / 1e3) for event in events], phases)
+    launches = [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
+    return median_of_phases(launches, phases, REPEATS)
 
 
 def median_of_phases(
-    launches: Sequence[tuple[str, float]], phases: Mapping[str, tuple[str, ...]], calls: int = REPEATS
+    launches: Sequence[tuple[str, float]], phases: Mapping[str, tuple[str, ...]], calls: int
 ) -> dict[str, float]:
     """Return the median of each phase's time over equal calls.
 

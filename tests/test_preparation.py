@@ -3,6 +3,7 @@
 import shutil
 
 import preparation
+import preparation_table
 import pytest
 import sageattention3
 import torch
@@ -62,3 +63,19 @@ def test_the_peer_s_python_is_imported_without_its_extensions(tmp_path):
 @pytest.mark.parametrize(("capability", "name"), [((9, 0), "90"), ((10, 0), "100a"), ((12, 1), "121a")])
 def test_the_peer_is_compiled_for_the_architecture_that_its_build_names(capability, name):
     assert sageattention3.architecture_flag(capability) == f"-gencode=arch=compute_{name},code=sm_{name}"
+
+
+def test_a_table_tells_a_lower_bound_and_what_does_not_run():
+    sizes = {"batch": 2, "heads": 4, "tokens": 4096, "head_dim": 64}
+    rows = [
+        {"phase": "all", "kernels": "cuda", **sizes, "ms": 0.5, "copy_ms": 0.25},
+        {"phase": "statistics", "kernels": "cuda", **sizes, "ms": 0.1},
+        {"phase": "delta_scores", "kernels": "triton", **sizes, "ms": 0.125},
+        {"phase": "all", "kernels": "sageattention3", **sizes, "ms": 0.75, "without": "conversion to e2m1"},
+        {"phase": "delta_scores", "kernels": "sageattention3", **sizes, "unavailable": "nvcc is missing"},
+    ]
+    assert preparation_table.markdown({"rows": rows}).splitlines()[2:] == [
+        "| 2 × 4 × 4,096 × 64 | ours, in CUDA C++ | 0.500 | 0.250 |  |",
+        "| 2 × 4 × 4,096 × 64 | ours, in Triton |  |  | 0.125 |",
+        "| 2 × 4 × 4,096 × 64 | public SageAttention3 | ≥ 0.750 |  | does not run |",
+    ]
