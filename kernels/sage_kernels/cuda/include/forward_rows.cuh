@@ -15,6 +15,7 @@ struct Rows {
   const ValueScales& value_scales;
   const Factors* factors;  // of the stages of Q
   const Item* items;       // of the stages of Q
+  const ListedTile* listed;  // of the stages of K
   uint8* shared_sums;      // of the warpgroup: its float32 sums, and its outputs on their way to memory
   const uint8* tokens;     // of the warpgroup: its rows of Q in 16 bits
   uint8* codes;            // of the warpgroup: those in INT8, of the first stage
@@ -27,6 +28,7 @@ struct Rows {
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
+  int named;                            // by the item's list: the tile at hand
   int scores[SCORES];
   uint32 weights[WEIGHTS];
   float outputs[OUTPUTS];
@@ -50,9 +52,16 @@ struct Rows {
           from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / KEY_BLOCK + i) * 4, last_key_scale)]);
   }
 
+  // Load what comes with the tile of K in a stage, behind the wait for it.
+  DEVICE void load_listed(int stage) {
+#pragma unroll
+    for (int i = 0; i < SEGMENTS; i++) next_key_scale[i] = from_bfloat16(listed[stage].scale[i * 4 + quad]);
+    named = listed[stage].number;
+  }
+
   // Find the keys that a masked tile allows.
   DEVICE void load_mask(int number) {
-    const int first = item.tile(number) * BLOCK_N + quad * 2;
+    const int first = (LISTS ? named : item.tile(number)) * BLOCK_N + quad * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
       left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
@@ -80,7 +89,7 @@ struct Rows {
       scale[0][i] = row_scale[0] * next_key_scale[i];
       scale[1][i] = row_scale[1] * next_key_scale[i];
     }
-    load_key_scale(number + 1);
+    if (!LISTS) load_key_scale(number + 1);
     constexpr int NO_KEY = -2147483647 - 1;
     if (MASKED) {
       load_mask(number);
@@ -271,6 +280,7 @@ struct Rows {
     begin_scores(ODD);
     fence_products();
     begin_outputs<true>(ODD ^ 1);
+    if (LISTS) load_listed(ODD);
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);

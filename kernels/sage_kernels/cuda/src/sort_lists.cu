@@ -1,0 +1,146 @@
+// Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those that
+// need no mask first, and put the items that attend to them into a queue.
+//
+// The first block of the grid makes the queue. A warp of the others has a list.
+#include "barrier.cuh"
+#include "parameters.cuh"
+
+static_assert(THREADS == 1024, "THREADS must be those of a whole block");
+ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
+
+constexpr int WARPS = THREADS / 32;
+
+// Return how many tiles a list has, as it is given.
+DEVICE int given_tiles(const Arguments& a, int batch, int head, int block) {
+  return min(max(a.counts[batch * a.counts_stride_batch + head * a.counts_stride_head + block * a.counts_stride_row], 0),
+             a.places);
+}
+
+// An item at its place in order: the blocks of rows of one head after another; causal ones as the dense kernel has them.
+struct Place {
+  int pair, block;
+
+  DEVICE Place(const Arguments& a, int index) {
+    if (CAUSAL) {
+      const int group = index / (a.blocks * a.heads_at_once), within = index - group * a.blocks * a.heads_at_once;
+      const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
+      block = a.blocks - 1 - within / heads;
+      pair = group * a.heads_at_once + within % heads;
+    } else {
+      pair = index / a.blocks;
+      block = index - pair * a.blocks;
+    }
+  }
+  DEVICE int tiles(const Arguments& a) const {
+    const int batch = pair / a.q_heads;
+    return given_tiles(a, batch, pair - batch * a.q_heads, block);
+  }
+};
+
+// Return the sum of what all threads of the block have; `sums` is shared memory.
+DEVICE int64 sum_of_block(int64 x, int64* sums) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  int64 sum = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) sum += sums[i];
+  return sum;
+}
+
+// Queue the items in order, but those with long lists before all others: begun late, one would end alone.
+DEVICE void make_queue(const Arguments& a) {
+  __shared__ int64 sums[WARPS];
+  const int items = a.blocks * a.batch * a.q_heads;
+  int64 sum = 0;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < items; index += THREADS) sum += Place(a, index).tiles(a);
+  sum = sum_of_block(sum, sums);
+  const auto is_long = [&](const Place& place) { return place.tiles(a) * static_cast<int64>(items) > 2 * sum; };
+  int64 number = 0;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < items; index += THREADS) number += is_long(Place(a, index));
+  int next_long = 0, next_short = sum_of_block(number, sums);
+  int* const queue = a.queue + 1;
+  for (int start = 0; start < items; start += THREADS) {
+    const int index = start + threadIdx.x;
+    const Place place(a, min(index, items - 1));
+    const bool found = index < items && is_long(place);
+    const uint32 votes = __ballot_sync(~0u, found);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = __popc(votes);
+    __syncthreads();
+    int before = __popc(votes & (1u << threadIdx.x % 32) - 1), all = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+      if (i < threadIdx.x / 32) before += sums[i];
+      all += sums[i];
+    }
+    if (index < items) queue[found ? next_long + before : next_short + threadIdx.x - before] = place.pair * a.blocks + place.block;
+    next_long += all;
+    next_short += THREADS - all;
+  }
+  if (threadIdx.x == 0) a.queue[0] = 0;
+}
+
+// The tiles of a list that are at hand, one for each lane.
+struct Tile {
+  int number;
+  bool seen, whole;  // some of its scores count, or all
+
+  DEVICE Tile(const Arguments& a, const int* tiles, int place, int places, int first_row, int last_row, const int* spans) {
+    number = place < places ? tiles[place * a.tiles_stride_place] : -1;
+    const int64 first = number * static_cast<int64>(BLOCK_N), last = first + BLOCK_N - 1;
+    seen = number >= 0 && first < a.kv_len;
+    whole = last < a.kv_len;
+    if (CAUSAL) {
+      seen &= first <= last_row + a.causal_offset;
+      whole &= last <= first_row + a.causal_offset;
+    }
+    if (PADDED) {
+      seen &= first < spans[2] && last >= spans[0];
+      whole &= first >= spans[0] && last < spans[1];
+    }
+    whole &= seen;
+  }
+};
+
+DEVICE void sort_list(const Arguments& a, int list) {
+  const int block = list % a.blocks, pair = list / a.blocks, head = pair % a.list_heads, batch = pair / a.list_heads;
+  const int places = given_tiles(a, batch, head, block), lane = threadIdx.x % 32;
+  const int* tiles = a.tiles + batch * a.tiles_stride_batch + head * a.tiles_stride_head + block * a.tiles_stride_row;
+  const int first_row = block * BLOCK_M, last_row = min(first_row + BLOCK_M, a.q_len) - 1;
+  int spans[3] = {};
+  if (PADDED) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) spans[i] = a.spans[batch * a.spans_stride + i];
+  }
+  int whole = 0;
+#pragma unroll 2
+  for (int start = 0; start < places; start += 32)
+    whole += __popc(__ballot_sync(~0u, Tile(a, tiles, start + lane, places, first_row, last_row, spans).whole));
+  int* const into = a.lists + list * static_cast<int64>(a.list_stride);
+  const uint32 before = (1u << lane) - 1;
+  int next_whole = 0, next = whole;
+  for (int start = 0; start < places; start += 32) {
+    const Tile tile(a, tiles, start + lane, places, first_row, last_row, spans);
+    const uint32 wholes = __ballot_sync(~0u, tile.whole), rest = __ballot_sync(~0u, tile.seen && !tile.whole);
+    const int at = tile.whole ? next_whole + __popc(wholes & before) : next + __popc(rest & before);
+    if (tile.seen) into[LIST_HEAD + at] = tile.number;
+    next_whole += __popc(wholes);
+    next += __popc(rest);
+  }
+  if (lane == 0) {
+    into[0] = whole, into[1] = next;
+    if (next == 0) into[LIST_HEAD] = (a.kv_len + BLOCK_N - 1) / BLOCK_N;  // behind the last tile: no row sees it
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(SORT_LISTS_PARAMETERS) {
+  if (blockIdx.x == 0) return make_queue(arguments);
+  const int list = (blockIdx.x - 1) * WARPS + threadIdx.x / 32;
+  if (list < arguments.list_batches * arguments.list_heads * arguments.blocks) sort_list(arguments, list);
+}
