@@ -303,7 +303,7 @@ def _quantize_and_attend(
 
 
 def _sort_lists(call: Call, padding: KeyPadding | None) -> SortedLists:
-    batch, kv_heads, kv_len, head_dim = call.key.shape
+    _, kv_heads, kv_len, head_dim = call.key.shape
     rows, group = ceil_div(kv_len, BLOCK) * BLOCK, call.query.shape[1] // kv_heads
     return block_lists.sort_lists(call, padding, heads_at_once(rows, power_of_two(head_dim), group))
 

@@ -117,8 +117,8 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
           const int tiles = a.kv_rows / BLOCK_N, existing = min(tile, tiles - 1);  // an empty list names one behind
           listed[stage].number = tile;
           arrive_expecting(b.k_full[stage], K_BYTES + SCALES * 2);
-          load_bytes(a.key_scale + (item.kv_pair(a) * static_cast<int64>(tiles) + existing) * SCALES, listed[stage].scale,
-                     b.k_full[stage], SCALES * 2);
+          load_bytes(a.key_scale + (item.kv_pair(a) * static_cast<int64>(tiles) + existing) * SCALES,
+                     listed[stage].scale, b.k_full[stage], SCALES * 2);
         } else {
           arrive_expecting(b.k_full[stage], K_BYTES);
         }

@@ -13,12 +13,12 @@ struct Rows {
   const TensorMap& output;
   Barriers& barriers;
   const ValueScales& value_scales;
-  const Factors* factors;  // of the stages of Q
-  const Item* items;       // of the stages of Q
+  const Factors* factors;    // of the stages of Q
+  const Item* items;         // of the stages of Q
   const ListedTile* listed;  // of the stages of K
-  uint8* shared_sums;      // of the warpgroup: its float32 sums, and its outputs on their way to memory
-  const uint8* tokens;     // of the warpgroup: its rows of Q in 16 bits
-  uint8* codes;            // of the warpgroup: those in INT8, of the first stage
+  uint8* shared_sums;        // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  const uint8* tokens;       // of the warpgroup: its rows of Q in 16 bits
+  uint8* codes;              // of the warpgroup: those in INT8, of the first stage
   uint32 tokens_descriptor;
   uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
   int warpgroup, thread, quad, row;

@@ -6,7 +6,8 @@
 // If Q comes in 16 bits it rotates and quantises its rows. Its matrix products of a tile's scores and of the last
 // tile's P·V are begun together; while P·V runs, the scores become the next P.
 //
-// Over LISTS, an item's rows attend to the tiles of keys that `sort_lists.cu` leaves of theirs, those without a mask first.
+// Over LISTS, an item's rows attend to the tiles of keys that `sort_lists.cu` leaves of theirs, those without a mask
+// first.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
 // in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
@@ -294,8 +295,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
       load_tokens(arguments, query, tokens, control.factors[0], control.items, barriers);
     else
       load_queries(arguments, query, q, control.factors, control.items, barriers);
-    if (thread == 32) produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, control.value_scales, control.items,
-                                    control.listed, barriers);
+    if (thread == 32)
+      produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, control.value_scales, control.items,
+                   control.listed, barriers);
     if (thread == 64) produce_values(arguments, value, v, control.items, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();

@@ -1,11 +1,13 @@
-// Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those that
-// need no mask first, and put the items that attend to them into a queue.
+// Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those
+// that need no mask first, and put the items that attend to them into a queue.
 //
 // The first block of the grid makes the queue. A warp of the others has a list.
 #include "barrier.cuh"
 #include "parameters.cuh"
 
 static_assert(THREADS == 1024, "THREADS must be those of a whole block");
+static_assert(BLOCK_M == 128 && BLOCK_N == 128, "BLOCK_M and BLOCK_N must be 128, those of the forward kernel's lists");
+static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
 ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 
@@ -13,11 +15,13 @@ constexpr int WARPS = THREADS / 32;
 
 // Return how many tiles a list has, as it is given.
 DEVICE int given_tiles(const Arguments& a, int batch, int head, int block) {
-  return min(max(a.counts[batch * a.counts_stride_batch + head * a.counts_stride_head + block * a.counts_stride_row], 0),
-             a.places);
+  return min(
+      max(a.counts[batch * a.counts_stride_batch + head * a.counts_stride_head + block * a.counts_stride_row], 0),
+      a.places);
 }
 
-// An item at its place in order: the blocks of rows of one head after another; causal ones as the dense kernel has them.
+// An item at its place in order: the blocks of rows of one head after another; causal ones as the dense kernel has
+// them.
 struct Place {
   int pair, block;
 
@@ -79,7 +83,8 @@ DEVICE void make_queue(const Arguments& a) {
       if (i < threadIdx.x / 32) before += sums[i];
       all += sums[i];
     }
-    if (index < items) queue[found ? next_long + before : next_short + threadIdx.x - before] = place.pair * a.blocks + place.block;
+    if (index < items)
+      queue[found ? next_long + before : next_short + threadIdx.x - before] = place.pair * a.blocks + place.block;
     next_long += all;
     next_short += THREADS - all;
   }
@@ -91,7 +96,8 @@ struct Tile {
   int number;
   bool seen, whole;  // some of its scores count, or all
 
-  DEVICE Tile(const Arguments& a, const int* tiles, int place, int places, int first_row, int last_row, const int* spans) {
+  DEVICE Tile(const Arguments& a, const int* tiles, int place, int places, int first_row, int last_row,
+              const int* spans) {
     number = place < places ? tiles[place * a.tiles_stride_place] : -1;
     const int64 first = number * static_cast<int64>(BLOCK_N), last = first + BLOCK_N - 1;
     seen = number >= 0 && first < a.kv_len;
