@@ -7,6 +7,7 @@ import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
 from sage_kernels import dispatch, exact, ops, training
+from sage_kernels.cuda import compiler
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 from tests.helpers.blocks import as_mask, draw_blocks
@@ -30,12 +31,19 @@ def on(device, blocks):
 CAUSAL = {"is_causal": True, "causal_offset": 100}
 
 
+def int8_kernel(device, sizes, head_dim=128):
+    """The forward kernel of the INT8 recipes for lists of these sizes."""
+    hopper = torch.cuda.get_device_capability(device) == (9, 0) and not compiler.why_not()
+    return "int8_forward_hopper" if hopper and sizes == (128, 128) and head_dim <= 128 else "int8_forward"
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "block_m", "block_n", "head_dim"),
     [
         ("sage2", {}, 128, 128, 128),
         ("sage2", CAUSAL, 128, 128, 128),
         ("sage2", {"keys": True}, 128, 128, 128),
+        ("sage2", CAUSAL | {"keys": True}, 128, 128, 80),
         ("sage2", {}, 64, 64, 80),
         ("sage2", {"keys": True}, 64, 64, 128),
         ("sage2", CAUSAL, 128, 64, 64),
@@ -65,7 +73,7 @@ def test_the_kernels_error_is_the_references(device, recipe, options, block_m, b
     finally:
         dispatch.plan_listeners.remove(heard.append)
     kind = "blocks" if keys is None else "block_keys"
-    kernel = "nvfp4_forward" if recipe == "sage3" else "int8_forward"
+    kernel = "nvfp4_forward" if recipe == "sage3" else int8_kernel(device, (block_m, block_n), head_dim)
     assert [(plan.kernel.removesuffix("_emulated"), plan.recipe, plan.request.mask) for plan in heard] == [
         (kernel, recipe, kind)
     ]
@@ -135,7 +143,7 @@ def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(devi
     finally:
         dispatch.plan_listeners.remove(heard.append)
     assert {(plan.kernel, plan.backward, plan.request.mask) for plan in heard} == {
-        ("int8_forward", "int8_backward", "blocks")
+        (int8_kernel(device, (128, 128)), "int8_backward", "blocks")
     }
     first, again = (torch.autograd.grad(x, inputs, torch.ones_like(x)) for x in outputs)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

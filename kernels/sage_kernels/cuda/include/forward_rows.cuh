@@ -13,12 +13,11 @@ struct Rows {
   const TensorMap& output;
   Barriers& barriers;
   const ValueScales& value_scales;
-  const Factors* factors;    // of the stages of Q
-  const Item* items;         // of the stages of Q
-  const ListedTile* listed;  // of the stages of K
-  uint8* shared_sums;        // of the warpgroup: its float32 sums, and its outputs on their way to memory
-  const uint8* tokens;       // of the warpgroup: its rows of Q in 16 bits
-  uint8* codes;              // of the warpgroup: those in INT8, of the first stage
+  const Factors* factors;  // of the stages of Q
+  const Item* items;       // of the stages of Q
+  uint8* shared_sums;      // of the warpgroup: its float32 sums, and its outputs on their way to memory
+  const uint8* tokens;     // of the warpgroup: its rows of Q in 16 bits
+  uint8* codes;            // of the warpgroup: those in INT8, of the first stage
   uint32 tokens_descriptor;
   uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
   int warpgroup, thread, quad, row;
@@ -28,7 +27,6 @@ struct Rows {
   int first_key_scale, last_key_scale;  // the thread's in the item's head
   int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
-  int named;                            // by the item's list: the tile at hand
   int scores[SCORES];
   uint32 weights[WEIGHTS];
   float outputs[OUTPUTS];
@@ -38,6 +36,8 @@ struct Rows {
   float tile_sum[4];  // of the weights: by the matrix product, two equal ones of `row`, then of `row` + 8
   bool grows, has_sums;
   int q_stage, parity;
+  int named;                 // of LISTS: the tile at hand
+  const ListedTile* listed;  // of the stages of K
 
   DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
