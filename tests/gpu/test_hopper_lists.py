@@ -87,12 +87,18 @@ class Operands:
         lse = query.new_full(query.shape[:3], torch.nan, dtype=torch.float32) if return_lse else None
         call = self.call(return_lse, is_causal, causal_offset)
         if kernel is hopper:
-            lists = block_lists.sort_lists(call, self.padding, 2)
+            lists = sort_lists(call, self.padding)
             change(lists)
             hopper.forward(self.quantized, output, lse, call, self.padding, lists)
         else:
             int8_forward.forward(self.quantized, output, lse, call, (9, 0), tiles=block_tiles(call, 128))
         return output, lse
+
+
+def sort_lists(call, padding, heads_at_once=2):
+    lists = block_lists.SortedLists.empty(call, padding)
+    block_lists.sort_lists(call, padding, lists, heads_at_once)
+    return lists
 
 
 def error(x, truth):
@@ -183,7 +189,7 @@ def test_the_queue_has_each_item_once_and_long_ones_first(is_causal):
     blocks = BlockList(counts.cuda(), tiles.cuda())
     inputs = [torch.empty(2, heads, 60 * 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (50, 10, 10)]
     call = triton_calls.new_call(*inputs, "sage2", blocks=blocks, is_causal=is_causal)
-    queue = block_lists.sort_lists(call, None, 20).queue.cpu()
+    queue = sort_lists(call, None, 20).queue.cpu()
     assert queue[0] == 0
     assert torch.equal(queue[1:].sort().values, torch.arange(2 * 50 * 60, dtype=torch.int32))
     listed = counts.flatten()[queue[1:].long()]
@@ -198,7 +204,7 @@ def test_lists_are_sorted_as_the_portable_kernel_sorts_them():
         operands = Operands((2, 4, 2, 1000, 1100), 64, 64, torch.bfloat16, "sage2", valid=valid if padded else None)
         for is_causal, offset in CAUSAL:
             call = operands.call(False, is_causal, offset)
-            lists = block_lists.sort_lists(call, operands.padding, 2).lists.flatten(0, 2).cpu()
+            lists = sort_lists(call, operands.padding).lists.flatten(0, 2).cpu()
             expected = block_tiles(call, 128).tiles.flatten(0, 2).cpu()
             for found, wanted in zip(lists.tolist(), expected.tolist(), strict=True):
                 # Between the first and last key that exist, tiles without any are masked, not left out.

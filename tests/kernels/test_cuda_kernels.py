@@ -76,9 +76,10 @@ def test_int8_forward_overlaps_its_matrix_products(
     else:
         assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
-    # An item's first tile, and four steps (odd and even, masked or not), or two more, with half of the softmax, or where
+    # An item's first tile, and four steps (odd and even, masked or not), or two more: with half of the softmax, or where
     # a list's tiles without a mask end.
-    tiles = 7 if lists or pv == "fp8" and config.block_n == 128 and not (is_causal or return_lse or padded) else 5
+    halves = pv == "fp8" and config.block_n == 128 and not (is_causal or return_lse or padded)
+    tiles = 7 if lists or halves else 5
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == tiles * head_dim // 32
     opcode, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
     with_sums = head_dim == 64 if pv == "fp16" else not return_lse

@@ -34,6 +34,20 @@ class SortedLists:
     lists: torch.Tensor
     queue: torch.Tensor
 
+    @classmethod
+    def empty(cls, call: Call, padding: KeyPadding | None) -> SortedLists:
+        """Allocate those of a call; `padding` says which keys exist, None: all do."""
+        blocks, (batch, q_heads, _, _) = call.mask.blocks, call.query.shape
+        assert blocks is not None
+        batches, heads, row_blocks, places = blocks.tiles.shape
+        if padding is not None:
+            batches = max(batches, padding.spans.shape[0])
+        list_stride = ceil_div(LIST_HEAD + places + 2, 4) * 4
+        return cls(
+            call.query.new_empty((batches, heads, row_blocks, list_stride), dtype=torch.int32),
+            call.query.new_empty((1 + batch * q_heads * row_blocks,), dtype=torch.int32),
+        )
+
     @property
     def of_batch(self) -> int:
         """Return how many lists a batch element is behind the one before, 0 where it has the same."""
@@ -107,12 +121,16 @@ def kernel(is_causal: bool, padded: bool) -> Kernel:
     return Kernel(Source("sort_lists.cu", {"sort_lists": Parameters}, macros), "sort_lists", THREADS)
 
 
-def sort_lists(call: Call, padding: KeyPadding | None, heads_at_once: int) -> SortedLists:
+def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_at_once: int) -> None:
     """Sort the lists of a call, of BLOCK_M rows and tiles of BLOCK_N keys.
+
+    The kernel starts, and lets the stream's next one start, while the last one ends. It waits for that one's results
+    only where these are spans, so no lists may be what it writes.
 
     Args:
         call: one of `Call.for_kernel`.
         padding: which keys exist, with spans that are written; None: all do.
+        into: what is written, in memory that the stream's last kernel does not use.
         heads_at_once: whose causal items are worked through together.
 
     Raises:
@@ -120,20 +138,15 @@ def sort_lists(call: Call, padding: KeyPadding | None, heads_at_once: int) -> So
     """
     blocks = call.mask.blocks
     assert blocks is not None
-    batches, heads, row_blocks, places = blocks.tiles.shape
-    if padding is not None:
-        batches = max(batches, padding.spans.shape[0])
+    batches, heads, row_blocks, list_stride = into.lists.shape
     counts, tiles = (x.expand(batches, *x.shape[1:]) for x in (blocks.counts, blocks.tiles))
-    list_stride = ceil_div(LIST_HEAD + places + 2, 4) * 4
-    lists = call.query.new_empty((batches, heads, row_blocks, list_stride), dtype=torch.int32)
-    batch, q_heads = call.query.shape[:2]
-    queue = call.query.new_empty((1 + batch * q_heads * row_blocks,), dtype=torch.int32)
+    batch, q_heads, _, _ = call.query.shape
     arguments = Arguments(
         counts=counts,
         tiles=tiles,
         spans=None if padding is None else padding.spans,
-        lists=lists,
-        queue=queue,
+        lists=into.lists,
+        queue=into.queue,
         counts_stride_batch=_stride(counts, 0),
         counts_stride_head=_stride(counts, 1),
         counts_stride_row=counts.stride(2),
@@ -141,7 +154,7 @@ def sort_lists(call: Call, padding: KeyPadding | None, heads_at_once: int) -> So
         tiles_stride_head=tiles.stride(1),
         tiles_stride_row=tiles.stride(2),
         tiles_stride_place=tiles.stride(3),
-        places=places,
+        places=tiles.shape[3],
         list_batches=batches,
         list_heads=heads,
         blocks=row_blocks,
@@ -155,8 +168,8 @@ def sort_lists(call: Call, padding: KeyPadding | None, heads_at_once: int) -> So
         heads_at_once=heads_at_once,
     )
     grid = 1 + ceil_div(batches * heads * row_blocks, WARPS)
-    launch(kernel(call.is_causal, padding is not None), grid, Parameters(arguments), call.query.device)
-    return SortedLists(lists, queue)
+    sort = kernel(call.is_causal, padding is not None)
+    launch(sort, grid, Parameters(arguments), call.query.device, dependent=True)
 
 
 def _stride(x: torch.Tensor, dim: int) -> int:

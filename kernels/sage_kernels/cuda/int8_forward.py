@@ -284,28 +284,27 @@ def _quantize_and_attend(
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
     padded, return_lse = padding is not None, lse is not None
-    # Spans are written by quantisers, and none of these waits for lists.
-    lists = _sort_lists(call, None) if call.mask.kind == "blocks" else None
+    # Before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
+    lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
     if quantizer.name == "int8_quantize_hopper":
         leaves_query = _leaves_query(call, padded, return_lse)
         attend = kernel(_config(call, padded, leaves_query), call.is_causal, return_lse, output.dtype)
-        others = quantize.kernels_of(call, padded)
-        if call.mask.blocks is not None:
-            others = (block_lists.kernel(call.is_causal, padded), *others)
-        compile_together((attend, *others), output.device)
+        sorts = () if call.mask.blocks is None else (block_lists.kernel(call.is_causal, padded),)
+        compile_together((attend, *sorts, *quantize.kernels_of(call, padded)), output.device)
         operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
-    if call.mask.kind == "block_keys":
-        lists = _sort_lists(call, padding)
+    if lists is not None:
+        block_lists.sort_lists(call, padding, lists, _heads_at_once(call))
     forward(operands, output, lse, call, padding, lists)
     return operands
 
 
-def _sort_lists(call: Call, padding: KeyPadding | None) -> SortedLists:
+def _heads_at_once(call: Call) -> int:
+    """Return how many heads of Q have their K and V stay in the L2 cache together."""
     _, kv_heads, kv_len, head_dim = call.key.shape
-    rows, group = ceil_div(kv_len, BLOCK) * BLOCK, call.query.shape[1] // kv_heads
-    return block_lists.sort_lists(call, padding, heads_at_once(rows, power_of_two(head_dim), group))
+    bytes_of_head = 2 * ceil_div(kv_len, BLOCK) * BLOCK * power_of_two(head_dim)
+    return max(1, L2_BYTES // bytes_of_head) * (call.query.shape[1] // kv_heads)
 
 
 def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
@@ -406,7 +405,7 @@ def forward(
         q_rows=query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
-        heads_at_once=heads_at_once(kv_rows, channels, q_heads // kv_heads),
+        heads_at_once=_heads_at_once(call),
         parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
@@ -435,11 +434,6 @@ def forward(
         device,
         dependent=True,
     )
-
-
-def heads_at_once(kv_rows: int, channels: int, group: int) -> int:
-    """Return how many heads of Q, of which `group` share K and V, have these stay in the L2 cache together."""
-    return max(1, L2_BYTES // (2 * kv_rows * channels)) * group
 
 
 def last_parts(items: int, blocks: int, warpgroups: int) -> int:

@@ -1,7 +1,9 @@
 // Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those
 // that need no mask first, and put the items that attend to them into a queue.
 //
-// The first block of the grid makes the queue. A warp of the others has a list.
+// The first block of the grid makes the queue. A warp of the others has a list. All this is done while the stream's
+// previous kernel, a quantiser, ends, but for what needs its spans; whoever waits for this kernel has waited for that
+// one.
 #include "barrier.cuh"
 #include "parameters.cuh"
 
@@ -145,8 +147,13 @@ DEVICE void sort_list(const Arguments& a, int list) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sort_lists(SORT_LISTS_PARAMETERS) {
-  if (blockIdx.x == 0) return make_queue(arguments);
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_lists(SORT_LISTS_PARAMETERS) {
+  let_next_kernel_start();
   const int list = (blockIdx.x - 1) * WARPS + threadIdx.x / 32;
-  if (list < arguments.list_batches * arguments.list_heads * arguments.blocks) sort_list(arguments, list);
+  if (PADDED) wait_for_previous_kernel();
+  if (blockIdx.x == 0)
+    make_queue(arguments);
+  else if (list < arguments.list_batches * arguments.list_heads * arguments.blocks)
+    sort_list(arguments, list);
+  if (!PADDED) wait_for_previous_kernel();
 }
