@@ -76,8 +76,8 @@ def test_int8_forward_overlaps_its_matrix_products(
     else:
         assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
-    # An item's first tile, and four steps (odd and even, masked or not), or two more: with half of the softmax, or where
-    # a list's tiles without a mask end.
+    # An item's first tile, and four steps (odd and even, masked or not), or two more: with half of the softmax, or
+    # where a list's tiles without a mask end.
     halves = pv == "fp8" and config.block_n == 128 and not (is_causal or return_lse or padded)
     tiles = 7 if lists or halves else 5
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == tiles * head_dim // 32
