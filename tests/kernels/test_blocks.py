@@ -152,7 +152,7 @@ def test_the_best_kernel_with_lists_runs(recipe, capability, kernel, ran, monkey
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
     monkeypatch.setattr(compiler, "why_not", lambda *_: "")
     request = Request(
-        recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 64, 64, "blocks", False, False, aligned=True
+        recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 128, 128, "blocks", False, False, aligned=True
     )
     select.cache_clear()
     plan, of_64 = (select(replace(request, list_sizes=(size, size))) for size in (128, 64))

@@ -132,6 +132,7 @@ def test_int8_forward_serves_what_it_is_fastest_at():
     for change in (
         {"mask": "bool"},
         {"mask": "blocks", "list_sizes": (64, 64)},
+        {"mask": "blocks", "list_sizes": (128, 128), "head_dim": 64, "v_head_dim": 64},
         {"mask": "blocks", "list_sizes": (128, 64)},
         {"packed": True},
         {"head_dim": 64},
@@ -247,8 +248,9 @@ def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_
     assert plan.quantizer == ("int8_quantize_hopper" if request_.aligned else "int8_quantize")
     for source in sources:
         assert source.compile()
+    other_head_dim = 192 - request_.head_dim if request_.list_sizes == (0, 0) else 96
     for change in (
-        {"head_dim": 192 - request_.head_dim, "v_head_dim": 192 - request_.head_dim},
+        {"head_dim": other_head_dim, "v_head_dim": other_head_dim, "return_lse": True},
         {"dtype": torch.float16 if request_.dtype == torch.bfloat16 else torch.bfloat16},
     ):
         other = select(replace(request_, **change))

@@ -72,6 +72,7 @@ class Arguments:
         blocks: of rows.
         list_stride: from list to list in `lists`.
         heads_at_once: as for `int8_forward.Arguments`.
+        blocks_at_once: how many items are worked through at the same time.
     """
 
     counts: ConstInts
@@ -98,6 +99,7 @@ class Arguments:
     kv_len: Int
     causal_offset: Int
     heads_at_once: Int
+    blocks_at_once: Int
 
 
 @dataclass(slots=True)
@@ -166,6 +168,7 @@ def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_
         kv_len=call.kv_len,
         causal_offset=call.causal_offset,
         heads_at_once=heads_at_once,
+        blocks_at_once=torch.cuda.get_device_properties(call.query.device).multi_processor_count,
     )
     grid = 1 + ceil_div(batches * heads * row_blocks, WARPS)
     sort = kernel(call.is_causal, padding is not None)

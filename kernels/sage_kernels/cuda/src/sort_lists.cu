@@ -44,52 +44,51 @@ struct Place {
   }
 };
 
-// Return the sum of what all threads of the block have; `sums` is shared memory.
-DEVICE int64 sum_of_block(int64 x, int64* sums) {
+// Return the sum of x over the threads before this one, and add all of them to `sum`; `sums` is shared memory.
+DEVICE int64 add_threads(int64 x, int64* sums, int64& sum) {
+  const int lane = threadIdx.x % 32;
+  int64 before = x;
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int64 other = __shfl_up_sync(~0u, before, distance);
+    if (lane >= distance) before += other;
+  }
   __syncthreads();
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  if (lane == 31) sums[threadIdx.x / 32] = before;
   __syncthreads();
-  int64 sum = 0;
+  before -= x;
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) sum += sums[i];
-  return sum;
+  for (int i = 0; i < WARPS; i++) {
+    if (i < threadIdx.x / 32) before += sums[i];
+    sum += sums[i];
+  }
+  return before;
 }
 
-// Queue the items in order, but those with long lists before all others: begun late, one would end alone.
+// Queue the items in order, in which heads' keys stay in the L2 cache, but first of all those that would end alone:
+// much longer than most, with less work behind them than keeps all blocks busy twice as long.
 DEVICE void make_queue(const Arguments& a) {
   __shared__ int64 sums[WARPS];
-  const int items = a.blocks * a.batch * a.q_heads;
-  int64 sum = 0;
-#pragma unroll 4
-  for (int index = threadIdx.x; index < items; index += THREADS) sum += Place(a, index).tiles(a);
-  sum = sum_of_block(sum, sums);
-  const auto is_long = [&](const Place& place) { return place.tiles(a) * static_cast<int64>(items) > 2 * sum; };
-  int64 number = 0;
-#pragma unroll 4
-  for (int index = threadIdx.x; index < items; index += THREADS) number += is_long(Place(a, index));
-  int next_long = 0, next_short = sum_of_block(number, sums);
-  int* const queue = a.queue + 1;
-  for (int start = 0; start < items; start += THREADS) {
-    const int index = start + threadIdx.x;
-    const Place place(a, min(index, items - 1));
-    const bool found = index < items && is_long(place);
-    const uint32 votes = __ballot_sync(~0u, found);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = __popc(votes);
-    __syncthreads();
-    int before = __popc(votes & (1u << threadIdx.x % 32) - 1), all = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      if (i < threadIdx.x / 32) before += sums[i];
-      all += sums[i];
+  const int items = a.blocks * a.batch * a.q_heads, run = (items + THREADS - 1) / THREADS;
+  const int first = min(static_cast<int>(threadIdx.x) * run, items), end = min(first + run, items);
+  int64 own = 0, all = 0;
+  for (int index = first; index < end; index++) own += Place(a, index).tiles(a);
+  const int64 before = add_threads(own, sums, all);
+  const auto visit = [&](auto queue_item) {
+    int64 left = all - before;
+    for (int index = first; index < end; index++) {
+      const Place place(a, index);
+      const int64 tiles = place.tiles(a);
+      queue_item(place, tiles * items > 2 * all && left < 2 * tiles * a.blocks_at_once);
+      left -= tiles;
     }
-    if (index < items)
-      queue[found ? next_long + before : next_short + threadIdx.x - before] = place.pair * a.blocks + place.block;
-    next_long += all;
-    next_short += THREADS - all;
-  }
+  };
+  int64 own_late = 0, all_late = 0;
+  visit([&](const Place&, bool late) { own_late += late; });
+  int64 next_late = add_threads(own_late, sums, all_late), next = all_late + first - next_late;
+  int* const queue = a.queue + 1;
+  visit(
+      [&](const Place& place, bool late) { queue[late ? next_late++ : next++] = place.pair * a.blocks + place.block; });
   if (threadIdx.x == 0) a.queue[0] = 0;
 }
 
