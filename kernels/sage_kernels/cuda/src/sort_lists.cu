@@ -1,9 +1,9 @@
 // Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those
 // that need no mask first, and put the items that attend to them into a queue.
 //
-// The first block of the grid makes the queue. A warp of the others has a list. All this is done while the stream's
-// previous kernel, a quantiser, ends, but for what needs its spans; whoever waits for this kernel has waited for that
-// one.
+// The first block of the grid makes the queue. A warp of the others has a list. Unless spans are needed, all this is done
+// while the stream's previous kernel, a quantiser, ends; the first block waits for that, so that who waits for this
+// kernel has waited for both.
 #include "barrier.cuh"
 #include "parameters.cuh"
 
@@ -154,5 +154,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_lists(SORT_LISTS_P
     make_queue(arguments);
   else if (list < arguments.list_batches * arguments.list_heads * arguments.blocks)
     sort_list(arguments, list);
-  if (!PADDED) wait_for_previous_kernel();
+  if (!PADDED && blockIdx.x == 0) wait_for_previous_kernel();
 }
