@@ -1,9 +1,9 @@
 // Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those
 // that need no mask first, and put the items that attend to them into a queue.
 //
-// The first block of the grid makes the queue. A warp of the others has a list. Unless spans are needed, all this is done
-// while the stream's previous kernel, a quantiser, ends; the first block waits for that, so that who waits for this
-// kernel has waited for both.
+// The first block of the grid makes the queue. A warp of the others has a list. Unless spans are needed, all this is
+// done while the stream's previous kernel, a quantiser, ends; the first block waits for that, so that who waits for
+// this kernel has waited for both.
 #include "barrier.cuh"
 #include "parameters.cuh"
 
