@@ -191,11 +191,11 @@ struct Consumer : HeavyRows {
       begin_outputs<true>(last);
       arrive_as_warp(barriers.q_empty[q_stage]);
       HeavyWords heavy_query;
-      if (LISTS) begin_first_scores(round + 1, parity ^ 1);
       wait(barriers.ending_full, round & 1);
-      wait_products<LISTS>();
+      wait_products<0>();
       add_tile_sum();
       end_outputs(base);
+      if (LISTS) begin_first_scores(round + 1, parity ^ 1);
       if (HEAVY) load_query(0, heavy_query);
       gather_sums();
       if constexpr (HEAVY) {
