@@ -187,8 +187,7 @@ struct Rows {
     pin(weights);
   }
 
-  DEVICE void begin_scores(int stage) { begin_scores(q_stage, stage); }
-  DEVICE void begin_scores(int q_stage, int stage) {
+  DEVICE void begin_scores(int stage) {
     const uint32 of_item = q + q_stage * (Q_BYTES / 16), of_stage = k + stage * (K_BYTES / 16);
     add_product<CHANNELS, false>(scores, of_item, of_stage);
 #pragma unroll

@@ -79,16 +79,6 @@ struct Consumer : HeavyRows {
     });
   }
 
-  // Begin the scores of an item's first tile, of LISTS while the item before ends. Where there is no item, or the
-  // warpgroup has no rows of it, they are those of whatever lies there, and nobody reads them.
-  DEVICE void begin_first_scores(int round, int parity) {
-    const int stage = round % QUERY_STAGES;
-    wait(barriers.q_full[stage], round / QUERY_STAGES & 1);
-    if (items[stage].tiles > 0 && warpgroup < items[stage].warpgroups) wait(barriers.k_full[0], parity);
-    fence_products();
-    begin_scores(stage, 0);
-  }
-
   // Begin an item with its first tile; return how many tiles need no mask.
   DEVICE int begin_item() {
     if (!LISTS) {
@@ -97,11 +87,9 @@ struct Consumer : HeavyRows {
       load_key_scale(0);
     }
     if constexpr (QUANTIZES_QUERY) quantize_query();
-    if (!LISTS) {
-      wait(barriers.k_full[0], parity);
-      fence_products();
-      begin_scores(0);
-    }
+    wait(barriers.k_full[0], parity);
+    fence_products();
+    begin_scores(0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       if (!QUANTIZES_QUERY) row_scale[r] = factors[q_stage].line[row + 8 * r] * (a.softmax_scale * LOG2E);
@@ -117,7 +105,7 @@ struct Consumer : HeavyRows {
     if (PADDED) whole -= item.first;
     if (LISTS) whole = item.in_order;
     if (LISTS) load_listed(0);
-    if (!LISTS) wait_products<0>();
+    wait_products<0>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[0]);
     if (whole > 0)
@@ -195,7 +183,6 @@ struct Consumer : HeavyRows {
       wait_products<0>();
       add_tile_sum();
       end_outputs(base);
-      if (LISTS) begin_first_scores(round + 1, parity ^ 1);
       if (HEAVY) load_query(0, heavy_query);
       gather_sums();
       if constexpr (HEAVY) {
@@ -206,13 +193,7 @@ struct Consumer : HeavyRows {
     }
     if constexpr (HEAVY) add_heavy_outputs(p, factor, others);
     store();
-    if (LISTS) end_first_scores();
     arrive_as_warp(barriers.ending_empty);
-  }
-
-  DEVICE void end_first_scores() {
-    wait_products<0>();
-    pin(scores);
   }
 
   // Leave an item to the other warpgroups, which have rows of it.
@@ -225,22 +206,14 @@ struct Consumer : HeavyRows {
     parity ^= 1;
     wait(barriers.ending_full, round & 1);
     arrive_as_warp(barriers.ending_empty);
-    if (LISTS) {
-      begin_first_scores(round + 1, parity);
-      end_first_scores();
-    }
   }
 
   DEVICE void run() {
     parity = 0;
-    if (LISTS) {
-      begin_first_scores(0, 0);
-      end_first_scores();
-    }
 #pragma unroll 1
     for (int round = 0;; round++) {
       q_stage = round % QUERY_STAGES;
-      if (!LISTS) wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
+      wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
       // Beside P in float16 three warpgroups have registers for the item only behind this.
       if (items[q_stage].tiles == 0) break;
       if (PASSES && warpgroup >= items[q_stage].warpgroups) {
