@@ -127,6 +127,7 @@ def test_int8_forward_serves_what_it_is_fastest_at():
         {"recipe": "sage_bwd", "grad": True},
         {"mask": "blocks", "list_sizes": (128, 128)},
         {"mask": "block_keys", "list_sizes": (128, 128), "is_causal": True},
+        {"mask": "blocks", "list_sizes": (128, 128), "recipe": "sage1", "head_dim": 64, "v_head_dim": 64},
     ):
         assert select(replace(LONG, **change)).kernel == "int8_forward_hopper", change
     for change in (
