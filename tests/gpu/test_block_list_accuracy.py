@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
-from sage_kernels import dispatch, exact, ops, training
+from sage_kernels import dispatch, exact, ops, prepared_lists, training
 from sage_kernels.cuda import compiler
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.judge_training import Draw, judge_training
@@ -99,6 +100,35 @@ def test_reruns_are_equal_to_the_bit_and_compiled_calls_are_the_same(device):
     assert torch.equal(first, again)
     compiled = torch.compile(lambda *x: ops.attention(*x, blocks=blocks, recipe="sage2")[0], fullgraph=True)
     assert torch.equal(compiled(*inputs), first)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "masked", "repeats"),
+    [("sage2", 128, False, True), ("sage2", 128, True, True), ("sage1", 64, False, True), ("sage1", 64, True, False)],
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, monkeypatch, recipe, size, masked, repeats):
+    if int8_kernel(device, (128, 128)) != "int8_forward_hopper":
+        pytest.skip("calls of other kernels may be prepared or not")
+    inputs = draw(device)
+    calls = []
+    for seed in range(4):
+        blocks = on(device, draw_blocks(2, 4, 1000, 1100, size, size, seed=seed))
+        mask = torch.rand(2, 1, 1, 1100, device=device) < 0.7 if masked else None
+        calls.append(([x + seed for x in inputs], {"blocks": blocks, "mask": mask, "recipe": recipe}))
+    expected = []
+    for tensors, options in calls:
+        select.cache_clear()  # forgets prepared calls
+        expected.append(ops.attention(*tensors, **options, return_lse=True))
+    select.cache_clear()
+    repeated = []
+    original = prepared_lists.ListCall.__call__
+    count = lambda self, *tensors: repeated.append(self) or original(self, *tensors)  # noqa: E731
+    monkeypatch.setattr(prepared_lists.ListCall, "__call__", count)
+    for (tensors, options), wanted in zip(calls * 2, expected * 2, strict=True):
+        found = ops.attention(*tensors, **options, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert len(repeated) == (6 if repeats else 0)
 
 
 def test_exact_attention_over_a_list_is_exact(device):
