@@ -47,6 +47,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
         aligned=on_gpu and is_aligned(query) and is_aligned(key) and is_aligned(value),
         lower_right=call.is_causal and call.causal_offset == lower_right != 0,
         shifted=call.is_causal and call.causal_offset not in (0, lower_right),
+        list_sizes=call.mask.list_sizes,
     )
 
 
