@@ -13,6 +13,7 @@ from .exact import key_mask
 from .layout import Lengths, Sequences, padded_channels, token_axes
 from .operands import Saved
 from .recipe import Recipe
+from .transforms import LATE_SHARE
 
 PADDING_BIAS = -1e4
 """Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
@@ -140,20 +141,34 @@ class Call:
 
     @property
     def heavy_keys(self) -> int:
-        """Return the number of keys of each sequence that are attended to in 16 bits, the first ones by place.
+        """Return the number of keys of each sequence that are attended to in 16 bits.
 
         Beside a block list there are none.
         """
-        return self.recipe.heavy_keys if self.kv_len > self.recipe.heavy_keys and self.mask.blocks is None else 0
+        return heavy_keys_of(self.recipe, self.kv_len, self.mask.kind)
 
     @property
     def chooses_heavy_keys(self) -> bool:
-        """Return whether heavier keys may take the places of the first ones (`transforms.heavy_places`).
+        """Return whether heavier keys may be heavy in place of the first ones (`transforms.heavy_places`, `late_keys`).
 
-        That is so where the order of keys does not matter but for which of them exist.
+        That is so where no mask says more than which keys exist.
         """
-        ordered = self.is_causal or self.mask.kind not in ("none", "keys")
-        return self.heavy_keys > 0 and self.recipe.heavy_choice == "heaviest" and not ordered
+        return chooses_heavy_keys(self.recipe, self.kv_len, self.mask.kind)
+
+    @property
+    def late_keys(self) -> int:
+        """Return the number of heavy keys that are late ones, or none (`transforms.late_keys`)."""
+        return self.heavy_keys // LATE_SHARE if self.chooses_heavy_keys and self.is_causal else 0
+
+    @property
+    def first_keys(self) -> int:
+        """Return the number of keys from the first one on that are heavy, or whose places are those of heavy keys."""
+        return self.heavy_keys - self.late_keys
+
+    @property
+    def choice_places(self) -> int:
+        """Return the number of first keys, the last ones, whose places other keys may take."""
+        return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
     @property
     def recent_keys(self) -> int:
@@ -170,8 +185,11 @@ class Call:
 
     @cached_property
     def tail(self) -> Call:
-        """Return the call without its heavy keys, whose positions are counted from the first key that is left."""
-        heavy = self.heavy_keys
+        """Return the call without its first keys, whose positions are counted from the first key that is left.
+
+        Late keys are among them: kernels leave them out (`language.tokens.tail_source`).
+        """
+        heavy = self.first_keys
         if heavy == 0:
             return self
         lengths = self.lengths
@@ -303,6 +321,18 @@ class BackwardCall:
             new(batch, kv_len, kv_heads, self.head_dim).transpose(1, 2),
             new(batch, kv_len, kv_heads, v_head_dim).transpose(1, 2),
         )
+
+
+def heavy_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind) -> int:
+    """Return the number of heavy keys of calls with so many keys and a mask of that kind."""
+    return recipe.heavy_keys if kv_len > recipe.heavy_keys and mask not in ("blocks", "block_keys") else 0
+
+
+def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind) -> bool:
+    """Return whether such calls choose among keys which ones are heavy."""
+    return (
+        heavy_keys_of(recipe, kv_len, mask) > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
+    )
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

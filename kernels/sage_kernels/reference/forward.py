@@ -70,12 +70,21 @@ class Unquantized:
             rounded to the caller's dtype after that; in INT8 ones not: there the mean's scores are subtracted.
         value: (batch, kv_heads, keys, v_head_dim), with its mean.
         dtype: the caller's, to which P is rounded.
+        late: int64 (batch, kv_heads, late keys), the result of `transforms.late_keys`: the last ones of these keys.
+            Rows that see one do not attend here to the first key that gave way to it: among the other keys that has
+            its place. None: there are none.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     dtype: torch.dtype
+    late: torch.Tensor | None = None
+
+    @property
+    def first_keys(self) -> int:
+        """Return the number of keys, from the sequence's first on, whose places the other keys are without."""
+        return self.key.shape[-2] - (0 if self.late is None else self.late.shape[-1])
 
 
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -108,18 +117,21 @@ def quantize_operands(
     recipe: Recipe,
     valid: torch.Tensor | None = None,
     scale: float | None = None,
+    is_causal: bool = False,
 ) -> Operands:
     """Transform and quantise Q, K and V.
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
-            `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`). Means, the balance, and
-            the scales of V are those of all keys. With `recent_keys` all keys are kept for `Operands.recent`.
+            `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
+            LATE_SHARE may be a late key (`transforms.late_keys`). Means, the balance, and the scales of V are those of
+            all keys. With `recent_keys` all keys are kept for `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
             the balance.
         scale: factor of the scores, by which heavy keys are chosen; default head_dim ** -0.5.
+        is_causal: rows do not attend to all keys.
     """
     dtype, heavy, recent = query.dtype, None, None
     valid_queries = valid if query.shape[-2] == key.shape[-2] else None
@@ -133,26 +145,33 @@ def quantize_operands(
         key_mean = transforms.mean_of_tokens(key, valid)
     if recipe.smooth_v:
         _, value_mean = transforms.smooth_value(value, valid)
-    heavy_keys = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0
-    if heavy_keys and recipe.heavy_choice == "heaviest":
+    first_keys, late = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0, None
+    heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
+    if first_keys and recipe.heavy_choice == "heaviest":
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        chosen = transforms.heavy_places(query, key, heavy_keys, scale, valid)
-        key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+        if is_causal:
+            places = first_keys // transforms.LATE_SHARE
+            first_keys -= places
+            late = transforms.late_keys(query, key, first_keys, places, scale, valid)
+            (heavy_key, key), (heavy_value, value) = (_take_late(x, late, first_keys) for x in (key, value))
+        else:
+            chosen = transforms.heavy_places(query, key, first_keys, scale, valid)
+            key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+            heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
     if recipe.recent_keys:
         recent = Unquantized(query, key if key_mean is None else key - key_mean, value, dtype)
-    if heavy_keys:
-        heavy_key, heavy_value = key[..., :heavy_keys, :], value[..., :heavy_keys, :]
+    if first_keys:
         if key_mean is not None:
             heavy_key = heavy_key - key_mean
             heavy_key = heavy_key if recipe.qk == "int8" else heavy_key.to(dtype).float()
-        heavy = Unquantized(query, heavy_key, heavy_value, dtype)
+        heavy = Unquantized(query, heavy_key, heavy_value, dtype, late)
     if key_mean is not None:
         key = key - key_mean
     if value_mean is not None:
         value = value - value_mean
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
-    (_, key), (smooth_heavy, value) = (x.tensor_split((heavy_keys,), -2) for x in (key, value))
+    (_, key), (smooth_heavy, value) = (x.tensor_split((first_keys,), -2) for x in (key, value))
     pad = -key.shape[-2] % BLOCK_N
     key, value = F.pad(key, (0, 0, 0, pad)), F.pad(value, (0, 0, 0, pad))
     if recipe.smooth_q:
@@ -188,6 +207,16 @@ def quantize_operands(
     )
 
 
+def _take_late(x: torch.Tensor, late: torch.Tensor, first_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first tokens and the late ones; and all tokens, late ones exchanged for those that give way."""
+    places = late.shape[-1]
+    before, others = x.tensor_split((first_keys - places,), -2)
+    stays = torch.arange(places, device=x.device)
+    chosen = torch.where(late == transforms.NO_KEY, stays, late - before.shape[-2])
+    exchanged = transforms.exchange(others, chosen)
+    return torch.cat((x[..., :first_keys, :], exchanged[..., :places, :]), -2), torch.cat((before, exchanged), -2)
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -215,8 +244,7 @@ def attention(
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
             all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
 
-    Where order matters, with causality or a mask that says more than which keys exist, heavy keys are the first ones.
-    Causal rows attend to their latest `recent_keys` keys in the caller's dtype.
+    Beside a mask that says more than which keys exist heavy keys are the first ones. Causal rows attend to their latest `recent_keys` keys in the caller's dtype.
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -238,11 +266,11 @@ def attention(
         recipe = replace(recipe, heavy_keys=0, recent_keys=0)
     if not is_causal:
         recipe = replace(recipe, recent_keys=0)
-    if is_causal or (mask is not None and key_mask(mask, kv_len) is None):
+    if mask is not None and key_mask(mask, kv_len) is None:
         recipe = replace(recipe, heavy_choice="first")
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale)
+    operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale, is_causal)
     output, lse = attend(
         operands,
         recipe,
@@ -329,13 +357,13 @@ def _attend(
     total = torch.zeros_like(maximum)
     denominator = torch.zeros_like(maximum)
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
-    heavy_keys = 0 if operands.heavy is None else operands.heavy.key.shape[-2]
+    first_keys = 0 if operands.heavy is None else operands.heavy.first_keys
     recent_keys = 0 if operands.recent is None else recipe.recent_keys
     others_offset = causal_offset - recent_keys
     last_column = min(kv_len, chunk.stop + others_offset) if is_causal else kv_len
     listed = None if blocks is None else blocks.kept_by_rows(kv_len, chunk.start, chunk.stop)
-    for column in range(heavy_keys, last_column, block_n):
-        tile = slice(column - heavy_keys, column - heavy_keys + block_n)
+    for column in range(first_keys, last_column, block_n):
+        tile = slice(column - first_keys, column - first_keys + block_n)
         scores = tile_scores(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
         if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
@@ -393,11 +421,18 @@ def _unquantized_parts(
     P is rounded to the caller's dtype for heavy keys, which matrix units multiply; recent keys are few enough for
     float32.
     """
-    kv_heads, heavy_keys = operands.key.shape[1], 0
+    kv_heads, first_keys = operands.key.shape[1], 0
     if (heavy := operands.heavy) is not None:
-        heavy_keys = heavy.key.shape[-2]
+        first_keys = heavy.first_keys
         scores = per_group(heavy.query[:, :, chunk], kv_heads) @ heavy.key.unsqueeze(2).transpose(-1, -2)
-        scores = apply_mask(scores.flatten(1, 2) * scale, mask, is_causal, chunk.start, 0, causal_offset)
+        scores, late_scores = (scores.flatten(1, 2) * scale).tensor_split((first_keys,), -1)
+        scores = apply_mask(scores, mask, is_causal, chunk.start, 0, causal_offset)
+        if heavy.late is not None:
+            row = torch.arange(chunk.start, chunk.stop, device=scores.device)[:, None] + causal_offset
+            sees_late = (heavy.late[:, :, None] <= row).repeat_interleave(scores.shape[1] // kv_heads, 1)
+            others, gave_way = scores.tensor_split((first_keys - heavy.late.shape[-1],), -1)
+            gave_way = gave_way.masked_fill(sees_late, -torch.inf)
+            scores = torch.cat((others, gave_way, late_scores.masked_fill(~sees_late, -torch.inf)), -1)
         yield (
             scores,
             lambda p: (per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)).flatten(1, 2),
@@ -405,7 +440,7 @@ def _unquantized_parts(
     if (recent := operands.recent) is not None:
         ages = torch.arange(recipe.recent_keys, device=recent.key.device)
         column = torch.arange(chunk.start, chunk.stop, device=ages.device)[:, None] + causal_offset - ages
-        exists, column = (column >= heavy_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
+        exists, column = (column >= first_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
         # (batch, kv_heads, rows, ages, channels)
         key, value = (torch.where(exists[..., None], x[:, :, column], 0.0) for x in (recent.key, recent.value))
         query = per_group(recent.query[:, :, chunk], kv_heads).transpose(2, 3)
