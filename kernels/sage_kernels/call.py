@@ -158,7 +158,7 @@ class Call:
     @property
     def late_keys(self) -> int:
         """Return the number of heavy keys that are late ones, or none (`transforms.late_keys`)."""
-        return self.heavy_keys // LATE_SHARE if self.chooses_heavy_keys and self.is_causal else 0
+        return late_keys_of(self.recipe, self.kv_len, self.mask.kind, self.is_causal)
 
     @property
     def first_keys(self) -> int:
@@ -333,6 +333,12 @@ def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind) -> bool:
     return (
         heavy_keys_of(recipe, kv_len, mask) > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
     )
+
+
+def late_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> int:
+    """Return the number of heavy keys of such calls that are late ones, or none."""
+    chooses = is_causal and chooses_heavy_keys(recipe, kv_len, mask)
+    return heavy_keys_of(recipe, kv_len, mask) // LATE_SHARE if chooses else 0
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

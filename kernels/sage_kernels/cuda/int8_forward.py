@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import torch
 
-from ..call import Call
+from ..call import Call, late_keys_of
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
@@ -39,8 +39,7 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits;
-    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised.
+    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -125,8 +124,9 @@ class Arguments:
         mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets, and heavy keys' scores
             lose unless Q comes in 16 bits; or None.
         lse: (batch, q_heads, q_len), or None.
+        late: (batch, kv_heads, LATE_KEYS), as in `operands.HeavyKeys`, or None.
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
-            `spans` count heavy keys; kv_len and causal_offset are those of the others.
+            `spans` count all keys; kv_len and causal_offset are those behind the first keys.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
         parts: of each item of the last round, unless the call is causal.
@@ -142,6 +142,7 @@ class Arguments:
     value_mean: ConstFloats
     mean_score: ConstFloats
     lse: Floats
+    late: ConstInts
     valid: ConstBytes
     spans: ConstInts
     batch: Int
@@ -187,8 +188,8 @@ class Parameters:
 
 
 @cache
-def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype) -> Kernel:
-    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits."""
+def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0) -> Kernel:
+    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits, for so many late keys."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
         **tokens.macros(config.head_dim, dtype),
@@ -213,6 +214,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
         "HEAVY_KEYS": HEAVY_KEYS,
+        "LATE_KEYS": late_keys,
         "MEAN_PARTS": MEAN_PARTS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
@@ -238,7 +240,8 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         recipe.smooth_k,
         quantizes_query and heavy and not return_lse and recipe.rotate,
     )
-    return kernel(config, request.is_causal, return_lse, request.dtype).source.why_not()
+    late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
+    return kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.why_not()
 
 
 def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -264,7 +267,8 @@ def _quantize_and_attend(
     padded, return_lse = padding is not None, lse is not None
     if quantizer.name == "int8_quantize_hopper":
         leaves_query = _leaves_query(call, padded, return_lse)
-        attend = kernel(_config(call, padded, leaves_query), call.is_causal, return_lse, output.dtype)
+        config = _config(call, padded, leaves_query)
+        attend = kernel(config, call.is_causal, return_lse, output.dtype, call.late_keys)
         compile_together((attend, *quantize.kernels_of(call, padded)), output.device)
         operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
     else:
@@ -358,6 +362,7 @@ def forward(
         value_mean=operands.value_mean,
         mean_score=operands.mean_score,
         lse=lse,
+        late=None if heavy is None else heavy.late,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
         batch=batch,
@@ -387,7 +392,7 @@ def forward(
         arguments=arguments,
     )
     launch(
-        kernel(config, is_causal, lse is not None, output.dtype),
+        kernel(config, is_causal, lse is not None, output.dtype, call.late_keys),
         min(items * parts, multiprocessors),
         parameters,
         device,

@@ -47,7 +47,7 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
       const uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
       if (PADDED)
         present &=
-            __ballot_sync(~0u, token < of.length && counts(s, batch, (leaves ? exchanged(token) : token) + HEAVY_KEYS));
+            __ballot_sync(~0u, token < of.length && counts(s, batch, (leaves ? exchanged(token) : token) + FIRST_KEYS));
       if (moved != 0) {
         const uint16* from = read(tokens, batch, head, of, 0, channel, s.v_head_dim).from;
 #pragma unroll
