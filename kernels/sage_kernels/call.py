@@ -330,9 +330,7 @@ def heavy_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind) -> int:
 
 def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind) -> bool:
     """Return whether such calls choose among keys which ones are heavy."""
-    return (
-        heavy_keys_of(recipe, kv_len, mask) > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
-    )
+    return heavy_keys_of(recipe, kv_len, mask) > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
 
 
 def late_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> int:

@@ -1,0 +1,150 @@
+"""Heavy keys of causal calls, which may be anywhere: every kernel and quantiser that a GPU runs, or emulates."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import attention, exact
+from sage_kernels.cuda import compiler, nvfp4_forward
+from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.cuda.registration import NVFP4Quantizer as CudaNVFP4Quantizer
+from sage_kernels.recipe import RECIPES
+from sage_kernels.reference import forward as reference
+from sage_kernels.transforms import NO_KEY, late_keys
+from tests.helpers import triton_calls
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs compute capability 9.0")
+# Without the search for scales, which Triton compiles for long.
+UNSEARCHED = replace(RECIPES["sage3"], scale_steps=(), key_scale_steps=())
+SIZES = {  # batch, q_heads, kv_heads, q_len, kv_len, causal_offset, head_dim, keys that are sinks
+    "square": (1, 4, 4, 1024, 1024, 0, 128, (0, 500)),
+    "grouped": (2, 8, 2, 777, 777, 0, 64, (300, 301, 302, 303)),
+    "head_dim 72": (1, 4, 2, 1000, 1000, 0, 72, (64, 999)),
+    "lower right": (1, 4, 2, 300, 1500, 1200, 128, (700,)),
+    "a chunk of a prompt": (1, 4, 4, 512, 1024, 512, 64, (200, 601)),
+    "upper left": (1, 2, 2, 200, 900, 0, 128, (100, 500)),
+    "rows without a key": (1, 2, 2, 600, 400, -100, 64, (250,)),
+    "last queries": (1, 2, 2, 5, 4000, 3995, 128, (49, 2000, 3999)),
+    "few keys": (2, 2, 2, 65, 65, 0, 128, (48, 50, 63)),
+    "one query": (1, 4, 1, 1, 3000, 2999, 64, (1500,)),
+    "no sink": (1, 2, 2, 900, 900, 0, 128, ()),
+    "many sinks": (1, 2, 2, 1300, 1300, 0, 64, tuple(range(100, 1300, 37))),
+}
+
+
+def draw(sizes, dtype=torch.bfloat16):
+    """Q has a mean, to which sinks point: each of their scores is about 7, and their V is small."""
+    batch, q_heads, kv_heads, q_len, kv_len, offset, head_dim, sinks = SIZES[sizes]
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(batch, *shape, device="cuda", generator=generator)
+
+    key, value = normal(kv_heads, kv_len, head_dim), normal(kv_heads, kv_len, head_dim) + normal(kv_heads, 1, head_dim)
+    key[:, :, sinks], value[:, :, sinks] = 7 * head_dim**-0.5, 0.05 * value[:, :, sinks]
+    inputs = normal(q_heads, q_len, head_dim) + 1, key, value
+    return [x.to(dtype) for x in inputs], {"is_causal": True, "causal_offset": offset}
+
+
+def keys_that_exist(kind, sizes):
+    if kind == "all":
+        return None
+    batch, kv_len = SIZES[sizes][0], SIZES[sizes][4]
+    key = torch.arange(kv_len, device="cuda")
+    exist = {"left": key >= 37, "right": key < kv_len - 29, "holes": key % 5 != 2}[kind]
+    return torch.cat((exist[None], (key >= 0).expand(batch - 1, -1)))
+
+
+def check(inputs, recipe, result, valid, options):
+    mask = None if valid is None else valid[:, None, None]
+    expected, expected_lse = reference.attention(*inputs, recipe, mask=mask, **options)
+    truth, _ = exact.attention(*inputs, mask=mask, **options)
+    output, lse = result
+    size = truth.double().abs().sum()
+    rounding = torch.finfo(output.dtype).eps / 2 * size
+    assert (output - truth).double().abs().sum() <= 1.05 * (expected - truth).double().abs().sum() + rounding
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=2e-3)
+    assert not output[lse == -torch.inf].any()
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["all", "left", "right", "holes"])
+@pytest.mark.parametrize("recipe", ["sage1", "sage2"])
+def test_the_chosen_int8_kernel_has_the_references_error(recipe, kind, sizes):
+    inputs, options = draw(sizes)
+    valid = keys_that_exist(kind, sizes)
+    mask = None if valid is None else valid[:, None, None]
+    for return_lse in (False, True):
+        output, lse = attention(*inputs, recipe=recipe, mask=mask, return_lse=return_lse, **options)
+        if not return_lse:
+            _, lse = reference.attention(*inputs, RECIPES[recipe], mask=mask, **options)
+        check(inputs, RECIPES[recipe], (output, lse), valid, options)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["all", "left"])
+@pytest.mark.parametrize("recipe", [RECIPES["sage2"], UNSEARCHED], ids=lambda recipe: recipe.name)
+def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
+    inputs, options = draw(sizes, torch.float16)
+    valid = keys_that_exist(kind, sizes)
+    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
+    check(inputs, recipe, triton_calls.attend(call, CAPABILITY), valid, options)
+
+
+@compiles
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["all", "left", "holes"])
+def test_the_cuda_nvfp4_kernel_has_the_references_error(kind, sizes):
+    recipe = replace(UNSEARCHED, recent_keys=0)  # it has none
+    inputs, options = draw(sizes)
+    valid = keys_that_exist(kind, sizes)
+    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
+    quantizer = CudaNVFP4Quantizer() if valid is None else triton_calls.quantizer_of(recipe)
+    check(inputs, recipe, nvfp4_forward.attend(call, quantizer, native=False), valid, options)
+
+
+def assert_same(actual, expected):
+    for name, y in vars(expected).items():
+        x = getattr(actual, name)
+        if isinstance(y, torch.Tensor) and name != "mean_score":  # which is summed in another order
+            assert torch.equal(x.float().nan_to_num(7.0), y.float().nan_to_num(7.0)), name
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["all", "left", "holes"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=hopper) for name in ("sage1", "sage2")), "sage3"])
+@compiles
+def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
+    recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, balance=False)
+    inputs, options = draw(sizes)
+    valid = keys_that_exist(kind, sizes)
+    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
+    expected = triton_calls.quantize(call, valid)
+    if name == "sage3":
+        actual = CudaNVFP4Quantizer().quantize(call, None if valid is None else valid.int())
+        assert_same(actual.statistics, expected.statistics)
+    else:
+        padding = () if valid is None else HopperQuantizer().read_padding(valid)
+        actual = HopperQuantizer().quantize(call, *(() if valid is None else (padding.valid, padding.spans)))
+    assert_same(actual, expected)
+    assert_same(actual.heavy, expected.heavy)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage3"])
+@pytest.mark.parametrize("sizes", ["square", "grouped", "lower right", "a chunk of a prompt", "few keys"])
+def test_sinks_behind_the_first_keys_are_late_keys(sizes, recipe):
+    inputs, options = draw(sizes)
+    call = triton_calls.new_call(*inputs, recipe, **options)
+    late = triton_calls.quantize(call).heavy.late
+    expected = late_keys(*(x.float() for x in inputs[:2]), call.first_keys, call.late_keys, call.scale, None)
+    assert torch.equal(late.long(), expected)
+    sinks = {key for key in SIZES[sizes][-1] if key >= call.first_keys}
+    assert all(sinks <= set(of_head.tolist()) for of_head in late.flatten(0, 1))
+    assert (late == NO_KEY).any()
