@@ -53,7 +53,7 @@ static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYT
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
-constexpr int FIRST_KEYS = HEAVY ? HEAVY_KEYS - LATE_KEYS : 0;         // that are not among K and V
+constexpr int FIRST_KEYS = HEAVY ? HEAVY_KEYS - LATE_KEYS : 0;          // that are not among K and V
 constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                            // in a thread's registers
 constexpr int HEAVY_KEY_LINES = (HEAVY_KEYS + MEAN_ROWS) * LINE_BYTES;  // of heavy keys: LINE_CHANNELS of each
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a tile that have a scale of K each

@@ -1,7 +1,7 @@
 // The forward kernel's heavy keys, which may hold much of each row's weight, and are not among K and V. The last
 // LATE_KEYS of them are late ones: for rows that see such a key, the first key that gave way to it is among K and V
-// instead, and not among the heavy ones. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are done with all others; these are
-// rescaled.
+// instead, and not among the heavy ones. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are
+// done with all others; these are rescaled.
 //
 // Q in 16 bits is in shared memory where the kernel quantises it: then the weights of heavy keys are found beside the
 // last P·V. Else it comes from memory, in parts that registers hold.
@@ -150,10 +150,11 @@ struct HeavyRows : Rows {
 #pragma unroll
       for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
-    [[maybe_unused]] int2 late[LATE_KEYS > 0 ? LATE_KEYS / 8 : 1];
+    constexpr int EIGHTS = LATE_KEYS > 0 ? LATE_KEYS / 8 : 1;  // of late keys, of which the thread has two
+    [[maybe_unused]] int2 late[EIGHTS];
     if constexpr (LATE_KEYS > 0) {
 #pragma unroll
-      for (int i = 0; i < LATE_KEYS / 8; i++)
+      for (int i = 0; i < EIGHTS; i++)
         late[i] = __ldg(reinterpret_cast<const int2*>(a.late + item.kv_pair(a) * LATE_KEYS + i * 8) + place);
     }
     const int seen = item.first_row + row + a.causal_offset + FIRST_KEYS + 1;  // keys of the call
@@ -161,7 +162,7 @@ struct HeavyRows : Rows {
       const int key = i / 4 * 8 + i % 2, keys = seen + i / 2 % 2 * 8;
       const bool exists = !PADDED || heavy_exists[key / 32] >> key % 32 & 1;
       if constexpr (LATE_KEYS > 0) {
-        const int2 of_eight = late[(i / 4 + LATE_KEYS / 8) % (LATE_KEYS / 8)];
+        const int2 of_eight = late[i / 4 % EIGHTS];
         const bool sees_late = (i % 2 ? of_eight.y : of_eight.x) < keys;
         if (key >= FIRST_KEYS) return !sees_late;
         if (key >= FIRST_KEYS - LATE_KEYS && sees_late) return true;

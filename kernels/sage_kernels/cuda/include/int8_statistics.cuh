@@ -197,8 +197,8 @@ DEVICE bool is_heavier(float score, int key, float than, int other) {
   return score > than || score == than && key < other;
 }
 
-// Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` and `late_keys` say;
-// return how many there are.
+// Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` and `late_keys`
+// say; return how many there are.
 DEVICE float load_queries(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, uint32 (&x)[2][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;

@@ -5,8 +5,8 @@
 constexpr int NO_KEY = 0x7FFFFFFF;  // the number of a late key that there is not
 using KeyBlock = Partial<REDUCE_THREADS / 32, true, false>;
 
-// Find the mean query by which a pair's heavy keys are chosen (`transforms.heavy_places`, `late_keys`), times the factor
-// of scores: each thread's 8 channels.
+// Find the mean query by which a pair's heavy keys are chosen (`transforms.heavy_places`, `late_keys`), times the
+// factor of scores: each thread's 8 channels.
 DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pair, float (&mean)[8]) {
   __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
   __shared__ alignas(16) float means[CHANNELS];

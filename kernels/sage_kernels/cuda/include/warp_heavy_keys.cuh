@@ -74,10 +74,11 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
 #pragma unroll
     for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, heavy.valid[i * 32 + lane]) >> 2 * quad;
   }
-  [[maybe_unused]] int2 late[LATE > 0 ? LATE / 8 : 1];
+  constexpr int EIGHTS = LATE > 0 ? LATE / 8 : 1;  // of late keys, of which the thread has two
+  [[maybe_unused]] int2 late[EIGHTS];
   if constexpr (LATE > 0) {
 #pragma unroll
-    for (int i = 0; i < LATE / 8; i++) late[i] = __ldg(reinterpret_cast<const int2*>(heavy.late + i * 8) + quad);
+    for (int i = 0; i < EIGHTS; i++) late[i] = __ldg(reinterpret_cast<const int2*>(heavy.late + i * 8) + quad);
   }
   float factors[2], ends[2], inverses[2];
 #pragma unroll
@@ -96,7 +97,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
     for (int i = 0; i < KEYS / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];
       const int key = i / 2 * 8 + i % 2;
-      score = is_hidden(key, late[LATE > 0 ? key / 8 % (LATE / 8) : 0]) ? -INFINITE : score * heavy.scale;
+      score = is_hidden(key, late[key / 8 % EIGHTS]) ? -INFINITE : score * heavy.scale;
       largest = larger_or_nan(largest, score);
     }
     largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));

@@ -50,7 +50,8 @@ static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8 rows, of three parts of K's
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is of heavy keys");
 ASSERT_FLAG(LATE, "chosen keys are late ones, or take the places of first ones");
 static_assert(!LATE || CHOICE, "LATE keys are chosen");
-static_assert(PLACES == 64 || PLACES == 16, "PLACES of chosen keys must be 64 or 16, which divide a block's candidates");
+static_assert(PLACES == 64 || PLACES == 16,
+              "PLACES of chosen keys must be 64 or 16, which divide a block's candidates");
 static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be the heavy ones but for the LATE ones");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16,
