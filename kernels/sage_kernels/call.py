@@ -13,7 +13,7 @@ from .exact import key_mask
 from .layout import Lengths, Sequences, padded_channels, token_axes
 from .operands import Saved
 from .recipe import Recipe
-from .transforms import LATE_SHARE
+from .transforms import LATE_SHARE, MIN_LATE
 
 PADDING_BIAS = -1e4
 """Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
@@ -151,9 +151,9 @@ class Call:
     def chooses_heavy_keys(self) -> bool:
         """Return whether heavier keys may be heavy in place of the first ones (`transforms.heavy_places`, `late_keys`).
 
-        That is so where no mask says more than which keys exist.
+        That is so where no mask says more than which keys exist, and if the call is causal, where there are many keys.
         """
-        return chooses_heavy_keys(self.recipe, self.kv_len, self.mask.kind)
+        return chooses_heavy_keys(self.recipe, self.kv_len, self.mask.kind, self.is_causal)
 
     @property
     def late_keys(self) -> int:
@@ -328,14 +328,20 @@ def heavy_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind) -> int:
     return recipe.heavy_keys if kv_len > recipe.heavy_keys and mask not in ("blocks", "block_keys") else 0
 
 
-def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind) -> bool:
-    """Return whether such calls choose among keys which ones are heavy."""
-    return heavy_keys_of(recipe, kv_len, mask) > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
+def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> bool:
+    """Return whether such calls choose among keys which ones are heavy.
+
+    Causal ones with few keys do not: the first ones are most of them, and fewer first ones would cost more than late
+    ones bring.
+    """
+    heavy_keys = heavy_keys_of(recipe, kv_len, mask)
+    may_choose = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
+    return may_choose and not (is_causal and kv_len < MIN_LATE * heavy_keys)
 
 
 def late_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> int:
     """Return the number of heavy keys of such calls that are late ones, or none."""
-    chooses = is_causal and chooses_heavy_keys(recipe, kv_len, mask)
+    chooses = is_causal and chooses_heavy_keys(recipe, kv_len, mask, is_causal)
     return heavy_keys_of(recipe, kv_len, mask) // LATE_SHARE if chooses else 0
 
 

@@ -33,6 +33,8 @@ HEAVY_MARGIN = 2.0
 """Least difference between the scores of a key and of the one whose place it takes."""
 LATE_SHARE = 4
 """With causality one of so many heavy keys may be a late one."""
+MIN_LATE = 2
+"""There are late keys where keys are at least so many times as many as the heavy ones."""
 NO_KEY = 2**31 - 1
 """Number of a late key that there is not."""
 

@@ -13,22 +13,24 @@ from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 from sage_kernels.transforms import NO_KEY, late_keys
 from tests.helpers import triton_calls
+from tests.helpers.judge import lse_tolerance
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs compute capability 9.0")
 # Without the search for scales, which Triton compiles for long.
 UNSEARCHED = replace(RECIPES["sage3"], scale_steps=(), key_scale_steps=())
+# Of sinks whose number modulo 16 is 6 to 9 or 12 to 14, the first keys that give way exist in every kind of padding.
 SIZES = {  # batch, q_heads, kv_heads, q_len, kv_len, causal_offset, head_dim, keys that are sinks
-    "square": (1, 4, 4, 1024, 1024, 0, 128, (0, 500)),
-    "grouped": (2, 8, 2, 777, 777, 0, 64, (300, 301, 302, 303)),
-    "head_dim 72": (1, 4, 2, 1000, 1000, 0, 72, (64, 999)),
+    "square": (1, 4, 4, 1024, 1024, 0, 128, (0, 505)),
+    "grouped": (2, 8, 2, 777, 777, 0, 64, (294, 295, 296, 297)),
+    "head_dim 72": (1, 4, 2, 1000, 1000, 0, 72, (71, 998)),
     "lower right": (1, 4, 2, 300, 1500, 1200, 128, (700,)),
     "a chunk of a prompt": (1, 4, 4, 512, 1024, 512, 64, (200, 601)),
-    "upper left": (1, 2, 2, 200, 900, 0, 128, (100, 500)),
-    "rows without a key": (1, 2, 2, 600, 400, -100, 64, (250,)),
-    "last queries": (1, 2, 2, 5, 4000, 3995, 128, (49, 2000, 3999)),
-    "few keys": (2, 2, 2, 65, 65, 0, 128, (48, 50, 63)),
+    "upper left": (1, 2, 2, 200, 900, 0, 128, (102, 505)),
+    "rows without a key": (1, 2, 2, 600, 400, -100, 64, (249,)),
+    "last queries": (1, 2, 2, 5, 4000, 3995, 128, (54, 2008, 3998)),
+    "few keys": (2, 2, 2, 129, 129, 0, 128, (54, 56, 94)),
     "one query": (1, 4, 1, 1, 3000, 2999, 64, (1500,)),
     "no sink": (1, 2, 2, 900, 900, 0, 128, ()),
     "many sinks": (1, 2, 2, 1300, 1300, 0, 64, tuple(range(100, 1300, 37))),
@@ -67,7 +69,8 @@ def check(inputs, recipe, result, valid, options):
     rounding = torch.finfo(output.dtype).eps / 2 * size
     assert (output - truth).double().abs().sum() <= 1.05 * (expected - truth).double().abs().sum() + rounding
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=2e-3)
+    finite = expected_lse > -torch.inf
+    assert ((lse - expected_lse)[finite].abs() <= lse_tolerance(*inputs[:2], mask)).all()
     assert not output[lse == -torch.inf].any()
 
 

@@ -179,7 +179,7 @@ def unavailable(request: Request) -> str:
     assert request.capability is not None  # of a GPU
     kernels = [kernel(config, request.dtype)]
     if recipe.smooth_q:
-        choice = chooses_heavy_keys(recipe, request.kv_len, request.mask)
+        choice = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
         kernels.append(delta_scores.kernel(channels, request.dtype, choice))
     if config.padded:
         kernels.append(padding.kernel())

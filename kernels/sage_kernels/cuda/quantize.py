@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from ..call import Call
+from ..call import Call, MaskKind, chooses_heavy_keys, heavy_keys_of
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
@@ -167,8 +167,9 @@ class Features:
     @classmethod
     def of(cls, recipe: Recipe, kv_len: int, padded: bool, is_causal: bool) -> Features:
         """Return those of a recipe with so many keys, which may not exist if `padded`."""
-        heavy_keys = recipe.heavy_keys if kv_len > recipe.heavy_keys else 0
-        choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest"
+        mask: MaskKind = "keys" if padded else "none"
+        choice = chooses_heavy_keys(recipe, kv_len, mask, is_causal)
+        heavy_keys = heavy_keys_of(recipe, kv_len, mask)
         return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice, choice and is_causal)
 
     @property

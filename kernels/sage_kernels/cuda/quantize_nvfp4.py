@@ -251,7 +251,7 @@ def unavailable(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    places = late_keys or heavy_keys * chooses_heavy_keys(recipe, request.kv_len, request.mask)
+    places = late_keys or heavy_keys * chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
     rotation = _rotation(recipe, request.head_dim)
     padded = request.mask not in ("none", "blocks")
     mean_score = request.return_lse or (request.is_causal and recipe.recent_keys > 0)

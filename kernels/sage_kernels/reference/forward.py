@@ -125,7 +125,7 @@ def quantize_operands(
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
             `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
-            LATE_SHARE may be a late key (`transforms.late_keys`). Means, the balance, and the scales of V are those of
+            LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the balance, and the scales of V are those of
             all keys. With `recent_keys` all keys are kept for `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
@@ -149,12 +149,12 @@ def quantize_operands(
     heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
     if first_keys and recipe.heavy_choice == "heaviest":
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if is_causal:
+        if is_causal and key.shape[-2] >= transforms.MIN_LATE * first_keys:
             places = first_keys // transforms.LATE_SHARE
             first_keys -= places
             late = transforms.late_keys(query, key, first_keys, places, scale, valid)
             (heavy_key, key), (heavy_value, value) = (_take_late(x, late, first_keys) for x in (key, value))
-        else:
+        elif not is_causal:
             chosen = transforms.heavy_places(query, key, first_keys, scale, valid)
             key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
             heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
