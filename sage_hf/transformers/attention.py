@@ -39,8 +39,9 @@ def sage_attention_forward(
     Masks and causality work as in transformers' `sdpa`: a mask wins over causality, `is_causal` wins over
     `module.is_causal`, and causal attention is aligned upper left and only for more than one query. A mask
     (batch, kv_len) comes from `masks.sage_training_mask`, or from `sage_mask` where a model is compiled, for causal
-    attention with padding: attention is causal among the keys that it marks True. `module.sage_recipe` and `module.sage_fallback` win over `recipe` and `fallback`; while
-    the module is in training mode, `module.sage_training` wins over `module.sage_recipe`.
+    attention with padding: attention is causal among the keys that it marks True. `module.sage_recipe` and
+    `module.sage_fallback` win over `recipe` and `fallback`; while the module is in training mode,
+    `module.sage_training` wins over `module.sage_recipe`.
 
     Exact attention takes over, recorded and logged, for a softcap, for sinks if gradients are wanted, for dropout, for
     attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
@@ -175,7 +176,7 @@ def _attend(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
         )
         return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
-    # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said, the latest keys are
+    # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
     if causality is not None and recipe != "exact" and not wants_gradient:

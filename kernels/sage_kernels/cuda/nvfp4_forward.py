@@ -39,8 +39,8 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 class Config:
     """Compile-time choices: those of the call and of its recipe.
 
-    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits, the
-    last `late_keys` of which are late ones; `native`: products in NVFP4 are instructions, otherwise emulated.
+    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
+    the last `late_keys` of which are late ones; `native`: products in NVFP4 are instructions, otherwise emulated.
     """
 
     channels: int

@@ -125,8 +125,9 @@ def quantize_operands(
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
             `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
-            LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the balance, and the scales of V are those of
-            all keys. With `recent_keys` all keys are kept for `Operands.recent`.
+            LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the
+            balance, and the scales of V are those of all keys. With `recent_keys` all keys are kept for
+            `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
             the balance.
@@ -244,7 +245,8 @@ def attention(
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
             all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
 
-    Beside a mask that says more than which keys exist heavy keys are the first ones. Causal rows attend to their latest `recent_keys` keys in the caller's dtype.
+    Beside a mask that says more than which keys exist heavy keys are the first ones. Causal rows attend to their latest
+    `recent_keys` keys in the caller's dtype.
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,

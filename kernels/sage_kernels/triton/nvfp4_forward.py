@@ -377,7 +377,8 @@ def nvfp4_forward(
 
     A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
     HEAVY and RECENT are 0. `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do
-    not have; where one of LATE keys was, these have a first key. `source_query`, `source_key` and `source_value` are the caller's tensors.
+    not have; where one of LATE keys was, these have a first key. `source_query`, `source_key` and `source_value` are
+    the caller's tensors.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -496,8 +497,8 @@ def nvfp4_forward(
             source_key += batch * source_key_stride_batch + kv_head * source_key_stride_head
             source_value += batch * source_value_stride_batch + kv_head * source_value_stride_head
             row_max, recent_total, divisor, accumulator = attend_recent_keys(
-                source_query, source_key, source_value, late, mask, row, token, kv_start, q_len, kv_len, head_dim, v_head_dim,
-                causal_offset, softmax_scale, tl.load(mean_score + q_row),
+                source_query, source_key, source_value, late, mask, row, token, kv_start, q_len, kv_len, head_dim,
+                v_head_dim, causal_offset, softmax_scale, tl.load(mean_score + q_row),
                 source_query_stride_token, source_query_stride_channel, source_key_stride_token,
                 source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
                 mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
@@ -508,9 +509,9 @@ def nvfp4_forward(
         if HEAVY > 0:
             row_max, heavy_total, accumulator = attend_heavy_keys(
                 source_query, heavy_key + kv_pair * ((HEAVY + LATE) * CHANNELS),
-                heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, source_query_stride_token,
-                source_query_stride_channel, mask_stride_row, mask_stride_column, None,
-                row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
+                heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
+                causal_offset, softmax_scale, source_query_stride_token, source_query_stride_channel, mask_stride_row,
+                mask_stride_column, None, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
                 CHANNELS, V_CHANNELS, HEAVY + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
             if TOTAL:
