@@ -509,7 +509,7 @@ def int8_forward(
             row_max, total, acc = attend_heavy_keys(
                 heavy_query, heavy_key + kv_pair * ((HEAVY + LATE) * CHANNELS),
                 heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
-                causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row, 
+                causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row,
                 mask_stride_column, scores_of_mean, row_max, total, total, acc, p_scale_log2(PV), CHANNELS,
                 V_CHANNELS, HEAVY + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
