@@ -257,9 +257,7 @@ def test_equal_keys_keep_their_places(recipe):
 def test_with_late_keys_each_row_attends_once_to_each_key_that_it_sees(late, padded):
     inputs, rows = uniform_but_where_sampled(256, 32, late)
     exists = torch.arange(256) % 50 != 7 if padded else torch.ones(256, dtype=torch.bool)
-    call = new_call(
-        *inputs, RECIPES["sage1"], valid=exists[None] if padded else None, is_causal=True, return_lse=True
-    )
+    call = new_call(*inputs, RECIPES["sage1"], valid=exists[None] if padded else None, is_causal=True, return_lse=True)
     assert set(late) <= set(quantize(call, call.mask.valid).heavy.late.flatten().tolist())
     output, lse = attend(call, CAPABILITY["int8"])
     seen = exists & torch.ones(256, 256, dtype=torch.bool).tril()

@@ -67,6 +67,15 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
                                  float (&totals)[2], const float (&divisors)[2]) {
   constexpr int LINE = 128 * KEYS;
   const int lane = threadIdx.x % 32, quad = lane % 4;
+  [[maybe_unused]] uint32 sees_late = 0;  // bits of the thread's late keys, a quarter of them, for each row
+  if constexpr (LATE > 0) {
+#pragma unroll
+    for (int i = 0; i < LATE / 2; i++) {
+      const int key = i % (LATE / 4) / 2 * 8 + i % 2, row = i / (LATE / 4) * 8;
+      if (__ldg(heavy.late + key + 2 * quad) < heavy.seen + row) sees_late |= 1u << i;
+    }
+    asm volatile("" : "+r"(sees_late));  // one register, not the numbers of the keys
+  }
   float x[KEYS / 8][4] = {};
   find_heavy_scores<KEYS>(heavy, x);
   uint32 exists[2] = {~0u, ~0u};
@@ -74,21 +83,15 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
 #pragma unroll
     for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, heavy.valid[i * 32 + lane]) >> 2 * quad;
   }
-  constexpr int EIGHTS = LATE > 0 ? LATE / 8 : 1;  // of late keys, of which the thread has two
-  [[maybe_unused]] int2 late[EIGHTS];
-  if constexpr (LATE > 0) {
-#pragma unroll
-    for (int i = 0; i < EIGHTS; i++) late[i] = __ldg(reinterpret_cast<const int2*>(heavy.late + i * 8) + quad);
-  }
   float factors[2], ends[2], inverses[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int seen = heavy.seen + 8 * r;
-    auto is_hidden = [&](int key, const int2& of_eight) {
+    auto is_hidden = [&](int key) {
       if constexpr (LATE > 0) {
-        const bool sees_late = (key % 2 ? of_eight.y : of_eight.x) < seen;
-        if (key >= KEYS - LATE) return !sees_late;
-        if (key >= KEYS - 2 * LATE && sees_late) return true;
+        const bool sees = sees_late >> (r * (LATE / 4) + key % LATE / 8 * 2 + key % 2) & 1;
+        if (key >= KEYS - LATE) return !sees;
+        if (key >= KEYS - 2 * LATE && sees) return true;
       }
       return IS_CAUSAL && key + 2 * quad >= seen || HAS_VALID && !(exists[key / 32] >> key % 32 & 1);
     };
@@ -97,7 +100,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
     for (int i = 0; i < KEYS / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];
       const int key = i / 2 * 8 + i % 2;
-      score = is_hidden(key, late[key / 8 % EIGHTS]) ? -INFINITE : score * heavy.scale;
+      score = is_hidden(key) ? -INFINITE : score * heavy.scale;
       largest = larger_or_nan(largest, score);
     }
     largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
