@@ -8,7 +8,6 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +21,7 @@ from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
 from ..layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
 from ..recipe import Recipe
+from .unquantized import Unquantized, attend_unquantized, per_group, take_late
 
 BLOCK_M = 128
 BLOCK_N = 128
@@ -58,33 +58,6 @@ class Operands:
     balance: torch.Tensor | None = None
     heavy: Unquantized | None = None
     recent: Unquantized | None = None
-
-
-@dataclass(frozen=True)
-class Unquantized:
-    """Keys and what attends to them in the caller's dtype, as float32 values.
-
-    Attributes:
-        query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are
-            rounded to the caller's dtype after that; in INT8 ones not: there the mean's scores are subtracted.
-        value: (batch, kv_heads, keys, v_head_dim), with its mean.
-        dtype: the caller's, to which P is rounded.
-        late: int64 (batch, kv_heads, late keys), the result of `transforms.late_keys`: the last ones of these keys.
-            Rows that see one do not attend here to the first key that gave way to it: among the other keys that has
-            its place. None: there are none.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    dtype: torch.dtype
-    late: torch.Tensor | None = None
-
-    @property
-    def first_keys(self) -> int:
-        """Return the number of keys, from the sequence's first on, whose places the other keys are without."""
-        return self.key.shape[-2] - (0 if self.late is None else self.late.shape[-1])
 
 
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -154,7 +127,7 @@ def quantize_operands(
             places = first_keys // transforms.LATE_SHARE
             first_keys -= places
             late = transforms.late_keys(query, key, first_keys, places, scale, valid)
-            (heavy_key, key), (heavy_value, value) = (_take_late(x, late, first_keys) for x in (key, value))
+            (heavy_key, key), (heavy_value, value) = (take_late(x, late, first_keys) for x in (key, value))
         elif not is_causal:
             chosen = transforms.heavy_places(query, key, first_keys, scale, valid)
             key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
@@ -206,16 +179,6 @@ def quantize_operands(
         heavy,
         recent,
     )
-
-
-def _take_late(x: torch.Tensor, late: torch.Tensor, first_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first tokens and the late ones; and all tokens, late ones exchanged for those that give way."""
-    places = late.shape[-1]
-    before, others = x.tensor_split((first_keys - places,), -2)
-    stays = torch.arange(places, device=x.device)
-    chosen = torch.where(late == transforms.NO_KEY, stays, late - before.shape[-2])
-    exchanged = transforms.exchange(others, chosen)
-    return torch.cat((x[..., :first_keys, :], exchanged[..., :places, :]), -2), torch.cat((before, exchanged), -2)
 
 
 def attention(
@@ -396,7 +359,8 @@ def _attend(
     output = output * value_scale
     if operands.value_mean is not None:
         output = output + denominator * operands.value_mean.repeat_interleave(query.shape[2], 1)
-    for scores, weigh in _unquantized_parts(operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale):
+    unquantized = operands.heavy, operands.recent, recent_keys, kv_heads
+    for scores, weigh in attend_unquantized(*unquantized, chunk, kv_len, mask, is_causal, causal_offset, scale):
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
         p = scores.sub_(offset).exp_().mul_(p_scale)
@@ -406,54 +370,6 @@ def _attend(
         maximum = new_maximum
     output = torch.where(denominator == 0, 0.0, output / torch.where(denominator == 0, 1.0, denominator))
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
-
-
-def _unquantized_parts(
-    operands: Operands,
-    recipe: Recipe,
-    chunk: slice,
-    kv_len: int,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float,
-) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Give the scores of heavy keys, then of recent ones, (batch, q_heads, rows, keys), each with what weighs V by P.
-
-    P is rounded to the caller's dtype for heavy keys, which matrix units multiply; recent keys are few enough for
-    float32.
-    """
-    kv_heads, first_keys = operands.key.shape[1], 0
-    if (heavy := operands.heavy) is not None:
-        first_keys = heavy.first_keys
-        scores = per_group(heavy.query[:, :, chunk], kv_heads) @ heavy.key.unsqueeze(2).transpose(-1, -2)
-        scores, late_scores = (scores.flatten(1, 2) * scale).tensor_split((first_keys,), -1)
-        scores = apply_mask(scores, mask, is_causal, chunk.start, 0, causal_offset)
-        if heavy.late is not None:
-            row = torch.arange(chunk.start, chunk.stop, device=scores.device)[:, None] + causal_offset
-            sees_late = (heavy.late[:, :, None] <= row).repeat_interleave(scores.shape[1] // kv_heads, 1)
-            others, gave_way = scores.tensor_split((first_keys - heavy.late.shape[-1],), -1)
-            gave_way = gave_way.masked_fill(sees_late, -torch.inf)
-            scores = torch.cat((others, gave_way, late_scores.masked_fill(~sees_late, -torch.inf)), -1)
-        yield (
-            scores,
-            lambda p: (per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)).flatten(1, 2),
-        )
-    if (recent := operands.recent) is not None:
-        ages = torch.arange(recipe.recent_keys, device=recent.key.device)
-        column = torch.arange(chunk.start, chunk.stop, device=ages.device)[:, None] + causal_offset - ages
-        exists, column = (column >= first_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
-        # (batch, kv_heads, rows, ages, channels)
-        key, value = (torch.where(exists[..., None], x[:, :, column], 0.0) for x in (recent.key, recent.value))
-        query = per_group(recent.query[:, :, chunk], kv_heads).transpose(2, 3)
-        scores = (query @ key.transpose(-1, -2)).transpose(2, 3).flatten(1, 2) * scale
-        if mask is not None:
-            seen = mask[:, :, chunk].gather(-1, column.expand(*scores.shape))
-            scores = apply_mask(scores, seen, False, 0, 0)
-        yield (
-            scores.masked_fill(~exists, -torch.inf),
-            lambda p: (per_group(p, kv_heads).transpose(2, 3) @ value).transpose(2, 3).flatten(1, 2),
-        )
 
 
 def tile_scores(
@@ -468,11 +384,6 @@ def tile_scores(
     """
     scores = (query @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     return scores.mul_(query_scale).mul_(key_scale.transpose(-1, -2).repeat_interleave(query.shape[2], 1))
-
-
-def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """View (batch, q_heads, ...) as (batch, kv_heads, q_heads / kv_heads, ...)."""
-    return x.unflatten(1, (kv_heads, -1))
 
 
 def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
