@@ -221,7 +221,15 @@ CASES: tuple[Case, ...] = (
     ),
     *(Sinks(mass, kv_len, causal=True) for kv_len in _LENGTHS for mass in _MASSES),
     *(Sinks(0.8, 4096, count, q_len=4096, causal=True) for count in (1, 4)),
-    Sinks(0.8, 8192, place="middle", causal=True),
+    *(
+        Sinks(mass, kv_len, place=place, causal=True)
+        for place in ("middle", "behind")
+        for kv_len in _LENGTHS
+        for mass in _MASSES
+    ),
+    *(Sinks(0.8, 32768, 4, place, causal=True) for place in ("middle", "behind")),
+    Sinks(0.8, 4096, place="middle", q_len=4096, causal=True),
+    Sinks(0.8, 4096, place="middle", q_len=4096, causal=True, q_heads=8),
     Sinks(0.8, 8192, q_heads=8),
     Sinks(0.8, 4096, q_len=4096, causal=True, q_heads=8),
     Sinks(0.8, 8192, head_dim=64),
@@ -240,7 +248,7 @@ LEFT_OUT = frozenset(
     for case in CASES
     if isinstance(case, Sinks)
     and case.kv_len in _LENGTHS
-    and (case.mass, case.kv_len) != (0.8, 32768)
+    and ((case.mass, case.kv_len) != (0.8, 32768) or (case.causal and case.count > 1))
     and (case.count > 1 or case.place != "front" or (case.causal and case.mass != 0.8))
 )
 """Names of the tensors that pages leave out: other numbers and places of sinks are shown at one mass and length."""
@@ -252,7 +260,9 @@ SMALL_CASES: tuple[Case, ...] = (
     Sinks(0.8, 8192, count=4),
     *(Sinks(0.8, 8192, count, place) for place in ("middle", "behind") for count in (1, 4)),
     Sinks(0.8, 8192, causal=True),
+    *(Sinks(0.8, 8192, count, place, causal=True) for place in ("middle", "behind") for count in (1, 4)),
     Sinks(0.8, 1024, q_len=1024, causal=True),
+    Sinks(0.8, 1024, place="middle", q_len=1024, causal=True),
     Sinks(0.8, 8192, q_heads=4, kv_heads=1),
     Sinks(0.8, 8192, head_dim=64),
     Sinks(0.8, 8192, loud=10.0),

@@ -6,8 +6,8 @@ modules with weights (`diffusers.gates`).
 LAYER is set on diffusers' attention modules that a shared processor serves: (that processor, the module's `Layer`).
 The others are set on attention modules of transformers. RECIPE, TRAINING and FALLBACK, which a user may set too, name
 the recipe, the recipe in training mode and the fallback; IMPLEMENTATION is the `attn_implementation` they belong to.
-CAUSAL_OFFSET is set on masks that transformers makes: (the offset of the causality that is all a mask holds, the
-mask's version at that time).
+CAUSALITY is set on masks that transformers makes: (the offset of the causality that a mask holds, what else it holds:
+which keys exist, bool (batch, keys up to the last query's), or None if all do; the mask's version at that time).
 """
 
 LAYER = "_sage_layer"
@@ -15,4 +15,4 @@ RECIPE = "sage_recipe"
 TRAINING = "sage_training"
 FALLBACK = "sage_fallback"
 IMPLEMENTATION = "sage_implementation"
-CAUSAL_OFFSET = "_sage_causal_offset"
+CAUSALITY = "_sage_causality"

@@ -18,6 +18,7 @@ from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_kernels import costs
+from sage_kernels.call import chooses_heavy_keys, heavy_keys_of
 from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.registry import Outcome, Plan, routing
 
@@ -168,9 +169,8 @@ def _counts(plan: Plan) -> tuple[bool, bool, bool]:
     """Return whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
     request, recipe = plan.request, get_recipe(plan.recipe)
     dense = not request.mask.startswith("block")
-    heavy = dense and 0 < recipe.heavy_keys < request.kv_len
-    ordered = request.is_causal or request.mask not in ("none", "keys")
-    chosen = heavy and recipe.heavy_choice == "heaviest" and not ordered
+    heavy = heavy_keys_of(recipe, request.kv_len, request.mask) > 0
+    chosen = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
     return heavy, chosen, dense and request.is_causal and recipe.recent_keys > 0
 
 
@@ -179,7 +179,7 @@ def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
     recipe = RECIPES[name]
     text = f"{recipe.heavy_keys} keys of each sequence in 16 bits, in calls with more keys: the first ones"
     if recipe.heavy_choice == "heaviest":
-        text += ", or heavier ones in their places where no causality or mask of scores orders keys"
+        text += ", or heavier ones in place of some where no mask says more than which keys exist"
     if recipe.recent_keys:
         text += f"; and the {recipe.recent_keys} latest keys of each causal row"
     ran = [row for row in rows if row.recipe == name]

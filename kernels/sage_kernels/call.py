@@ -13,6 +13,7 @@ from .exact import key_mask
 from .layout import Lengths, Sequences, padded_channels, token_axes
 from .operands import Saved
 from .recipe import Recipe
+from .transforms import LATE_SHARE, MIN_LATE
 
 PADDING_BIAS = -1e4
 """Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
@@ -145,20 +146,34 @@ class Call:
 
     @property
     def heavy_keys(self) -> int:
-        """Return the number of keys of each sequence that are attended to in 16 bits, the first ones by place.
+        """Return the number of keys of each sequence that are attended to in 16 bits.
 
         Beside a block list there are none.
         """
-        return self.recipe.heavy_keys if self.kv_len > self.recipe.heavy_keys and self.mask.blocks is None else 0
+        return heavy_keys_of(self.recipe, self.kv_len, self.mask.kind)
 
     @property
     def chooses_heavy_keys(self) -> bool:
-        """Return whether heavier keys may take the places of the first ones (`transforms.heavy_places`).
+        """Return whether heavier keys may be heavy in place of the first ones (`transforms.heavy_places`, `late_keys`).
 
-        That is so where the order of keys does not matter but for which of them exist.
+        That is so where no mask says more than which keys exist, and if the call is causal, where there are many keys.
         """
-        ordered = self.is_causal or self.mask.kind not in ("none", "keys")
-        return self.heavy_keys > 0 and self.recipe.heavy_choice == "heaviest" and not ordered
+        return chooses_heavy_keys(self.recipe, self.kv_len, self.mask.kind, self.is_causal)
+
+    @property
+    def late_keys(self) -> int:
+        """Return the number of heavy keys that are late ones, or none (`transforms.late_keys`)."""
+        return late_keys_of(self.recipe, self.kv_len, self.mask.kind, self.is_causal)
+
+    @property
+    def first_keys(self) -> int:
+        """Return the number of keys from the first one on that are heavy, or whose places are those of heavy keys."""
+        return self.heavy_keys - self.late_keys
+
+    @property
+    def choice_places(self) -> int:
+        """Return the number of first keys, the last ones, whose places other keys may take."""
+        return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
     @property
     def recent_keys(self) -> int:
@@ -175,8 +190,11 @@ class Call:
 
     @cached_property
     def tail(self) -> Call:
-        """Return the call without its heavy keys, whose positions are counted from the first key that is left."""
-        heavy = self.heavy_keys
+        """Return the call without its first keys, whose positions are counted from the first key that is left.
+
+        Late keys are among them: kernels leave them out (`language.tokens.tail_source`).
+        """
+        heavy = self.first_keys
         if heavy == 0:
             return self
         lengths = self.lengths
@@ -308,6 +326,28 @@ class BackwardCall:
             new(batch, kv_len, kv_heads, self.head_dim).transpose(1, 2),
             new(batch, kv_len, kv_heads, v_head_dim).transpose(1, 2),
         )
+
+
+def heavy_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind) -> int:
+    """Return the number of heavy keys of calls with so many keys and a mask of that kind."""
+    return recipe.heavy_keys if kv_len > recipe.heavy_keys and mask not in ("blocks", "block_keys") else 0
+
+
+def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> bool:
+    """Return whether such calls choose among keys which ones are heavy.
+
+    Causal ones with few keys do not: the first ones are most of them, and fewer first ones would cost more than late
+    ones bring.
+    """
+    heavy_keys = heavy_keys_of(recipe, kv_len, mask)
+    may_choose = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
+    return may_choose and not (is_causal and kv_len < MIN_LATE * heavy_keys)
+
+
+def late_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> int:
+    """Return the number of heavy keys of such calls that are late ones, or none."""
+    chooses = is_causal and chooses_heavy_keys(recipe, kv_len, mask, is_causal)
+    return heavy_keys_of(recipe, kv_len, mask) // LATE_SHARE if chooses else 0
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

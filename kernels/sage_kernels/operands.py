@@ -46,8 +46,9 @@ class Statistics:
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
         balance: as key_mean, by which K is divided and Q multiplied (`transforms.balance`), 1 beyond head_dim; None
             without balance.
-        chosen: int32 (batch, kv_heads, heavy keys), the results of `transforms.heavy_places`; None where heavy keys are
-            the first ones.
+        chosen: int32 (batch, kv_heads, `Call.choice_places`), the results of `transforms.heavy_places` or `late_keys`;
+            None where heavy keys are the first ones.
+        first_keys: `Call.first_keys`.
     """
 
     key_mean: torch.Tensor
@@ -56,6 +57,7 @@ class Statistics:
     value_tensor_amax: torch.Tensor
     balance: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
+    first_keys: int = 0
 
 
 MEAN_PARTS = 8
@@ -64,7 +66,7 @@ MEAN_PARTS = 8
 
 @dataclass(frozen=True)
 class HeavyKeys:
-    """Keys of each sequence that are attended to in 16 bits; in the caller's dtype. They have the first places.
+    """Keys of each sequence that are attended to in 16 bits; in the caller's dtype: `Call.first_keys`, then late ones.
 
     Attributes:
         key: (batch, kv_heads, keys, channels): beside NVFP4, K without the mean that the other keys lose; beside INT8,
@@ -72,10 +74,12 @@ class HeavyKeys:
             order of `layout.heavy_order`; those beyond head_dim are 0, as is a key that does not exist. Beside queries
             in 16 bits channels are in their own order, and MEAN_PARTS more rows follow, whose sum is the mean.
         value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up likewise.
+        late: int32 (batch, kv_heads, late keys), the results of `transforms.late_keys`; None without late keys.
     """
 
     key: torch.Tensor
     value: torch.Tensor
+    late: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, w
         and spreads channels of large magnitude over all channels.
 balance Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
 exchange Let heavy keys change places with the first keys, which are attended to in 16 bits: the order of keys does not
-        matter where no query is kept from a key that another one sees.
+        matter where no query is kept from a key that another one sees. With causality, where it matters, rows that see
+        a late heavy key find the first key in its place, and earlier rows find that among the heavy ones.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ HEAVY_QUERIES = 16
 """Rows of Q, of all heads that share a head of K, whose mean decides which keys are heavy."""
 HEAVY_MARGIN = 2.0
 """Least difference between the scores of a key and of the one whose place it takes."""
+LATE_SHARE = 4
+"""With causality one of so many heavy keys may be a late one."""
+MIN_LATE = 2
+"""There are late keys where keys are at least so many times as many as the heavy ones."""
+NO_KEY = 2**31 - 1
+"""Number of a late key that there is not."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -188,6 +195,31 @@ def heavy_places(
     number = number + torch.arange(places, device=key.device)
     chosen = torch.where(is_largest, number, key.shape[2] + places).amin(-2)
     return torch.where(scores[..., 0, :] == -torch.inf, number[0], chosen)
+
+
+def late_keys(
+    query: torch.Tensor, key: torch.Tensor, first_keys: int, places: int, scale: float, valid: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the late keys that are heavy for the causal rows that see them.
+
+    The last `places` of the first keys may each give way to a key behind all of these: that which `heavy_places` puts
+    in its place among these keys, by the mean of queries of the later half, which see most keys.
+
+    Args:
+        query, key, scale, valid: as in `heavy_places`; key has at least `first_keys` keys.
+        first_keys: keys that are heavy for rows that see no late one; a multiple of `places`.
+        places: late keys.
+
+    Returns:
+        int64 (batch, kv_heads, places), numbers of keys, NO_KEY where the first key does not give way.
+    """
+    before = first_keys - places
+    later = query[:, :, query.shape[2] // 2 :]
+    if valid is not None:
+        valid = valid.expand(-1, -1, key.shape[2], -1)[:, :, before:]
+    chosen = heavy_places(later, key[:, :, before:], places, scale, valid)
+    stays = chosen == torch.arange(places, device=key.device)
+    return torch.where(stays, NO_KEY, chosen + before)
 
 
 def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

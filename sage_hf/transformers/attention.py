@@ -7,7 +7,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attention import attend
-from sage_hf.attributes import CAUSAL_OFFSET, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
+from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
@@ -38,9 +38,10 @@ def sage_attention_forward(
 
     Masks and causality work as in transformers' `sdpa`: a mask wins over causality, `is_causal` wins over
     `module.is_causal`, and causal attention is aligned upper left and only for more than one query. A mask
-    (batch, kv_len) comes from `masks.sage_training_mask`, for causal attention with padding: attention is causal among
-    the keys that it marks True. `module.sage_recipe` and `module.sage_fallback` win over `recipe` and `fallback`; while
-    the module is in training mode, `module.sage_training` wins over `module.sage_recipe`.
+    (batch, kv_len) comes from `masks.sage_training_mask`, or from `sage_mask` where a model is compiled, for causal
+    attention with padding: attention is causal among the keys that it marks True. `module.sage_recipe` and
+    `module.sage_fallback` win over `recipe` and `fallback`; while the module is in training mode,
+    `module.sage_training` wins over `module.sage_recipe`.
 
     Exact attention takes over, recorded and logged, for a softcap, for sinks if gradients are wanted, for dropout, for
     attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
@@ -68,7 +69,7 @@ def sage_attention_forward(
         TypeError: a keyword may change the result and cannot be honoured.
         ValueError: the model passes a paged cache, or `sage_hf.sage_attention` refuses the arguments.
     """
-    padding_comes_alone = get_recipe(recipe).backward is not None
+    padding_comes_alone = get_recipe(recipe).backward is not None or torch.compiler.is_compiling()
     recipe, fallback = _settings_of(module, recipe, fallback)
     for_eager = sort_keywords(module, kwargs)
 
@@ -83,7 +84,7 @@ def sage_attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
-    offset = _causal_offset_of(attention_mask)
+    causality = _causality_of(attention_mask)
     if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]
         if mask.shape[0] == batch and mask.shape[1] == kv_len and query.shape[2] == kv_len:
@@ -102,7 +103,7 @@ def sage_attention_forward(
         mask = exact.with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     output = record.run_in_layer(
-        module, _attend, query, key, value, mask, causal, offset, scaling, dropout, softcap, s_aux, recipe, fallback
+        module, _attend, query, key, value, mask, causal, causality, scaling, dropout, softcap, s_aux, recipe, fallback
     )
     return output.transpose(1, 2).contiguous(), None
 
@@ -120,15 +121,16 @@ def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[
     return recipe, fallback
 
 
-def _causal_offset_of(mask: torch.Tensor | None) -> int | None:
-    """Return i if the mask, made by `masks.sage_mask`, lets query q attend to exactly the keys up to q + i, else None.
+def _causality_of(mask: torch.Tensor | None) -> tuple[int, torch.Tensor | None] | None:
+    """Return (i, keys) if the mask, made by `masks.sage_mask`, lets query q attend to exactly those keys up to q + i.
 
-    A mask that the model has changed since is not recognised, nor is a part or copy of one.
+    `keys` is bool (batch, q_len + i), or None for all of them. A mask that the model has changed since is not
+    recognised, nor is a part or copy of one: then return None.
     """
     if mask is None or torch.compiler.is_compiling():
         return None
-    offset, version = getattr(mask, CAUSAL_OFFSET, (None, None))
-    return offset if offset is not None and version == mask._version else None
+    offset, keys, version = getattr(mask, CAUSALITY, (None, None, None))
+    return (offset, keys) if offset is not None and version == mask._version else None
 
 
 def _attend(
@@ -137,7 +139,7 @@ def _attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
-    causal_offset: int | None,
+    causality: tuple[int, torch.Tensor | None] | None,
     scale: float | None,
     dropout: float,
     softcap: float | None,
@@ -148,7 +150,7 @@ def _attend(
     """Attend by the recipe, or exactly for a softcap, sinks that need gradients and dropout.
 
     Args:
-        causal_offset: the mask's, where it is nothing but causality (`_causal_offset_of`).
+        causality: the mask's, where it is nothing but causality and padding (`_causality_of`).
         sinks: (q_heads,) logits of the attention sinks.
         The others are those of `sage_hf.attention.attend`, or of `sage_attention_forward`.
 
@@ -174,11 +176,12 @@ def _attend(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
         )
         return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
-    # Kernels skip the tiles that causality hides, and read a mask. Exact attention and gradients know no such offset.
-    if causal_offset is None or recipe == "exact" or wants_gradient:
-        causal_offset = 0
-    else:
-        mask, is_causal = None, True
+    # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
+    # in 16 bits. Exact attention and gradients know no such offset.
+    causal_offset = 0
+    if causality is not None and recipe != "exact" and not wants_gradient:
+        causal_offset, keys = causality
+        mask, is_causal = None if keys is None else keys[:, None, None], True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
     output, lse = attend(
         query,

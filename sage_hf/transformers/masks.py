@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from sage_hf.attributes import CAUSAL_OFFSET
+from sage_hf.attributes import CAUSALITY
 from sage_kernels import tracing
 
 _SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
@@ -22,34 +22,43 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
     Returns:
         bool, (batch, 1, q_len, kv_len), True where a query may attend; or None for plain causal (upper left) or full
-        attention, without padding, window or packed sequences. A mask that is nothing but causality for queries behind
-        a cache says so by an attribute, see `causal_offset_of`.
+        attention, without padding, window or packed sequences. A mask that is nothing but causality, also for queries
+        behind a cache, and padding says so by an attribute, see `attributes.CAUSALITY`; if it is being compiled, which
+        attributes do not survive, padding of as many queries as keys comes alone, as in `sage_training_mask`.
     """
     if getattr(kwargs.get("config"), "model_type", None) in _SLICE_QUERIES_AFTER_MASKING:
         kwargs["allow_is_causal_skip"] = False
+    if torch.compiler.is_compiling() and (padding := _padding_of_causality(kwargs)) is not None:
+        return padding
     mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs)
     if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
-        offset = _offset_of_causality(kwargs)
-        if offset is not None:
-            setattr(mask, CAUSAL_OFFSET, (offset, mask._version))
+        causality = _causality(kwargs)
+        if causality is not None:
+            setattr(mask, CAUSALITY, (*causality, mask._version))
     return mask
 
 
-def _offset_of_causality(kwargs: dict[str, Any]) -> int | None:
-    """Return i if the mask of these arguments lets query q attend to exactly the keys up to q + i, else None."""
+def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None:
+    """Return (i, keys) if the mask of these arguments lets query q attend to exactly those keys up to q + i, else None.
+
+    `keys` is bool (batch, q_len + i), or None for all keys.
+    """
     if kwargs["mask_function"] is not masking_utils.causal_mask_function or kwargs.get("local_size") is not None:
         return None
     if not kwargs.get("allow_is_causal_skip", True) or "q_offset" not in kwargs:
         return None
     offset = int(kwargs["q_offset"]) - kwargs.get("kv_offset", 0)
     padding: torch.Tensor | None = kwargs.get("attention_mask")
-    if padding is not None:
-        start = kwargs.get("kv_offset", 0)
-        # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
-        seen = padding[:, start : start + offset + kwargs["q_length"]]
-        if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start or not bool(seen.all()):
-            return None
-    return offset
+    if padding is None:
+        return offset, None
+    start = kwargs.get("kv_offset", 0)
+    if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start:
+        return None
+    # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
+    seen = padding[:, start : start + offset + kwargs["q_length"]]
+    if bool(seen.all()):
+        return offset, None
+    return (offset, seen) if seen.dtype == torch.bool else None
 
 
 def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
@@ -64,15 +73,25 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
     if padding is None or not _is_padding(padding, kwargs):
         return sage_mask(**kwargs)
     if kwargs["mask_function"] is masking_utils.causal_mask_function:
-        q_len = kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"].shape[0]
-        # With as many queries as keys, the first query is at the first key.
-        plain = kwargs.get("allow_is_causal_skip", True) and q_len == kwargs["kv_length"]
-        handed_on = _hands_padding_on(type(kwargs.get("config")).__module__)
-        return padding if plain and handed_on else sage_mask(**kwargs)
+        alone = _padding_of_causality(kwargs)
+        return sage_mask(**kwargs) if alone is None else alone
     bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)  # since transformers 5
     if kwargs["mask_function"] is bidirectional and kwargs.get("allow_is_bidirectional_skip", False):
         return padding[:, None, None]
     return sage_mask(**kwargs)
+
+
+def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the padding (batch, kv_len) of a causal mask that can be left to `is_causal` beside it, or None."""
+    padding: torch.Tensor | None = kwargs.get("attention_mask")
+    if padding is None or not _is_padding(padding, kwargs):
+        return None
+    q_len = kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"].shape[0]
+    # With as many queries as keys, the first query is at the first key.
+    plain = kwargs.get("allow_is_causal_skip", True) and q_len == kwargs["kv_length"]
+    is_causal = kwargs["mask_function"] is masking_utils.causal_mask_function
+    handed_on = plain and is_causal and _hands_padding_on(type(kwargs.get("config")).__module__)
+    return padding if handed_on else None
 
 
 @tracing.assume_constant_result

@@ -66,7 +66,7 @@ def draw(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype=to
 def parts(operands):
     """The operands' tensors by name; mean_score, which is summed in another order, is left out."""
     found = {name: x for name, x in vars(operands).items() if isinstance(x, torch.Tensor) and name != "mean_score"}
-    found |= {f"statistics.{name}": x for name, x in vars(operands.statistics).items() if x is not None}
+    found |= {f"statistics.{name}": x for name, x in vars(operands.statistics).items() if isinstance(x, torch.Tensor)}
     if operands.heavy is not None:
         found |= {"heavy.key": operands.heavy.key, "heavy.value": operands.heavy.value}
     return found

@@ -3,6 +3,7 @@
 import torch
 
 from sage_kernels import exact
+from sage_kernels.transforms import HEAVY_QUERIES
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,3 +21,17 @@ def sink(q_len: int, kv_len: int, head_dim: int, *, heads: int = 1, share: float
     key[:, :, at] = direction * (score * head_dim**0.5 / 6)
     value[:, :, at] = 0.02 * torch.randn(heads, head_dim, generator=generator)
     return query, key, value
+
+
+def uniform_but_where_sampled(tokens: int, head_dim: int, late: tuple[int, ...]) -> tuple[Tensors, torch.Tensor]:
+    """Draw Q, K and V, float32 (1, 1, tokens, ·), of which causal attention makes those keys late ones.
+
+    Rows but those by which heavy keys are chosen attend to all keys that they see alike: return these rows too, bool
+    (tokens,). V is the identity: a row's output has its weights.
+    """
+    query, key = torch.zeros(2, 1, 1, tokens, head_dim)
+    later = torch.arange(tokens) - tokens // 2
+    sampled = (later >= 0) & (later % -(-(tokens - tokens // 2) // HEAVY_QUERIES) == 0)
+    query[:, :, sampled, 0] = 1.0
+    key[:, :, late, 0] = 10.0 * head_dim**0.5
+    return (query, key, torch.eye(tokens)[None, None]), ~sampled

@@ -170,9 +170,11 @@ def test_calls_with_keys_in_16_bits_are_counted():
     inputs = [torch.randn(1, 2, 100, 32) for _ in range(3)]
     for options in ({}, {"attn_mask": torch.ones(1, 1, 1, 100, dtype=torch.bool)}, {"is_causal": True}):
         record.run_in_layer(layer, sage_hf.sage_attention, *inputs, recipe="sage2", **options)
+    longer = [torch.randn(1, 2, 128, 32) for _ in range(3)]  # enough keys for late ones
+    record.run_in_layer(layer, sage_hf.sage_attention, *longer, recipe="sage2", is_causal=True)
     first, *_ = sage_hf.explain(model).rows
-    assert (first.calls, first.heavy, first.chosen, first.recent) == (3, 3, 2, 0)
-    assert "Of 3 calls 3 had such keys, 2 chose among all" in str(sage_hf.explain(model))
+    assert (first.calls, first.heavy, first.chosen, first.recent) == (4, 4, 3, 0)
+    assert "Of 4 calls 4 had such keys, 3 chose among all" in str(sage_hf.explain(model))
 
 
 def ran(layer: str, recipe: str = "sage3", calls: int = 1, reason: str = "") -> LayerRow:

@@ -104,9 +104,8 @@ def test_the_heaviest_key_and_the_loudest_channel_of_each_layer_are_told():
     assert second.loudness > 10 > 5 > first.loudness > 1
     for call, peaks in zip(calls, (first, second), strict=True):
         # Samples differ by their padding; the largest share of both is told.
-        both = [
-            find_peaks(call.query[i : i + 1], call.key[i : i + 1], mask=call.attn_mask[i : i + 1]) for i in range(2)
-        ]
+        samples = [(x[:1], x[1:]) for x in (call.query, call.key, call.attn_mask)]
+        both = [find_peaks(q, k, mask=m, is_causal=call.is_causal) for q, k, m in zip(*samples, strict=True)]
         assert peaks == both[0].joined(both[1])
         assert peaks.key is not None and 0 < peaks.share < 1
 

@@ -11,7 +11,7 @@ from sage_kernels.layout import Lengths, heavy_order
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
 from sage_kernels.triton import nvfp4_forward
-from tests.helpers.sinks import sink
+from tests.helpers.sinks import sink, uniform_but_where_sampled
 from tests.helpers.triton_calls import attend, new_call, quantize
 
 KEYS = 64
@@ -250,3 +250,38 @@ def test_equal_keys_keep_their_places(recipe):
     key = key[:, :, :1].expand_as(key)
     operands = quantize(new_call(query, key, value, RECIPES[recipe]))
     assert torch.equal(operands.heavy.value, value[:, :, :KEYS])
+
+
+@pytest.mark.parametrize("late", [(48,), (150, 167, 255, 53)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_with_late_keys_each_row_attends_once_to_each_key_that_it_sees(late, padded):
+    inputs, rows = uniform_but_where_sampled(256, 32, late)
+    exists = torch.arange(256) % 50 != 7 if padded else torch.ones(256, dtype=torch.bool)
+    call = new_call(*inputs, RECIPES["sage1"], valid=exists[None] if padded else None, is_causal=True, return_lse=True)
+    assert set(late) <= set(quantize(call, call.mask.valid).heavy.late.flatten().tolist())
+    output, lse = attend(call, CAPABILITY["int8"])
+    seen = exists & torch.ones(256, 256, dtype=torch.bool).tril()
+    count = seen.sum(1).float()
+    torch.testing.assert_close(output[0, 0, rows], (seen / count[:, None])[rows])
+    torch.testing.assert_close(lse[0, 0, rows], count.log()[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", "keys"])
+@pytest.mark.parametrize("offset", [0, 60, -20])
+@pytest.mark.parametrize("recipe", ["sage2", pytest.param("sage3", marks=pytest.mark.audit)])
+def test_sinks_behind_the_first_keys_are_late_keys_and_the_error_is_the_references(recipe, offset, kind):
+    query, key, value = draw(140, 203, batch=2, q_heads=2, kv_heads=1, head_dim=48)
+    query += 1.0
+    for place, size in ((70, 3.0), (130, 4.0), (183, 2.0)):
+        key[:, :, place] = size
+    mask = None if kind == "none" else (torch.arange(203) % 130 > 2).expand(2, 1, 1, 203)
+    valid = None if mask is None else mask.mT
+    call = new_call(query, key, value, RECIPES[recipe], mask=mask, is_causal=True, causal_offset=offset)
+    heavy = quantize(call, None if mask is None else mask[:, 0, 0]).heavy
+    late = transforms.late_keys(query, key, KEYS - 16, 16, 48**-0.5, valid)
+    assert torch.equal(heavy.late.long(), late)
+    assert set(late.unique().tolist()) >= ({70, 130, 183} if mask is None else {70, 183})
+    found = late.clamp(max=202)[..., None].expand(-1, -1, -1, value.shape[3])
+    chosen = torch.where((late == transforms.NO_KEY)[..., None], 0.0, value.gather(2, found))
+    assert torch.equal(heavy.value[:, :, KEYS - 16 :], chosen)
+    check((query, key, value), recipe, mask=mask, is_causal=True, causal_offset=offset)

@@ -16,6 +16,7 @@ from sage_kernels.formats.nvfp4 import BINS, FIRST_BIN, search_table
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request
 from sage_kernels.testing.aot import machine_code
+from sage_kernels.transforms import LATE_SHARE
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 SAGE3, PAPER = get_recipe("sage3"), get_recipe("sage3_paper")
@@ -23,10 +24,10 @@ WARP_ELEMENTS = 32  # of a thread, in the one tile that it quantises
 compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 
 
-def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False, packed=False):
+def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False, packed=False, late=False):
+    places = recipe.heavy_keys // (LATE_SHARE if late else 1) if recipe.heavy_choice == "heaviest" else 0
     kernels = quantize_nvfp4.kernels(
-        *(channels, rotation, dtype, recipe, recipe.heavy_keys, recipe.heavy_choice == "heaviest"),
-        *(padded, packed, return_lse),
+        *(channels, rotation, dtype, recipe, recipe.heavy_keys, places, late), *(padded, packed, return_lse)
     )
     return kernels[0].source.compile(architecture(capability))
 
@@ -40,11 +41,12 @@ def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, pa
         (128, 128, torch.bfloat16, SAGE3, {}),
         (128, 128, torch.bfloat16, SAGE3, {"padded": True}),
         (128, 128, torch.bfloat16, SAGE3, {"packed": True, "return_lse": True}),
+        (128, 128, torch.bfloat16, SAGE3, {"padded": True, "return_lse": True, "late": True}),
         (128, 16, torch.bfloat16, SAGE3, {}),
         (64, 64, torch.float16, SAGE3, {"padded": True, "return_lse": True}),
         (128, 1, torch.float16, PAPER, {}),
     ],
-    ids=["128", "padded", "packed", "rotation in 16", "64", "paper"],
+    ids=["128", "padded", "packed", "late keys", "rotation in 16", "64", "paper"],
 )
 def test_every_architecture_compiles_it_with_few_spills(
     tmp_path, monkeypatch, capability, channels, rotation, dtype, recipe, options

@@ -17,6 +17,7 @@ from sage_kernels import exact, transforms
 from sage_kernels.blocks import BlockList
 from sage_kernels.recipe import RECIPES, Recipe
 from sage_kernels.reference import forward as reference
+from tests.helpers.sinks import uniform_but_where_sampled
 
 LOW_BIT = [recipe for recipe in RECIPES.values() if recipe.qk != "exact"]
 # Formats and transforms in all combinations that could interfere, with P in 16 bit so that the bound is tight.
@@ -302,10 +303,25 @@ def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(q_len, kv_len, off
     assert torch.allclose(lse.double(), true_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["sage1", "sage3"])
+@pytest.mark.parametrize("late", [(48,), (150, 167, 255, 53), tuple(range(130, 146))])
+def test_with_late_keys_each_row_attends_once_to_each_key_that_it_sees(recipe, late):
+    inputs, rows = uniform_but_where_sampled(256, 32, late)
+    # Whose P·V is exact here, and rows of zeros too.
+    recipe = replace(RECIPES[recipe], pv="fp16", smooth_q=False, smooth_v=False, denominator="p")
+    operands = reference.quantize_operands(*inputs, recipe, is_causal=True)
+    assert set(late) <= set(operands.heavy.late.flatten().tolist())
+    output, lse = reference.attention(*inputs, recipe, is_causal=True)
+    count = torch.arange(1.0, 257.0)
+    torch.testing.assert_close(output[0, 0, rows], (torch.ones(256, 256).tril() / count[:, None])[rows])
+    torch.testing.assert_close(lse[0, 0, rows], count.log()[rows], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("heavy_keys", [0, 64])
 def test_recent_keys_are_as_many_as_the_recipe_says_and_others_are_quantised(heavy_keys):
     """A row whose weight is on one key has that key's V, exactly if the key is recent."""
-    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, recent_keys=3)
+    # A key with all the weight would be a late one.
+    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, heavy_choice="first", recent_keys=3)
     for age in range(6):
         query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 200, 64)
         query[..., :8], key[:, :, 150 - age, :8] = 5.0, 50.0

@@ -245,3 +245,21 @@ def test_exchanged_tokens_change_places_with_those_that_were_there():
     found = transforms.exchange(x, chosen)
     assert torch.equal(found[:, 0], x[:, 0])
     assert torch.equal(found[0, 1, :, 0], torch.cat((x[0, 1, 64:128, 0], x[0, 1, :64, 0], x[0, 1, 128:, 0])))
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 48), (6, 64), (100, 200), (37, 1000)])
+def test_late_keys_have_the_largest_scores_with_queries_of_the_later_half(q_len, kv_len):
+    generator = torch.Generator().manual_seed(q_len)
+    query = torch.randn(2, 4, q_len, 32, generator=generator) + 1
+    query[:, :, : q_len // 2] = torch.nan
+    key = torch.randn(2, 2, kv_len, 32, generator=generator) * 2
+    valid = torch.rand(2, 1, kv_len, 1, generator=generator) < 0.8
+    late = transforms.late_keys(query, key, 48, 16, 0.5, valid)
+    assert late.shape == (2, 2, 16)
+    for batch in range(2):
+        for head in range(2):
+            rows = query[batch, 2 * head : 2 * head + 2, q_len // 2 :].flatten(0, 1)
+            expected = places_one_by_one(rows, key[batch, head, 32:], 16, 0.5, valid[batch, 0, 32:, 0])
+            numbers = [transforms.NO_KEY if number < 16 else number + 32 for number in expected]
+            assert late[batch, head].tolist() == numbers
+    assert (late == transforms.NO_KEY).any() and (late < transforms.NO_KEY).any() == (kv_len > 48)

@@ -25,7 +25,8 @@ class Arguments:
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
         key_mean: (batch, kv_heads, key_mean_channels), as in `operands.Statistics`.
-        chosen: (batch, kv_heads, places), as in `operands.Statistics`; None where heavy keys are the first ones.
+        chosen: (batch, kv_heads, places), as in `operands.Statistics`, like `first_keys`; None where heavy keys are the
+            first ones.
         delta: (sequences, q_heads, delta_blocks, kv_rows), written for `blocks` of its blocks.
         first_sequence, first_block: whose scores are the first ones of `delta`.
         q_blocks: of BLOCK tokens of Q, in the operands.
@@ -37,6 +38,7 @@ class Arguments:
     key_tensor_scale: ConstFloats
     chosen: ConstInts
     places: Int
+    first_keys: Int
     delta: Floats
     q_heads: Int
     kv_heads: Int
@@ -96,6 +98,7 @@ def delta_scores(
         key_tensor_scale=operands.key_tensor_scale,
         chosen=chosen,
         places=1 if chosen is None else chosen.shape[2],
+        first_keys=operands.statistics.first_keys,
         delta=delta,
         q_heads=q_heads,
         kv_heads=kv_heads,

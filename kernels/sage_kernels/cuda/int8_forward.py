@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import torch
 
-from ..call import Call
+from ..call import Call, late_keys_of
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
@@ -43,9 +43,9 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist; `heavy`: the first keys are attended to in 16 bits;
-    `centred`: K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`:
-    items attend to the tiles of block lists, whose rows are those of two warpgroups.
+    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`:
+    K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`: items attend
+    to the tiles of block lists, whose rows are those of two warpgroups.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -134,8 +134,9 @@ class Arguments:
         mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets, and heavy keys' scores
             lose unless Q comes in 16 bits; or None.
         lse: (batch, q_heads, q_len), or None.
+        late: (batch, kv_heads, LATE_KEYS), as in `operands.HeavyKeys`, or None.
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
-            `spans` count heavy keys; kv_len and causal_offset are those of the others.
+            `spans` count all keys; kv_len and causal_offset are those behind the first keys.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
         heads_at_once: whose causal items are worked through together.
         parts: of each item of the last round, unless the call is causal.
@@ -154,6 +155,7 @@ class Arguments:
     value_mean: ConstFloats
     mean_score: ConstFloats
     lse: Floats
+    late: ConstInts
     valid: ConstBytes
     spans: ConstInts
     batch: Int
@@ -204,8 +206,8 @@ class Parameters:
 
 
 @cache
-def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype) -> Kernel:
-    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits."""
+def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0) -> Kernel:
+    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits, for so many late keys."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
         **tokens.macros(config.head_dim, dtype),
@@ -232,6 +234,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "LISTS": config.lists,
         "LIST_HEAD": block_lists.LIST_HEAD,
         "HEAVY_KEYS": HEAVY_KEYS,
+        "LATE_KEYS": late_keys,
         "MEAN_PARTS": MEAN_PARTS,
     }
     source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
@@ -259,7 +262,8 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         quantizes_query and heavy and not return_lse and recipe.rotate,
         lists,
     )
-    reason = kernel(config, request.is_causal, return_lse, request.dtype).source.why_not()
+    late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
+    reason = kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.why_not()
     return reason or (block_lists.kernel(request.is_causal, padded).source.why_not() if lists else "")
 
 
@@ -288,7 +292,8 @@ def _quantize_and_attend(
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
     if quantizer.name == "int8_quantize_hopper":
         leaves_query = _leaves_query(call, padded, return_lse)
-        attend = kernel(_config(call, padded, leaves_query), call.is_causal, return_lse, output.dtype)
+        config = _config(call, padded, leaves_query)
+        attend = kernel(config, call.is_causal, return_lse, output.dtype, call.late_keys)
         sorts = () if call.mask.blocks is None else (block_lists.kernel(call.is_causal, padded),)
         compile_together((attend, *sorts, *quantize.kernels_of(call, padded)), output.device)
         operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
@@ -395,6 +400,7 @@ def forward(
         value_mean=operands.value_mean,
         mean_score=operands.mean_score,
         lse=lse,
+        late=None if heavy is None else heavy.late,
         valid=None if padding is None else padding.valid,
         spans=None if padding is None else padding.spans,
         batch=batch,
@@ -428,7 +434,7 @@ def forward(
         arguments=arguments,
     )
     launch(
-        kernel(config, is_causal, lse is not None, output.dtype),
+        kernel(config, is_causal, lse is not None, output.dtype, call.late_keys),
         min(items * parts, multiprocessors),
         parameters,
         device,

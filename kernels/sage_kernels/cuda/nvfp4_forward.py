@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from ..call import Call
+from ..call import Call, chooses_heavy_keys, late_keys_of
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
 from ..layout import BLOCK, ceil_div, power_of_two
@@ -39,8 +39,8 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 class Config:
     """Compile-time choices: those of the call and of its recipe.
 
-    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: the first keys are attended to in 16
-    bits; `native`: products in NVFP4 are instructions, otherwise emulated.
+    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
+    the last `late_keys` of which are late ones; `native`: products in NVFP4 are instructions, otherwise emulated.
     """
 
     channels: int
@@ -51,6 +51,7 @@ class Config:
     quantized_denominator: bool
     heavy: bool
     native: bool
+    late_keys: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -70,9 +71,10 @@ class Arguments:
         delta: (sequences, q_heads, delta_blocks, kv_rows) scores of Q's means, or None.
         output: (batch, q_heads, q_len, v_head_dim), channels contiguous.
         lse: (batch, q_heads, q_len), contiguous, or None.
-        valid, spans: as in `operands.KeyPadding`, or None. They count heavy keys.
+        late: as in `operands.HeavyKeys`, or None.
+        valid, spans: as in `operands.KeyPadding`, or None. They count all keys.
         valid_stride, spans_stride: from batch element to batch element.
-        first_sequence, sequences: of this launch. kv_len and causal_offset are those behind the heavy keys.
+        first_sequence, sequences: of this launch. kv_len and causal_offset are those behind the first keys.
         first_block, blocks: of BLOCK rows of each sequence, of this launch.
         head_dim: of Q.
     """
@@ -89,6 +91,7 @@ class Arguments:
     delta: ConstFloats
     output: HalfWords
     lse: Floats
+    late: ConstInts
     valid: ConstBytes
     spans: ConstInts
     output_stride_batch: Int64
@@ -147,6 +150,7 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
         "SHARED_BYTES": config.shared_bytes,
         "LARGEST_P_LOG2": f"{math.log2(P_SCALE['nvfp4'])}f",
         "HEAVY_KEYS": HEAVY_KEYS if config.heavy else 0,
+        "LATE_KEYS": config.late_keys,
         "CAUSAL": config.is_causal,
         "PADDED": config.padded,
         "LSE": config.return_lse,
@@ -170,11 +174,12 @@ def unavailable(request: Request) -> str:
         recipe.denominator == "quantized_p",
         0 < recipe.heavy_keys < request.kv_len,
         native=True,
+        late_keys=late_keys_of(recipe, request.kv_len, request.mask, request.is_causal),
     )
     assert request.capability is not None  # of a GPU
     kernels = [kernel(config, request.dtype)]
     if recipe.smooth_q:
-        choice = config.heavy and recipe.heavy_choice == "heaviest" and not request.is_causal
+        choice = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
         kernels.append(delta_scores.kernel(channels, request.dtype, choice))
     if config.padded:
         kernels.append(padding.kernel())
@@ -245,6 +250,7 @@ def forward(
         call.recipe.denominator == "quantized_p",
         heavy is not None,
         native,
+        call.late_keys,
     )
     key = tensor_map(operands.key.view(-1, channels // 2), (BLOCK, channels // 2), channels // 2)
     value = tensor_map(operands.value.view(-1, kv_rows // 2), (channels, BLOCK // 2), BLOCK // 2)
@@ -271,6 +277,7 @@ def forward(
             delta=delta,
             output=output,
             lse=lse,
+            late=None if heavy is None else heavy.late,
             valid=None if existing is None else existing.valid,
             spans=None if existing is None else existing.spans,
             output_stride_batch=output.stride(0),

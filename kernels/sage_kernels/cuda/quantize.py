@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from ..call import Call
+from ..call import Call, MaskKind, chooses_heavy_keys, heavy_keys_of
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
@@ -19,6 +19,7 @@ from ..transforms import (
     BALANCE_QUERIES,
     HEAVY_MARGIN,
     HEAVY_QUERIES,
+    LATE_SHARE,
     MAX_BALANCE,
     MIN_MEAN,
     MIN_VARIANCE,
@@ -44,10 +45,10 @@ class Statistics:
     Attributes:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sums, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
-        chosen: (batch, kv_heads, HEAVY_KEYS), those of `operands.Statistics`; None where they are the first ones.
-        blocks: of BLOCK tokens of K and V, those in the places of heavy keys left out.
+        chosen: (batch, kv_heads, PLACES), those of `operands.Statistics`; None where heavy keys are the first ones.
+        blocks: of BLOCK tokens of K and V behind the first keys.
         sums: of BLOCK tokens of all of K and V.
-        kv_len: keys, those in the places of heavy ones left out.
+        kv_len: keys behind the first ones.
         valid: (batch or 1, keys), heavy ones included, 0 where a key does not exist; None without padding.
         valid_stride: from batch element to batch element.
     """
@@ -79,8 +80,8 @@ class Operands:
         mean_score: as query_scale, for heavy keys and the LSE.
         pairs: batch · kv_heads.
         leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
-        heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; they lie before
-            the tokens of `QuantizeParameters.key` and `value`.
+        heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; the first ones
+            lie before the tokens of `QuantizeParameters.key` and `value`.
         heavy_key_with_mean: whether MEAN_PARTS rows follow those of heavy_key, whose channels then lie in their own
             order, not in that of `layout.heavy_order`.
         spans: (paddings, 3), those of `operands.KeyPadding`; None without padding.
@@ -137,7 +138,7 @@ class StatisticsParameters:
 
 @dataclass(slots=True)
 class QuantizeParameters:
-    """Parameters of the kernel `quantize`, whose K and V begin behind the places of heavy keys."""
+    """Parameters of the kernel `quantize`, whose K and V begin behind the first keys."""
 
     query: Tokens
     key: Tokens
@@ -153,6 +154,7 @@ class Features:
     Attributes:
         padded: keys may not exist.
         choice: heavy keys are not just the first ones (`Call.chooses_heavy_keys`).
+        late: those that are chosen are late ones.
     """
 
     rotate: bool = False
@@ -160,13 +162,20 @@ class Features:
     heavy_keys: int = 0
     padded: bool = False
     choice: bool = False
+    late: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, kv_len: int, padded: bool, is_causal: bool) -> Features:
         """Return those of a recipe with so many keys, which may not exist if `padded`."""
-        heavy_keys = recipe.heavy_keys if kv_len > recipe.heavy_keys else 0
-        choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not is_causal
-        return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice)
+        mask: MaskKind = "keys" if padded else "none"
+        choice = chooses_heavy_keys(recipe, kv_len, mask, is_causal)
+        heavy_keys = heavy_keys_of(recipe, kv_len, mask)
+        return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice, choice and is_causal)
+
+    @property
+    def places(self) -> int:
+        """Return the number of first keys that may give way to chosen ones, where keys are chosen."""
+        return HALF_BLOCK // LATE_SHARE if self.late else HALF_BLOCK
 
     def statistic_rows(self, channels: int) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
@@ -198,6 +207,9 @@ def kernels(
         "MEAN_PARTS": MEAN_PARTS,
         "PADDED": features.padded,
         "CHOICE": features.choice,
+        "LATE": features.late,
+        "PLACES": features.places,
+        "FIRST_KEYS": features.heavy_keys - features.late * features.places,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "MAX_BALANCE": MAX_BALANCE,
@@ -235,7 +247,7 @@ def unavailable(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     features = Features.of(recipe, request.kv_len, request.mask in ("keys", "block_keys"), request.is_causal)
     if request.mask in ("blocks", "block_keys"):
-        features = replace(features, heavy_keys=0, choice=False)
+        features = replace(features, heavy_keys=0, choice=False, late=False)
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
@@ -246,7 +258,8 @@ def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:
 
 
 def _features(call: Call, padded: bool) -> Features:
-    return Features(call.recipe.rotate, call.recipe.balance, call.heavy_keys, padded, call.chooses_heavy_keys)
+    recipe, choice = call.recipe, call.chooses_heavy_keys
+    return Features(recipe.rotate, recipe.balance, call.heavy_keys, padded, choice, choice and call.is_causal)
 
 
 def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
@@ -280,11 +293,14 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     lines = new(batch, kv_heads, features.statistic_rows(channels) + 2 * sums, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
+    chosen = new(batch, kv_heads, features.places, dtype=torch.int32) if features.choice else None
     heavy = None
     if features.heavy_keys:
         key_rows = features.heavy_keys + leaves_query * MEAN_PARTS
         heavy = HeavyKeys(
-            new(batch, kv_heads, key_rows, channels, dtype=query.dtype), new(*heavy_shape, dtype=query.dtype)
+            new(batch, kv_heads, key_rows, channels, dtype=query.dtype),
+            new(*heavy_shape, dtype=query.dtype),
+            chosen if features.late else None,
         )
     reads_mean = return_lse or (heavy is not None and not leaves_query)
     operands = Int8Operands(
@@ -306,7 +322,6 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     if heavy is not None:
         blocks_of_pair += 2
     key_tokens, value_tokens = Tokens.of(key), Tokens.of(value)
-    chosen = new(batch, kv_heads, features.heavy_keys, dtype=torch.int32) if features.choice else None
     found = Statistics(
         lines=lines,
         value_mean=operands.value_mean,

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from ..call import Call
+from ..call import Call, chooses_heavy_keys, heavy_keys_of, late_keys_of
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..operands import HeavyKeys, NVFP4Operands
@@ -164,7 +164,8 @@ def kernels(
     dtype: torch.dtype,
     recipe: Recipe,
     heavy_keys: int,
-    choice: bool,
+    places: int,
+    late: bool,
     padded: bool,
     packed: bool,
     mean_score: bool,
@@ -177,7 +178,8 @@ def kernels(
         dtype: of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: of the call.
-        choice: they are not just the first ones (`Call.chooses_heavy_keys`).
+        places: `Call.choice_places`.
+        late: keys that are chosen are late ones.
         padded: keys may be left out.
         packed: sequences lie one after the other.
         mean_score: whether Q's products with K's mean are written.
@@ -193,7 +195,10 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
-        "CHOICE": choice,
+        "CHOICE": places > 0,
+        "LATE": late,
+        "PLACES": places or 1,
+        "FIRST_KEYS": heavy_keys - late * places,
         "PADDED": padded,
         "PACKED": packed,
         "BALANCE_QUERIES": BALANCE_QUERIES,
@@ -244,15 +249,15 @@ def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.NVFP4Quantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    listed = request.mask in ("blocks", "block_keys")  # such a call has no heavy keys
-    heavy_keys = recipe.heavy_keys if request.kv_len > recipe.heavy_keys and not listed else 0
+    heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
+    late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
+    places = late_keys or heavy_keys * chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
     rotation = _rotation(recipe, request.head_dim)
-    ordered = request.is_causal or request.mask not in ("none", "keys")
-    choice = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and not ordered
     padded = request.mask not in ("none", "blocks")
     mean_score = request.return_lse or (request.is_causal and recipe.recent_keys > 0)
     reduce, _, _ = kernels(
-        channels, rotation, request.dtype, recipe, heavy_keys, choice, padded, request.packed, mean_score
+        *(channels, rotation, request.dtype, recipe, heavy_keys, places, late_keys > 0, padded, request.packed),
+        mean_score,
     )
     assert request.capability is not None  # of a GPU
     return reduce.source.why_not(architecture(request.capability))
@@ -283,17 +288,20 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     def codes(*shape: int) -> torch.Tensor:
         return new(*shape, dtype=torch.uint8)
 
-    heavy = None
+    heavy = chosen = None
+    if call.chooses_heavy_keys:
+        chosen = new(batch, kv_heads, call.choice_places, dtype=torch.int32)
     if call.heavy_keys:
-        shape = (batch, kv_heads, call.heavy_keys, channels)
-        heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype))
+        shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
+        heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
     found = FoundStatistics(
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads),
         new(batch, kv_heads, channels) if recipe.balance else None,
-        new(batch, kv_heads, call.heavy_keys, dtype=torch.int32) if call.chooses_heavy_keys else None,
+        chosen,
+        call.first_keys,
     )
     operands = NVFP4Operands(
         codes(operand_batch, q_heads, q_rows, channels // 2),
@@ -372,7 +380,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         query.dtype,
         recipe,
         call.heavy_keys,
-        call.chooses_heavy_keys,
+        call.choice_places,
+        call.late_keys > 0,
         valid is not None,
         q_sequences.packed,
         call.wants_mean_score,

@@ -17,6 +17,7 @@ def attend_heavy_keys(
     query,
     key,
     value,
+    late,
     mask,
     row,
     token,
@@ -38,6 +39,7 @@ def attend_heavy_keys(
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
+    LATE: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -46,7 +48,7 @@ def attend_heavy_keys(
 
     Args:
         query, mask: pointers to the caller's Q of a (batch, head), and its mask as in `mask_scores`.
-        key, value: pointers to the `HeavyKeys` of a (batch, kv head).
+        key, value, late: pointers to the `HeavyKeys` of a (batch, kv head), the last LATE of which are late ones.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
         q_len, kv_len, causal_offset: of the sequence, which begins with the heavy keys.
         stride_token, stride_channel: of Q.
@@ -79,10 +81,16 @@ def attend_heavy_keys(
         x *= softmax_scale * LOG2E
         if mean_score is not None:
             x -= tl.load(mean_score + row)[:, None] * (softmax_scale * LOG2E)
+        late_scores = x
         if CAUSAL or RAGGED or MASK != "none":
             x = mask_scores(
                 x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
             )
+        if LATE > 0:
+            # Rows that see a late key have, among the others, the first key that gave way to it.
+            sees = tl.load(late + column % LATE)[None, :] <= row[:, None] + causal_offset
+            x = tl.where(sees & (column >= KEYS - 2 * LATE)[None, :], float("-inf"), x)
+            x = tl.where((column >= KEYS - LATE)[None, :], tl.where(sees, late_scores, float("-inf")), x)
         new_max = tl.maximum(row_max, tl.max(x, 1))
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)
         decay = tl.exp2(row_max - reference)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .scores import LOG2E, base_2
+from .tokens import tail_source
 
 WIDTH = tl.constexpr(32)  # channels of Q and K that are multiplied at once, beside an output that fills the registers
 
@@ -13,6 +14,7 @@ def attend_recent_keys(
     query,
     key,
     value,
+    late,
     mask,
     row,
     token,
@@ -41,6 +43,7 @@ def attend_recent_keys(
     V_CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
     HEAVY: tl.constexpr,
+    LATE: tl.constexpr,
     MASK: tl.constexpr,
 ):
     """Attend to the KEYS latest keys of each row that are not heavy, as two parts of a row are merged.
@@ -51,6 +54,7 @@ def attend_recent_keys(
         query, key, value, mask: pointers to the caller's Q, K and V of a (batch, head), and its mask as in
             `mask_scores`.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
+        late: as in `attend_heavy_keys`; where one of these LATE keys is, the first key is that gave way to it.
         kv_start: index in K of the sequence's first key.
         q_len, kv_len, causal_offset: of the sequence, which begins with HEAVY heavy keys.
         mean_score: the rows' products with K's mean, which the other scores are without, (rows,).
@@ -65,7 +69,10 @@ def attend_recent_keys(
     for age in tl.range(0, KEYS, num_stages=1):
         column = row + causal_offset - age
         exists = (row < q_len) & (column >= HEAVY) & (column < kv_len)
-        key_token = (kv_start + column).to(tl.int64)[:, None]
+        source = column
+        if LATE > 0:
+            source = HEAVY + tail_source(tl.maximum(column - HEAVY, 0), late, HEAVY, LATE)
+        key_token = (kv_start + source).to(tl.int64)[:, None]
         x = -mean_score
         for first in tl.range(0, CHANNELS, WIDTH, num_stages=1):
             channel = first + tl.arange(0, WIDTH)

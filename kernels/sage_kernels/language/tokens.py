@@ -5,14 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
-def tail_source(token, chosen, KEYS: tl.constexpr):
-    """Return where tokens of the tail lie, which is behind KEYS places of heavy keys and counts from there.
+def tail_source(token, chosen, FIRST: tl.constexpr, PLACES: tl.constexpr):
+    """Return where tokens of the tail lie, which is behind FIRST tokens and counts from there.
 
-    In place of a token that is heavy the tail has the one whose place that has taken. `chosen` points to the heavy
-    tokens of the (batch, kv head).
+    In place of a token that is heavy the tail has the one that gave way to it: of the FIRST tokens the last PLACES may.
+    `chosen` points to the heavy tokens of the (batch, kv head), one for each place.
     """
-    place = token % KEYS
-    return tl.where(tl.load(chosen + place) == token + KEYS, place - KEYS, token)
+    place = token % PLACES
+    return tl.where(tl.load(chosen + place) == token + FIRST, place - PLACES, token)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +21,7 @@ from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
 from ..layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
 from ..recipe import Recipe
+from .unquantized import Unquantized, attend_unquantized, per_group, take_late
 
 BLOCK_M = 128
 BLOCK_N = 128
@@ -60,24 +60,6 @@ class Operands:
     recent: Unquantized | None = None
 
 
-@dataclass(frozen=True)
-class Unquantized:
-    """Keys and what attends to them in the caller's dtype, as float32 values.
-
-    Attributes:
-        query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are
-            rounded to the caller's dtype after that; in INT8 ones not: there the mean's scores are subtracted.
-        value: (batch, kv_heads, keys, v_head_dim), with its mean.
-        dtype: the caller's, to which P is rounded.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    dtype: torch.dtype
-
-
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None without a mask.
 
@@ -108,18 +90,22 @@ def quantize_operands(
     recipe: Recipe,
     valid: torch.Tensor | None = None,
     scale: float | None = None,
+    is_causal: bool = False,
 ) -> Operands:
     """Transform and quantise Q, K and V.
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
-            `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`). Means, the balance, and
-            the scales of V are those of all keys. With `recent_keys` all keys are kept for `Operands.recent`.
+            `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
+            LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the
+            balance, and the scales of V are those of all keys. With `recent_keys` all keys are kept for
+            `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
             the balance.
         scale: factor of the scores, by which heavy keys are chosen; default head_dim ** -0.5.
+        is_causal: rows do not attend to all keys.
     """
     dtype, heavy, recent = query.dtype, None, None
     valid_queries = valid if query.shape[-2] == key.shape[-2] else None
@@ -133,26 +119,33 @@ def quantize_operands(
         key_mean = transforms.mean_of_tokens(key, valid)
     if recipe.smooth_v:
         _, value_mean = transforms.smooth_value(value, valid)
-    heavy_keys = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0
-    if heavy_keys and recipe.heavy_choice == "heaviest":
+    first_keys, late = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0, None
+    heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
+    if first_keys and recipe.heavy_choice == "heaviest":
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        chosen = transforms.heavy_places(query, key, heavy_keys, scale, valid)
-        key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+        if is_causal and key.shape[-2] >= transforms.MIN_LATE * first_keys:
+            places = first_keys // transforms.LATE_SHARE
+            first_keys -= places
+            late = transforms.late_keys(query, key, first_keys, places, scale, valid)
+            (heavy_key, key), (heavy_value, value) = (take_late(x, late, first_keys) for x in (key, value))
+        elif not is_causal:
+            chosen = transforms.heavy_places(query, key, first_keys, scale, valid)
+            key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
+            heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
     if recipe.recent_keys:
         recent = Unquantized(query, key if key_mean is None else key - key_mean, value, dtype)
-    if heavy_keys:
-        heavy_key, heavy_value = key[..., :heavy_keys, :], value[..., :heavy_keys, :]
+    if first_keys:
         if key_mean is not None:
             heavy_key = heavy_key - key_mean
             heavy_key = heavy_key if recipe.qk == "int8" else heavy_key.to(dtype).float()
-        heavy = Unquantized(query, heavy_key, heavy_value, dtype)
+        heavy = Unquantized(query, heavy_key, heavy_value, dtype, late)
     if key_mean is not None:
         key = key - key_mean
     if value_mean is not None:
         value = value - value_mean
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
-    (_, key), (smooth_heavy, value) = (x.tensor_split((heavy_keys,), -2) for x in (key, value))
+    (_, key), (smooth_heavy, value) = (x.tensor_split((first_keys,), -2) for x in (key, value))
     pad = -key.shape[-2] % BLOCK_N
     key, value = F.pad(key, (0, 0, 0, pad)), F.pad(value, (0, 0, 0, pad))
     if recipe.smooth_q:
@@ -215,8 +208,8 @@ def attention(
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
             all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
 
-    Where order matters, with causality or a mask that says more than which keys exist, heavy keys are the first ones.
-    Causal rows attend to their latest `recent_keys` keys in the caller's dtype.
+    Beside a mask that says more than which keys exist heavy keys are the first ones. Causal rows attend to their latest
+    `recent_keys` keys in the caller's dtype.
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -238,11 +231,11 @@ def attention(
         recipe = replace(recipe, heavy_keys=0, recent_keys=0)
     if not is_causal:
         recipe = replace(recipe, recent_keys=0)
-    if is_causal or (mask is not None and key_mask(mask, kv_len) is None):
+    if mask is not None and key_mask(mask, kv_len) is None:
         recipe = replace(recipe, heavy_choice="first")
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale)
+    operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale, is_causal)
     output, lse = attend(
         operands,
         recipe,
@@ -329,13 +322,13 @@ def _attend(
     total = torch.zeros_like(maximum)
     denominator = torch.zeros_like(maximum)
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
-    heavy_keys = 0 if operands.heavy is None else operands.heavy.key.shape[-2]
+    first_keys = 0 if operands.heavy is None else operands.heavy.first_keys
     recent_keys = 0 if operands.recent is None else recipe.recent_keys
     others_offset = causal_offset - recent_keys
     last_column = min(kv_len, chunk.stop + others_offset) if is_causal else kv_len
     listed = None if blocks is None else blocks.kept_by_rows(kv_len, chunk.start, chunk.stop)
-    for column in range(heavy_keys, last_column, block_n):
-        tile = slice(column - heavy_keys, column - heavy_keys + block_n)
+    for column in range(first_keys, last_column, block_n):
+        tile = slice(column - first_keys, column - first_keys + block_n)
         scores = tile_scores(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
         if operands.query_mean is not None and operands.smooth_key is not None:
             mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
@@ -366,7 +359,8 @@ def _attend(
     output = output * value_scale
     if operands.value_mean is not None:
         output = output + denominator * operands.value_mean.repeat_interleave(query.shape[2], 1)
-    for scores, weigh in _unquantized_parts(operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale):
+    unquantized = operands.heavy, operands.recent, recent_keys, kv_heads
+    for scores, weigh in attend_unquantized(*unquantized, chunk, kv_len, mask, is_causal, causal_offset, scale):
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
         p = scores.sub_(offset).exp_().mul_(p_scale)
@@ -376,47 +370,6 @@ def _attend(
         maximum = new_maximum
     output = torch.where(denominator == 0, 0.0, output / torch.where(denominator == 0, 1.0, denominator))
     return output, (maximum + torch.log(total / p_scale)).squeeze(-1)
-
-
-def _unquantized_parts(
-    operands: Operands,
-    recipe: Recipe,
-    chunk: slice,
-    kv_len: int,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float,
-) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Give the scores of heavy keys, then of recent ones, (batch, q_heads, rows, keys), each with what weighs V by P.
-
-    P is rounded to the caller's dtype for heavy keys, which matrix units multiply; recent keys are few enough for
-    float32.
-    """
-    kv_heads, heavy_keys = operands.key.shape[1], 0
-    if (heavy := operands.heavy) is not None:
-        heavy_keys = heavy.key.shape[-2]
-        scores = per_group(heavy.query[:, :, chunk], kv_heads) @ heavy.key.unsqueeze(2).transpose(-1, -2)
-        scores = apply_mask(scores.flatten(1, 2) * scale, mask, is_causal, chunk.start, 0, causal_offset)
-        yield (
-            scores,
-            lambda p: (per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)).flatten(1, 2),
-        )
-    if (recent := operands.recent) is not None:
-        ages = torch.arange(recipe.recent_keys, device=recent.key.device)
-        column = torch.arange(chunk.start, chunk.stop, device=ages.device)[:, None] + causal_offset - ages
-        exists, column = (column >= heavy_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
-        # (batch, kv_heads, rows, ages, channels)
-        key, value = (torch.where(exists[..., None], x[:, :, column], 0.0) for x in (recent.key, recent.value))
-        query = per_group(recent.query[:, :, chunk], kv_heads).transpose(2, 3)
-        scores = (query @ key.transpose(-1, -2)).transpose(2, 3).flatten(1, 2) * scale
-        if mask is not None:
-            seen = mask[:, :, chunk].gather(-1, column.expand(*scores.shape))
-            scores = apply_mask(scores, seen, False, 0, 0)
-        yield (
-            scores.masked_fill(~exists, -torch.inf),
-            lambda p: (per_group(p, kv_heads).transpose(2, 3) @ value).transpose(2, 3).flatten(1, 2),
-        )
 
 
 def tile_scores(
@@ -431,11 +384,6 @@ def tile_scores(
     """
     scores = (query @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     return scores.mul_(query_scale).mul_(key_scale.transpose(-1, -2).repeat_interleave(query.shape[2], 1))
-
-
-def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """View (batch, q_heads, ...) as (batch, kv_heads, q_heads / kv_heads, ...)."""
-    return x.unflatten(1, (kv_heads, -1))
 
 
 def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from ..language.sequences import operand_row, sequence_range
 from ..language.tokens import load_tokens, tail_source
 from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..operands import NVFP4Operands
-from .quantize.heavy import heavy_count
+from .quantize.heavy import choice_places
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -85,7 +85,8 @@ def delta_scores(
         BLOCK_N=keys,
         TILES=tiles,
         SPLIT=split,
-        HEAVY=heavy_count(operands.statistics),
+        FIRST=operands.statistics.first_keys,
+        PLACES=choice_places(operands.statistics),
         HAS_VALID=valid is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
@@ -128,7 +129,8 @@ def delta_scores_of_means(
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
     SPLIT: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -164,13 +166,13 @@ def delta_scores_of_means(
     position = tl.arange(0, BLOCK_N)
     token = position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
     delta += (pair.to(tl.int64) * blocks + block)[:, None] * columns + position[None, :]
-    if HEAVY > 0:
-        chosen += (batch * kv_heads + kv_head) * HEAVY
+    if PLACES > 0:
+        chosen += (batch * kv_heads + kv_head) * PLACES
     for tile in tl.range(0, tiles):
         column = first_column + tile * BLOCK_N
         source = column + token
-        if HEAVY > 0:
-            source = tail_source(column + token, chosen, HEAVY)
+        if PLACES > 0:
+            source = tail_source(column + token, chosen, FIRST, PLACES)
         k, counts = load_tokens(
             key, valid, k_start, column + token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID,
             source=source,

@@ -149,6 +149,7 @@ def forward(
         heavy_query=None if heavy is None else call.query,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
+        late=None if heavy is None else heavy.late,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
         q_len=q_sequences.tokens,
@@ -176,7 +177,8 @@ def forward(
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         TMA=tma,
-        HEAVY=call.heavy_keys,
+        HEAVY=call.first_keys,
+        LATE=call.late_keys,
         LIST_M=list_m,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -354,6 +356,7 @@ def int8_forward(
     heavy_query,
     heavy_key,
     heavy_value,
+    late,
     q_ranges,
     kv_ranges,
     q_len,
@@ -395,6 +398,7 @@ def int8_forward(
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
     HEAVY: tl.constexpr,
+    LATE: tl.constexpr,
     LIST_M: tl.constexpr,
 ):
     """Compute BLOCK_M rows of one (batch, q head).
@@ -403,6 +407,7 @@ def int8_forward(
     HEAVY is 0.
 
     `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count HEAVY keys, which `key` and `value` do not have.
+    Where one of LATE keys was, these have a first key.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -499,13 +504,16 @@ def int8_forward(
         token = (q_start + row).to(tl.int64)
         if HEAVY > 0:
             kv_pair = batch * kv_heads + kv_head
+            if LATE > 0:
+                late += kv_pair * LATE
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
             scores_of_mean = mean_score + operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
             row_max, total, acc = attend_heavy_keys(
-                heavy_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
-                mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, heavy_stride_token,
-                heavy_stride_channel, mask_stride_row, mask_stride_column, scores_of_mean, row_max, total, total,
-                acc, p_scale_log2(PV), CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
+                heavy_query, heavy_key + kv_pair * ((HEAVY + LATE) * CHANNELS),
+                heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
+                causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row,
+                mask_stride_column, scores_of_mean, row_max, total, total, acc, p_scale_log2(PV), CHANNELS,
+                V_CHANNELS, HEAVY + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel

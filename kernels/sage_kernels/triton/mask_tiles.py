@@ -48,7 +48,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     """Read the mask of a call once, for tiles of (block_m, block_n) scores."""
     mask = call.mask.tensor
     assert mask is not None
-    shape, heavy = (*call.query.shape[:3], call.key.shape[2]), call.heavy_keys
+    shape, heavy = (*call.query.shape[:3], call.key.shape[2]), call.first_keys
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     stored = unexpanded(mask)

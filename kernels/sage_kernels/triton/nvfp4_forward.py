@@ -98,7 +98,7 @@ def forward(
     q_heads, v_head_dim = output.shape[1], output.shape[3]
     config = choose_config(call, max(channels, v_channels), capability, native)
     sequences, blocks, columns, delta = batch, q_sequences.blocks, tail_sequences.blocks * BLOCK, None
-    counts = None if tiles is None or tiles.valid is None else tiles.valid[:, call.heavy_keys :]
+    counts = None if tiles is None or tiles.valid is None else tiles.valid[:, call.first_keys :]
     kind: MaskKind = "none"
     mask, list_m = None, config.block_m
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -142,6 +142,7 @@ def forward(
             source_value=call.value if recent_keys else None,
             heavy_key=None if heavy is None else heavy.key,
             heavy_value=None if heavy is None else heavy.value,
+            late=None if heavy is None else heavy.late,
             q_ranges=q_sequences.ranges,
             kv_ranges=kv_sequences.ranges,
             q_len=q_sequences.tokens,
@@ -178,7 +179,8 @@ def forward(
             PACKED=q_sequences.packed,
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
-            HEAVY=call.heavy_keys,
+            HEAVY=call.first_keys,
+            LATE=call.late_keys,
             RECENT=recent_keys,
             LIST_M=list_m,
             STAGES=config.num_stages,
@@ -309,6 +311,7 @@ def nvfp4_forward(
     source_value,
     heavy_key,
     heavy_value,
+    late,
     q_ranges,
     kv_ranges,
     q_len,
@@ -365,6 +368,7 @@ def nvfp4_forward(
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
     HEAVY: tl.constexpr,
+    LATE: tl.constexpr,
     RECENT: tl.constexpr,
     LIST_M: tl.constexpr,
     STAGES: tl.constexpr,
@@ -373,7 +377,8 @@ def nvfp4_forward(
 
     A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
     HEAVY and RECENT are 0. `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do
-    not have. `source_query`, `source_key` and `source_value` are the caller's tensors.
+    not have; where one of LATE keys was, these have a first key. `source_query`, `source_key` and `source_value` are
+    the caller's tensors.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -484,28 +489,30 @@ def nvfp4_forward(
         if HEAVY + RECENT > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
             source_query += batch * source_query_stride_batch + head * source_query_stride_head
+            if LATE > 0:
+                late += kv_pair * LATE
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if RECENT > 0:
             source_key += batch * source_key_stride_batch + kv_head * source_key_stride_head
             source_value += batch * source_value_stride_batch + kv_head * source_value_stride_head
             row_max, recent_total, divisor, accumulator = attend_recent_keys(
-                source_query, source_key, source_value, mask, row, token, kv_start, q_len, kv_len, head_dim, v_head_dim,
-                causal_offset, softmax_scale, tl.load(mean_score + q_row),
+                source_query, source_key, source_value, late, mask, row, token, kv_start, q_len, kv_len, head_dim,
+                v_head_dim, causal_offset, softmax_scale, tl.load(mean_score + q_row),
                 source_query_stride_token, source_query_stride_channel, source_key_stride_token,
                 source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
                 mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, RECENT, HEAVY, MASK,
+                CHANNELS, V_CHANNELS, RECENT, HEAVY, LATE, MASK,
             )  # fmt: skip
             if TOTAL:
                 row_sum = recent_total
         if HEAVY > 0:
             row_max, heavy_total, accumulator = attend_heavy_keys(
-                source_query, heavy_key + kv_pair * (HEAVY * CHANNELS), heavy_value + kv_pair * (HEAVY * V_CHANNELS),
-                mask, row, token, q_len, kv_len, head_dim, causal_offset, softmax_scale, source_query_stride_token,
-                source_query_stride_channel, mask_stride_row, mask_stride_column, None,
-                row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, HEAVY, CAUSAL, MASK, RAGGED,
+                source_query, heavy_key + kv_pair * ((HEAVY + LATE) * CHANNELS),
+                heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
+                causal_offset, softmax_scale, source_query_stride_token, source_query_stride_channel, mask_stride_row,
+                mask_stride_column, None, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
+                CHANNELS, V_CHANNELS, HEAVY + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
             if TOTAL:
                 row_sum = heavy_total

@@ -153,14 +153,35 @@ def test_queries_behind_a_cache_attend_causally_without_a_mask(static: bool) -> 
     assert (logits - exact).abs().max() <= 2 * (masked - exact).abs().max()
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_causality_and_padding_are_said_apart_and_attend_as_one_mask_does(padding: str) -> None:
+    """So the latest keys of a row are in 16 bits in padded batches too."""
+    tiny = MODELS["llama"]
+    inputs = tiny.inputs(padding)
+    exists = inputs["attention_mask"].bool()
+    one_mask = exists[:, None, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    model = tiny.build("sage3_emulate")
+    outputs = []
+    for mask, request in ((inputs["attention_mask"], ("keys", True)), (one_mask, ("bool", False))):
+        outputs.append(run(model, **inputs | {"attention_mask": mask})[exists])
+        plans = [record.last_plans(layer)[-1] for layer in attention_layers(model).values()]
+        assert {(plan.request.mask, plan.request.is_causal) for plan in plans} == {request}
+    exact = run(tiny.build("sage_exact"), **inputs)[exists]
+    said, materialised = ((output - exact).abs().mean() for output in outputs)
+    assert said < materialised
+
+
 @behind_a_cache
 def test_a_hidden_key_or_a_changed_mask_behind_a_cache_is_honoured() -> None:
     tiny = MODELS["llama"]
     model, tokens = tiny.build("sage2_emulate"), tiny.inputs()["input_ids"]
     valid = torch.ones_like(tokens)
     valid[:, 7] = 0
-    prefill_in_two(model, tokens, DynamicCache(), attention_mask=valid)
-    assert {record.last_plans(layer)[-1].request.mask for layer in attention_layers(model).values()} == {"bool"}
+    hidden = prefill_in_two(model, tokens, DynamicCache(), attention_mask=valid)
+    for layer in attention_layers(model).values():
+        request = record.last_plans(layer)[-1].request
+        assert (request.mask, request.is_causal) == ("keys", True)
+    assert (hidden - prefill_in_two(model, tokens, DynamicCache())).abs().max() > 0.01
 
     arguments = {"batch_size": 1, "q_length": 4, "kv_length": 10, "q_offset": 6, "mask_function": causal_mask_function}
     mask = sage_mask(**arguments)

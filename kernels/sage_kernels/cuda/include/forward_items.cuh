@@ -26,6 +26,7 @@ ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
 ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
 ASSERT_FLAG(LISTS, "an item attends to the tiles of a list, or to all that its rows may see");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
+static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY && CAUSAL, "LATE_KEYS must be 0, or 16 of a causal call's");
 static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8: see SHARED_16BIT_PRODUCT");
 static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
 static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
@@ -56,6 +57,7 @@ static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYT
 // Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
+constexpr int FIRST_KEYS = HEAVY ? HEAVY_KEYS - LATE_KEYS : 0;          // that are not among K and V
 constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                            // in a thread's registers
 constexpr int HEAVY_KEY_LINES = (HEAVY_KEYS + MEAN_ROWS) * LINE_BYTES;  // of heavy keys: LINE_CHANNELS of each
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a tile that have a scale of K each
@@ -163,13 +165,13 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = block * BLOCK_M + first * WARPGROUP_ROWS;
   item.warpgroups = min(end - first, (a.q_len - item.first_row + WARPGROUP_ROWS - 1) / WARPGROUP_ROWS);
-  int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] - HEAVY * HEAVY_KEYS : a.kv_len;
+  int keys = PADDED ? a.spans[item.batch * a.spans_stride + 2] - FIRST_KEYS : a.kv_len;
   if (CAUSAL) keys = min(keys, item.first_row + BLOCK_M + a.causal_offset);
   item.in_order = (keys + BLOCK_N - 1) / BLOCK_N;
   item.first = 0;
   int before = 0;
   if (PADDED) {
-    const int first_key = max(a.spans[item.batch * a.spans_stride] - HEAVY * HEAVY_KEYS, 0);
+    const int first_key = max(a.spans[item.batch * a.spans_stride] - FIRST_KEYS, 0);
     before = first_key % BLOCK_N != 0;
     item.first = first_key / BLOCK_N + before;
     item.in_order -= item.first;

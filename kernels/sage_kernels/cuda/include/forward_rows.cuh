@@ -69,7 +69,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
         const int key = first - quad * 2 + i * 32 + thread % 32;
-        const bool is_valid = key < a.kv_len && valid()[HEAVY * HEAVY_KEYS + key];
+        const bool is_valid = key < a.kv_len && valid()[FIRST_KEYS + key];
         exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
       }
     }

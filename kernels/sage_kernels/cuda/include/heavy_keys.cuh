@@ -1,6 +1,7 @@
-// The forward kernel's heavy keys: the call's first ones, which may hold much of each row's weight, and are not among K
-// and V. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are done with all others; these are
-// rescaled.
+// The forward kernel's heavy keys, which may hold much of each row's weight, and are not among K and V. The last
+// LATE_KEYS of them are late ones: for rows that see such a key, the first key that gave way to it is among K and V
+// instead, and not among the heavy ones. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are
+// done with all others; these are rescaled.
 //
 // Q in 16 bits is in shared memory where the kernel quantises it: then the weights of heavy keys are found beside the
 // last P·V. Else it comes from memory, in parts that registers hold.
@@ -149,16 +150,32 @@ struct HeavyRows : Rows {
 #pragma unroll
       for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
-    const int seen = item.first_row + row + a.causal_offset + HEAVY_KEYS + 1 - place * 2;
+    constexpr int EIGHTS = LATE_KEYS > 0 ? LATE_KEYS / 8 : 1;  // of late keys, of which the thread has two
+    [[maybe_unused]] int2 late[EIGHTS];
+    if constexpr (LATE_KEYS > 0) {
+#pragma unroll
+      for (int i = 0; i < EIGHTS; i++)
+        late[i] = __ldg(reinterpret_cast<const int2*>(a.late + item.kv_pair(a) * LATE_KEYS + i * 8) + place);
+    }
+    const int seen = item.first_row + row + a.causal_offset + FIRST_KEYS + 1;  // keys of the call
     auto hidden = [&](int i) {
-      const int key = i / 4 * 8 + i % 2;
-      return CAUSAL && key >= seen + i / 2 % 2 * 8 || PADDED && !(heavy_exists[key / 32] >> key % 32 & 1);
+      const int key = i / 4 * 8 + i % 2, keys = seen + i / 2 % 2 * 8;
+      const bool exists = !PADDED || heavy_exists[key / 32] >> key % 32 & 1;
+      if constexpr (LATE_KEYS > 0) {
+        const int2 of_eight = late[i / 4 % EIGHTS];
+        const bool sees_late = (i % 2 ? of_eight.y : of_eight.x) < keys;
+        if (key >= FIRST_KEYS) return !sees_late;
+        if (key >= FIRST_KEYS - LATE_KEYS && sees_late) return true;
+      }
+      return CAUSAL && key + place * 2 >= keys || !exists;
     };
     const float scale = a.softmax_scale * LOG2E;
     float largest[2] = {-INFINITE, -INFINITE}, shift[2];
 #pragma unroll
-    for (int i = 0; i < HEAVY_SCORES; i++)
-      if (!hidden(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+    for (int i = 0; i < HEAVY_SCORES; i++) {
+      if (hidden(i)) x[i] = -INFINITE;
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+    }
     // A weight is at most 2^LARGEST: then the sum of all is at most 2.
     constexpr float LARGEST = -6.0f;
 #pragma unroll
@@ -178,7 +195,8 @@ struct HeavyRows : Rows {
     float sum[4] = {};  // two chains for each row
 #pragma unroll
     for (int i = 0; i < HEAVY_SCORES; i++) {
-      x[i] = hidden(i) ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
+      const bool is_hidden = (CAUSAL || PADDED) && x[i] == -INFINITE;
+      x[i] = is_hidden ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
       if (i % 2) p[i / 2] = pack_16bit(x[i - 1], x[i]);
       sum[i / 2 % 2 * 2 + i % 2] += x[i];
     }

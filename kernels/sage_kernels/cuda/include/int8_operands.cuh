@@ -58,19 +58,19 @@ constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
 // Blocks of a multiprocessor: a thread keeps 4 · SECTIONS registers of a tile before the rotation, 16 · SECTIONS after.
 constexpr int RESIDENT = !ROTATE ? 8 : CHANNELS == 128 ? 5 : 7;
 
-// Return whether a key, counted from the first behind the places of heavy ones, is heavy and has left its place.
+// Return whether a key, counted from the first behind the first keys, is heavy.
 DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
-  return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
+  return s.chosen[pair * PLACES + token % PLACES] == token + FIRST_KEYS;
 }
 
-// Return whether any first key has left its place.
+// Return whether any first key has given way.
 DEVICE bool is_exchanged(const Statistics& s, uint32 pair) {
   const uint2 taken = *reinterpret_cast<const uint2*>(line(s, pair, TAKEN));
   return taken.x | taken.y;
 }
 
 // Load what is in the places of heavy keys among the thread's tokens, `number(i)` behind the `first`: the keys, or
-// values, whose places these took.
+// values, that gave way to these.
 template <int N, typename Number>
 DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 pair, int first, Number number,
                            uint32 (&x)[N][4]) {
@@ -332,19 +332,24 @@ DEVICE void write_mean(const Statistics& s, uint16* into, uint32 pair) {
   }
 }
 
-// Write the heavy keys of one pair, or their V, as they are. If they are the first ones, they lie before the tokens
-// that `tokens` describes.
+// Write the heavy keys of one pair, or their V, as they are. The first ones lie before the tokens that `tokens`
+// describes.
 template <bool OF_VALUE>
 DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool with_mean = false) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
-  const KeyReader reader(tokens, s, pair, first - HEAVY_KEYS, 0, channel, OF_VALUE ? s.v_head_dim : s.head_dim);
+  const int channels = OF_VALUE ? s.v_head_dim : s.head_dim;
+  const KeyReader reader(tokens, s, pair, first - FIRST_KEYS, 0, channel, channels);
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; !CHOICE && i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
   if (CHOICE || with_mean) wait_for_previous_kernel();
 #pragma unroll
-  for (int i = 0; CHOICE && i < LOADS; i++)
-    reader.load<true>(s.chosen[pair * HEAVY_KEYS + first + i * ROWS] - first, reader.has(i * ROWS), x[i]);
+  for (int i = 0; CHOICE && i < LOADS; i++) {
+    const int number = first + i * ROWS, choice = number - (HEAVY_KEYS - PLACES);
+    const int source = choice < 0 ? number : s.chosen[pair * PLACES + choice];
+    const bool exists = number < FIRST_KEYS ? reader.has(i * ROWS) : source != NO_KEY && channel < channels;
+    reader.load<true>(exists ? source - first : 0, exists, x[i]);
+  }
   const int64 rows = static_cast<int64>(pair) * (HEAVY_KEYS + with_mean * MEAN_PARTS);
   if (with_mean) write_mean(s, into + (rows + HEAVY_KEYS) * CHANNELS, pair);
 #pragma unroll

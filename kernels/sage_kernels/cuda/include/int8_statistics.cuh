@@ -188,7 +188,6 @@ struct Candidates {
   int keys[BLOCK];
 };
 static_assert(sizeof(Candidates) == 2 * BLOCK * 4, "Candidates must fill their lines");
-constexpr int NO_KEY = 0x7FFFFFFF;
 
 DEVICE Candidates& candidates(const Statistics& s, uint32 pair, uint32 sharer) {
   return *reinterpret_cast<Candidates*>(line(s, pair, HEAVIEST + sharer * (2 * BLOCK / CHANNELS)));
@@ -198,16 +197,18 @@ DEVICE bool is_heavier(float score, int key, float than, int other) {
   return score > than || score == than && key < other;
 }
 
-// Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` says; return how
-// many there are.
+// Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` and `late_keys`
+// say; return how many there are.
 DEVICE float load_queries(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, uint32 (&x)[2][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
-  const uint32 rows = group * b.q_len, distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES;
+  const uint32 earlier = LATE ? b.q_len / 2 : 0, counted = b.q_len - earlier, rows = group * counted;
+  const uint32 distance = (rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / b.q_len;
-    const Reader reader(query, batch, first_head + head, row % b.q_len, b.q_len, lane % LANES * 8, s.head_dim);
+    const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / counted;
+    const Reader reader(query, batch, first_head + head, earlier + row % counted, b.q_len, lane % LANES * 8,
+                        s.head_dim);
     reader.load<false>(0, row < rows && reader.left > 0, x[i]);
   }
   return (rows + distance - 1) / distance;
@@ -238,22 +239,32 @@ DEVICE void split_query(const float* mean, uint32 (&words)[4]) {
   }
 }
 
-// Choose a pair's heavy keys from the candidates of all sharers, and mark the places that others take; a block's first
-// threads call, one for each place.
-DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int place) {
+// Choose a pair's heavy keys from the candidates of all sharers, and mark the places whose keys give way; a block's
+// first CHOOSERS threads call.
+constexpr int CHOOSERS = PLACES < 32 ? 32 : PLACES;
+DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int thread) {
   float largest = -INFINITE;
   int chosen = NO_KEY;
-#pragma unroll
-  for (int i = 0; i < SHARERS * (BLOCK / PLACES); i++) {
+#pragma unroll 16
+  for (int i = 0; i < SHARERS * (BLOCK / CHOOSERS); i++) {
     const Candidates& some = candidates(s, pair, i % SHARERS);
-    const int at = place + i / SHARERS * PLACES;
+    const int at = thread + i / SHARERS * CHOOSERS;
     const float score = some.scores[at];
     const int key = some.keys[at];
     if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
   }
-  s.chosen[pair * PLACES + place] = chosen;
-  const uint32 taken = __ballot_sync(~0u, chosen != place);
-  if (place % 32 == 0) reinterpret_cast<uint32*>(line(s, pair, TAKEN))[place / 32] = taken;
+#pragma unroll
+  for (int distance = PLACES; distance < CHOOSERS; distance *= 2) {
+    const float score = __shfl_xor_sync(~0u, largest, distance);
+    const int key = __shfl_xor_sync(~0u, chosen, distance);
+    if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
+  }
+  const bool gives_way = chosen != FIRST_KEYS - PLACES + thread % PLACES;
+  if (thread < PLACES) s.chosen[pair * PLACES + thread] = LATE && !gives_way ? NO_KEY : chosen;
+  const uint32 taken = __ballot_sync(~0u, gives_way);
+  uint32* into = reinterpret_cast<uint32*>(line(s, pair, TAKEN));
+  if (thread % 32 == 0) into[thread / 32] = taken;
+  if (CHOOSERS == 32 && thread == 0) into[1] = 0;
 }
 
 // Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
@@ -288,7 +299,7 @@ DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Balance& 
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
   // Where as many queries as keys may be padding, the same are.
-  const bool padded = PADDED && b.q_len == s.kv_len + HEAVY_KEYS;
+  const bool padded = PADDED && b.q_len == s.kv_len + FIRST_KEYS;
   sum_squares((rows + SHARERS * 8 - 1) / (SHARERS * 8),
               [&](int i, uint32(&x)[4]) {
                 const uint32 row = first + i * SHARERS * 8, head = row / b.samples,
@@ -334,7 +345,7 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   __shared__ alignas(16) Partial partials[2];
   constexpr bool SQUARES = BALANCE && !OF_VALUE;
   constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
-  const int channel = threadIdx.x, tokens = s.kv_len + HEAVY_KEYS;
+  const int channel = threadIdx.x, tokens = s.kv_len + FIRST_KEYS;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
   bool finite = true, prepared = OF_VALUE || !(BALANCE || CHOICE);
@@ -373,8 +384,9 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       const float found = __fmul_rn(score_of(partial, i), b.softmax_scale);
       const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
       float score = scored ? found : -INFINITE;
-      // The first keys keep their places unless others' scores exceed theirs by the margin, or they have none.
-      if (token < HEAVY_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
+      // First keys stay unless others' scores exceed theirs by the margin, or they have none; only the last may go.
+      if (token < FIRST_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
+      if (token < FIRST_KEYS - PLACES) score = -INFINITE;
       if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
     }
     *sum = total_of_warps(partial.sum);
@@ -408,7 +420,7 @@ DEVICE float total_count(const float* counts) {
 
 // Return the number of sampled queries of a head that exist.
 DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair) {
-  if (!PADDED || b.q_len != s.kv_len + HEAVY_KEYS) return b.samples;
+  if (!PADDED || b.q_len != s.kv_len + FIRST_KEYS) return b.samples;
   int count = 0;
   for (uint32 i = threadIdx.x % 32; i < b.samples; i += 32)
     count += all_valid(s, pair / s.kv_heads)[i * b.distance] != 0;

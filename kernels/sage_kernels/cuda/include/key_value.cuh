@@ -3,7 +3,6 @@
 #include "tokens.cuh"
 
 constexpr int PARTS = CHANNELS / VALUE_CHANNELS;  // of V in e4m3
-constexpr int PLACES = HALF_BLOCK;                // of heavy keys, if there are any
 constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
 
 enum Line {
@@ -24,6 +23,8 @@ DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
   return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sums) + number) * CHANNELS;
 }
 
+constexpr int NO_KEY = 0x7FFFFFFF;  // the number of a late key that there is not
+
 // Return which keys of a batch element exist, from its first one on, be it heavy or not.
 DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
   return s.valid + batch * static_cast<int64>(s.valid_stride);
@@ -34,7 +35,7 @@ struct KeyReader : Reader {
   const uint8* valid;
 
   DEVICE KeyReader(const Tokens& x, const Statistics& s, uint32 pair, int token, int tokens, int channel, int channels,
-                   int before = HEAVY_KEYS)
+                   int before = FIRST_KEYS)
       : Reader(x, pair / s.kv_heads, pair % s.kv_heads, token, tokens, channel, channels),
         valid(PADDED ? all_valid(s, pair / s.kv_heads) + before + token : nullptr) {}
 
@@ -50,7 +51,7 @@ struct KeyReader : Reader {
 template <int N>
 DEVICE bool all_exist(const Statistics& s, uint32 pair, uint32 first) {
   if (first + N > s.kv_len) return false;
-  return !PADDED || __syncthreads_and(all_valid(s, pair / s.kv_heads)[HEAVY_KEYS + first + threadIdx.x % N]);
+  return !PADDED || __syncthreads_and(all_valid(s, pair / s.kv_heads)[FIRST_KEYS + first + threadIdx.x % N]);
 }
 
 // Return the larger halves; NaN where one is NaN.

@@ -2,21 +2,22 @@
 #pragma once
 #include "nvfp4_statistics.cuh"
 
-constexpr int PLACES = 64;  // of heavy keys, if there are any
+constexpr int NO_KEY = 0x7FFFFFFF;  // the number of a late key that there is not
 using KeyBlock = Partial<REDUCE_THREADS / 32, true, false>;
 
-// Find the mean query by which a pair's heavy keys are chosen (`transforms.heavy_places`), times the factor of scores:
-// each thread's 8 channels.
+// Find the mean query by which a pair's heavy keys are chosen (`transforms.heavy_places`, `late_keys`), times the
+// factor of scores: each thread's 8 channels.
 DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pair, float (&mean)[8]) {
   __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
   __shared__ alignas(16) float means[CHANNELS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eight = lane % LANES * 8;
   const Sequence of = queries_of(s, pair / s.kv_heads);
-  const uint32 group = s.q_heads / s.kv_heads, rows = group * of.length, queries = max(of.length, 1);
+  const uint32 earlier = LATE ? of.length / 2 : 0, counted = of.length - earlier, queries = max(counted, 1u);
+  const uint32 group = s.q_heads / s.kv_heads, rows = group * counted;
   const uint32 distance = max((rows + HEAVY_QUERIES - 1) / HEAVY_QUERIES, 1), number = KeyBlock::first_token();
   const uint32 row = number * distance, head = pair % s.kv_heads * group + row / queries;
   uint32 x[4];
-  read(query, pair / s.kv_heads, head, of, row % queries, eight, s.head_dim)
+  read(query, pair / s.kv_heads, head, of, earlier + row % queries, eight, s.head_dim)
       .load<false>(0, number < HEAVY_QUERIES && row < rows && eight < s.head_dim, x);
 #pragma unroll
   for (int c = 0; c < 8; c++) {
@@ -77,19 +78,19 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
   if (lane % LANES < LOADS) s.scores[(first_block_of(s, pair) + block) * BLOCK + token] = exists ? score : -INFINITE;
 }
 
-// Choose a pair's heavy keys by their scores, as `transforms.heavy_places` says.
+// Choose a pair's heavy keys by their scores, as `transforms.heavy_places` or `late_keys` says.
 DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
   constexpr int PARTS = MEANS_THREADS / PLACES;  // of the keys that may take a place
   __shared__ float largest[PARTS][PLACES];
   __shared__ int numbers[PARTS][PLACES];
-  const int place = threadIdx.x % PLACES, part = threadIdx.x / PLACES;
+  const int place = threadIdx.x % PLACES, part = threadIdx.x / PLACES, first = FIRST_KEYS - PLACES + place;
   const float* scores = s.scores + first_block_of(s, pair) * BLOCK;
   const int keys = keys_of(s, pair / s.kv_heads).length;
   float most = -INFINITE;
-  int chosen = place;
-  for (int key = place + part * PLACES; key < keys; key += MEANS_THREADS) {
+  int chosen = first;
+  for (int key = first + part * PLACES; key < keys; key += MEANS_THREADS) {
     float score = scores[key];
-    if (key == place) score = score == -INFINITE ? INFINITE : __fadd_rn(score, HEAVY_MARGIN);
+    if (key == first) score = score == -INFINITE ? INFINITE : __fadd_rn(score, HEAVY_MARGIN);
     if (score > most) most = score, chosen = key;
   }
   largest[part][place] = most, numbers[part][place] = chosen;
@@ -100,13 +101,13 @@ DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
     const bool heavier = largest[i][place] > most || largest[i][place] == most && numbers[i][place] < chosen;
     if (heavier) most = largest[i][place], chosen = numbers[i][place];
   }
-  s.chosen[pair * PLACES + place] = chosen;
+  s.chosen[pair * PLACES + place] = LATE && chosen == first ? NO_KEY : chosen;
 }
 
-// Return which key has the place of a token, both counted from the first behind the places of heavy keys: where it is
-// the token, that is heavy and has left its place. All tokens that lie PLACES apart have the same place.
+// Return which key has the place of a token, both counted from the first behind the first keys: where it is the token,
+// that is heavy, and another key gives way to it. All tokens that lie PLACES apart have the same place.
 DEVICE int chosen_at(const Statistics& s, uint32 pair, int token) {
-  return CHOICE ? s.chosen[pair * PLACES + token % PLACES] - PLACES : -1;
+  return CHOICE ? s.chosen[pair * PLACES + token % PLACES] - FIRST_KEYS : -1;
 }
 // Return which key has a heavy token's place instead.
 DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
@@ -121,17 +122,18 @@ DEVICE uint32 pack_halves(float a, float b) {
   return y;
 }
 
-// Write the heavy keys of one pair without the mean, and their V as it is. If they are the first ones, they lie before
-// the tokens that `Tokens` describes.
+// Write the heavy keys of one pair without the mean, and their V as it is. The first ones lie before the tokens that
+// `Tokens` describes.
 DEVICE void copy_heavy(const Tokens& key, const Tokens& value, const Statistics& s, const Operands& o, uint32 pair) {
   for (int number = threadIdx.x; number < HEAVY_KEYS * LANES; number += QUANTIZE_THREADS) {
     const int token = number / LANES, channel = number % LANES * 8;
     const int64 row = static_cast<int64>(pair) * HEAVY_KEYS + token;
-    const int source = CHOICE ? s.chosen[row] : token;
+    const int choice = token - (HEAVY_KEYS - PLACES);
+    const int source = CHOICE && choice >= 0 ? s.chosen[pair * PLACES + choice] : token;
     const Sequence of = tail_of(s, pair / s.kv_heads);
     const bool exists = source < keys_of(s, pair / s.kv_heads).length && counts(s, pair / s.kv_heads, source);
     auto load = [&](const Tokens& tokens, int channels, uint32(&x)[4]) {
-      read(tokens, pair / s.kv_heads, pair % s.kv_heads, of, source - HEAVY_KEYS, channel, channels)
+      read(tokens, pair / s.kv_heads, pair % s.kv_heads, of, exists ? source - FIRST_KEYS : 0, channel, channels)
           .load<true>(0, exists && channel < channels, x);
     };
     uint32 k[4], v[4];

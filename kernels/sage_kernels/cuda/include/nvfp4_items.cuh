@@ -7,6 +7,7 @@
 constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
 constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
 constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
+constexpr int FIRST_KEYS = HEAVY_KEYS - LATE_KEYS;                    // of heavy keys, that are not late ones
 constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
 
 // What comes with a tile of keys, in this order, and lies so in shared memory.
@@ -56,9 +57,9 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = (a.first_block + item.block) * BLOCK;
   const int* spans = a.spans + item.batch * a.spans_stride;
-  int keys = PADDED ? spans[2] - HEAVY_KEYS : a.kv_len;
+  int keys = PADDED ? spans[2] - FIRST_KEYS : a.kv_len;
   if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
-  item.first_tile = PADDED ? max(spans[0] - HEAVY_KEYS, 0) / BLOCK : 0;
+  item.first_tile = PADDED ? max(spans[0] - FIRST_KEYS, 0) / BLOCK : 0;
   item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
   return true;
 }

@@ -128,7 +128,7 @@ struct Consumer {
     const int left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first one on
     uint32 exists = 0;
     if (PADDED) {
-      const uint8* from = valid() + HEAVY_KEYS + tile * BLOCK + 8 * place;
+      const uint8* from = valid() + FIRST_KEYS + tile * BLOCK + 8 * place;
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
@@ -289,7 +289,8 @@ struct Consumer {
     heavy.stride = query_tokens.token_stride;
     heavy.rows = a.q_len - first_row;
     heavy.channels = a.head_dim - 8 * quad;
-    heavy.seen = first_row + a.causal_offset + HEAVY_KEYS + 1;
+    heavy.seen = first_row + a.causal_offset + FIRST_KEYS + 1;
+    heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
     heavy.valid = PADDED ? valid() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
     heavy.weight_log2 = P_LOG2;
@@ -309,7 +310,7 @@ struct Consumer {
     finish(divisors);
     if constexpr (HEAVY_KEYS > 0) {
       wait(barriers.heavy_full, round & 1);
-      attend_to_heavy_keys<HEAVY_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);
+      attend_to_heavy_keys<HEAVY_KEYS, LATE_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);
       __syncwarp();
       if (lane < WARP_ARRIVALS) arrive(barriers.heavy_empty);
     }
@@ -351,8 +352,8 @@ struct Consumer {
       int whole = 0, end = a.kv_len / BLOCK;
       if (PADDED) {
         const int* spans = a.spans + item.batch * a.spans_stride;
-        whole = (max(spans[0] - HEAVY_KEYS, 0) + BLOCK - 1) / BLOCK;
-        end = max(spans[1] - HEAVY_KEYS, 0) / BLOCK;
+        whole = (max(spans[0] - FIRST_KEYS, 0) + BLOCK - 1) / BLOCK;
+        end = max(spans[1] - FIRST_KEYS, 0) / BLOCK;
       }
       if (CAUSAL) end = min(end, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
       auto step = [&](auto attend_to) {

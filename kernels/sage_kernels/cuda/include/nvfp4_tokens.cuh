@@ -121,7 +121,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     const int number = block * BLOCK + token;
     const bool moved = CHOICE && !IS_QUERY && number == chosen;
     bool exists = number < length;
-    if (PADDED && !IS_QUERY) exists = exists && counts(s, batch, (moved ? exchanged(number) : number) + HEAVY_KEYS);
+    if (PADDED && !IS_QUERY) exists = exists && counts(s, batch, (moved ? exchanged(number) : number) + FIRST_KEYS);
     uint32 words[4][4];
     wait_for_tokens();
     if (IS_QUERY && SMOOTH) __syncthreads();

@@ -42,7 +42,7 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
       uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
       if (PADDED)
         present &=
-            __ballot_sync(~0u, token < of.length && counts(s, batch, (leaves ? exchanged(token) : token) + HEAVY_KEYS));
+            __ballot_sync(~0u, token < of.length && counts(s, batch, (leaves ? exchanged(token) : token) + FIRST_KEYS));
 #pragma unroll 1
       for (; moved != 0 && channel < s.v_head_dim; moved &= moved - 1) {
         const int i = __ffs(moved) - 1;

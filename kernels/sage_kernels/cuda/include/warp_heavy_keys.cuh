@@ -15,6 +15,7 @@ struct HeavyKeys {
   int rows;             // that exist, from the thread's first one on
   int channels;         // of Q, from the thread's first one on
   int seen;             // keys that the first row may attend to, if it may not attend to all
+  const int* late;      // numbers of the late ones, if there are any
   const uint8* valid;   // of each key, 0 where it does not exist; null: all exist
   float scale;          // of scores, to base 2
   float weight_log2;    // of the largest weight, to base 2
@@ -59,12 +60,22 @@ DEVICE void find_heavy_scores(const HeavyKeys& heavy, float (&x)[KEYS / 8][4]) {
 //
 // outputs: of the others, divided by `divisors`, 0 where that is; they become those of all keys. maxima, totals: of
 // both rows, to base 2 and sums of weights; they become those of all keys. IS_CAUSAL, HAS_VALID: `seen` and `valid`
-// count.
-template <int KEYS, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
+// count. The last LATE of the heavy keys are late ones: rows that see such a key do not attend here to the first key
+// that gave way to it.
+template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
 DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS][4], float (&maxima)[2],
                                  float (&totals)[2], const float (&divisors)[2]) {
   constexpr int LINE = 128 * KEYS;
   const int lane = threadIdx.x % 32, quad = lane % 4;
+  [[maybe_unused]] uint32 sees_late = 0;  // bits of the thread's late keys, a quarter of them, for each row
+  if constexpr (LATE > 0) {
+#pragma unroll
+    for (int i = 0; i < LATE / 2; i++) {
+      const int key = i % (LATE / 4) / 2 * 8 + i % 2, row = i / (LATE / 4) * 8;
+      if (__ldg(heavy.late + key + 2 * quad) < heavy.seen + row) sees_late |= 1u << i;
+    }
+    asm volatile("" : "+r"(sees_late));  // one register, not the numbers of the keys
+  }
   float x[KEYS / 8][4] = {};
   find_heavy_scores<KEYS>(heavy, x);
   uint32 exists[2] = {~0u, ~0u};
@@ -75,14 +86,21 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
   float factors[2], ends[2], inverses[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int limit = heavy.seen + 8 * r - 2 * quad;
+    const int seen = heavy.seen + 8 * r;
+    auto is_hidden = [&](int key) {
+      if constexpr (LATE > 0) {
+        const bool sees = sees_late >> (r * (LATE / 4) + key % LATE / 8 * 2 + key % 2) & 1;
+        if (key >= KEYS - LATE) return !sees;
+        if (key >= KEYS - 2 * LATE && sees) return true;
+      }
+      return IS_CAUSAL && key + 2 * quad >= seen || HAS_VALID && !(exists[key / 32] >> key % 32 & 1);
+    };
     float largest = -INFINITE;
 #pragma unroll
     for (int i = 0; i < KEYS / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];
       const int key = i / 2 * 8 + i % 2;
-      const bool hidden = IS_CAUSAL && key >= limit || HAS_VALID && !(exists[key / 32] >> key % 32 & 1);
-      score = hidden ? -INFINITE : score * heavy.scale;
+      score = is_hidden(key) ? -INFINITE : score * heavy.scale;
       largest = larger_or_nan(largest, score);
     }
     largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));

@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scores(DELTA_SCORES_
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
     const int place = lane / 4, token = first_key + block * 2 + place / 2 * 8 + place % 2;
-    int source = token;  // or the key that has lost its place to this one, which is heavy
-    if (CHOICE && a.chosen[kv_pair * a.places + token % a.places] == token + a.places)
+    int source = token;  // or the key that gave way to this one, which is heavy
+    if (CHOICE && a.chosen[kv_pair * a.places + token % a.places] == token + a.first_keys)
       source = token % a.places - a.places;
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++) {

@@ -9,7 +9,7 @@
 // Over LISTS, an item's rows attend to the tiles of keys that `sort_lists.cu` leaves of theirs, those without a mask
 // first.
 //
-// The call's first keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
+// Heavy keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
 // in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
 //
 // e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
@@ -100,7 +100,7 @@ struct Consumer : HeavyRows {
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
     int whole = ERASES ? tiles : a.kv_len / BLOCK_N;
-    if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - HEAVY * HEAVY_KEYS, 0) / BLOCK_N;
+    if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - FIRST_KEYS, 0) / BLOCK_N;
     if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;
     if (LISTS) whole = item.in_order;

@@ -20,6 +20,8 @@ static_assert(WARPS == 8 && THREADS == 32 * (WARPS + 4),
 static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 16 rows, and a tensor scale 128 tokens");
 static_assert(GROUP == 16, "GROUP of elements with a scale must be 16, as the matrix units have it");
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
+static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY_KEYS > 0 && CAUSAL,
+              "LATE_KEYS must be 0, or 16 of a causal call's");
 ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");

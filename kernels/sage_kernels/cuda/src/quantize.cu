@@ -47,7 +47,12 @@ ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
               "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
 static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8 rows, of three parts of K's mean and zeros, for a matrix product");
-static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is of heavy keys");
+ASSERT_FLAG(LATE, "chosen keys are late ones, or take the places of first ones");
+static_assert(!LATE || CHOICE, "LATE keys are chosen");
+static_assert(PLACES == 64 || PLACES == 16,
+              "PLACES of chosen keys must be 64 or 16, which divide a block's candidates");
+static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be the heavy ones but for the LATE ones");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16,
               "HEAVY_QUERIES must be 16 rows of Q: two for each of those that a block loads at once");
@@ -62,7 +67,7 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   const uint32 sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
   const bool of_value = blockIdx.x / SHARERS % 2;
   float* sums = line(s, pair, SUMS + of_value * s.sums);
-  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS, all = s.kv_len + HEAVY_KEYS;
+  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS, all = s.kv_len + FIRST_KEYS;
   const KeyReader reader(of_value ? value : key, s, pair, sharer * BLOCK + row, all, threadIdx.x % LANES * 8,
                          of_value ? s.v_head_dim : s.head_dim, 0);
   const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
@@ -85,7 +90,7 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
     prepare_rotation(s, balance, pair, channel, mean, tokens);
   }
-  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < HEAVY_KEYS) choose_heavy_key(s, pair, threadIdx.x);
+  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < CHOOSERS) choose_heavy_key(s, pair, threadIdx.x);
   if (ROTATE && !of_value) return;
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
@@ -123,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
   let_next_kernel_start();
   if (PADDED && blockIdx.x >= gridDim.x - o.paddings) {
     const uint32 number = gridDim.x - 1 - blockIdx.x;
-    find_spans(all_valid(s, number), s.kv_len + HEAVY_KEYS, o.spans + 3 * number);
+    find_spans(all_valid(s, number), s.kv_len + FIRST_KEYS, o.spans + 3 * number);
     return;
   }
   const uint32 of_key = 2 * s.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;

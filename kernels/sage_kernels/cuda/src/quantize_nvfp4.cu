@@ -32,7 +32,11 @@ ASSERT_FLAG(PADDED, "keys may be left out");
 ASSERT_FLAG(PACKED, "sequences lie one after the other");
 static_assert(BALANCE_QUERIES == BLOCK, "BALANCE_QUERIES must be BLOCK rows of Q, which are reduced like one of K");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
-static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is among places of heavy keys");
+static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is of heavy keys");
+ASSERT_FLAG(LATE, "chosen keys are late ones, or take the places of first ones");
+static_assert(!LATE || CHOICE, "LATE keys are chosen");
+static_assert(!CHOICE || PLACES == 64 || PLACES == 16, "PLACES of chosen keys must be 64 or 16");
+static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be the heavy ones but for the LATE ones");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a block loads at once");
 

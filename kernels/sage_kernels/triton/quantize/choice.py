@@ -1,4 +1,4 @@
-"""Choice of heavy keys, as `transforms.heavy_places` says, for the kernels that take K's statistics."""
+"""Choice of heavy keys, as `transforms.heavy_places` and `late_keys` say, for the kernels that take K's statistics."""
 
 import triton
 import triton.language as tl
@@ -10,6 +10,7 @@ from ...layout import BLOCK
 BLOCK_ROWS = tl.constexpr(BLOCK)
 HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)
 HEAVY_MARGIN = tl.constexpr(transforms.HEAVY_MARGIN)
+NO_KEY = tl.constexpr(transforms.NO_KEY)
 
 
 @triton.jit
@@ -18,11 +19,17 @@ def is_finite(x):
 
 
 @triton.jit
-def mean_query(query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr):
-    """Return the mean query by which `transforms.heavy_places` finds heavy keys: float32 (CHANNELS,), 0 without one.
+def mean_query(
+    query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr, LATE: tl.constexpr
+):
+    """Return the mean query by which heavy keys are found: float32 (CHANNELS,), 0 without one.
 
-    `query` points to the sequence's first token in the first head that shares the head of K.
+    `query` points to the sequence's first token in the first head that shares the head of K. LATE: the keys are late
+    ones, for which the later half of the queries counts.
     """
+    if LATE:
+        query += tl.cast(q_len // 2, tl.int64) * stride_token
+        q_len -= q_len // 2
     rows = tl.cast(q_len, tl.int64) * group
     step = tl.maximum(tl.cdiv(rows, HEAVY_QUERIES), 1)
     q_len = tl.maximum(q_len, 1)
@@ -66,15 +73,21 @@ def write_scores(
 
 
 @triton.jit
-def choose_keys(scores, length, HEAVY: tl.constexpr):
-    """Return the keys of a sequence that take the HEAVY first places: int32 (HEAVY,), given pointers to all scores."""
-    place, row = tl.arange(0, HEAVY), tl.arange(0, 16)
+def choose_keys(scores, length, FIRST: tl.constexpr, PLACES: tl.constexpr, LATE: tl.constexpr):
+    """Return the keys of a sequence that the last PLACES of the FIRST keys give way to: int32 (PLACES,).
+
+    `scores` points to those of all keys. A key that stays has its own number, or NO_KEY with LATE.
+    """
+    place, row = tl.arange(0, PLACES), tl.arange(0, 1024 // PLACES)
+    scores += FIRST - PLACES
+    length -= FIRST - PLACES
     own = tl.load(scores + place, mask=place < length, other=float("-inf"))
     largest, number = own + HEAVY_MARGIN, place
-    for first in range(HEAVY, length, 16 * HEAVY):
-        token = first + row[:, None] * HEAVY + place[None, :]
+    for first in range(PLACES, length, 1024):
+        token = first + row[:, None] * PLACES + place[None, :]
         others = tl.load(scores + token, mask=token < length, other=float("-inf"))
         heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
-        number = tl.where(heaviest > largest, first + at * HEAVY + place, number)
+        number = tl.where(heaviest > largest, first + at * PLACES + place, number)
         largest = tl.maximum(largest, heaviest)
-    return tl.where(own == float("-inf"), place, number)
+    number = tl.where(own == float("-inf"), place, number)
+    return tl.where((number == place) & LATE, NO_KEY, number + (FIRST - PLACES))

@@ -41,7 +41,9 @@ def heavy_keys(
     key, value, sequences = call.key, call.value, call.token_axes[1]
     kv_heads = key.shape[1]
     heavy = HeavyKeys(
-        key.new_empty(call.batch, kv_heads, keys, channels), key.new_empty(call.batch, kv_heads, keys, v_channels)
+        key.new_empty(call.batch, kv_heads, keys, channels),
+        key.new_empty(call.batch, kv_heads, keys, v_channels),
+        statistics.chosen if call.late_keys else None,
     )
     launch(
         copy_heavy_keys,
@@ -63,6 +65,7 @@ def heavy_keys(
         **strides("value", batch_strides(value, sequences)),
         valid_stride=stride_of(valid),
         KEYS=keys,
+        PLACES=choice_places(statistics),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         HAS_VALID=valid is not None,
@@ -71,8 +74,8 @@ def heavy_keys(
     return heavy
 
 
-def heavy_count(statistics: Statistics) -> int:
-    """Return the number of heavy keys that were chosen, 0 where they are the first ones or none."""
+def choice_places(statistics: Statistics) -> int:
+    """Return the number of first keys that may have given way to chosen ones, 0 where heavy keys are not chosen."""
     return 0 if statistics.chosen is None else statistics.chosen.shape[-1]
 
 
@@ -101,38 +104,38 @@ def copy_heavy_keys(
     value_stride_channel,
     valid_stride,
     KEYS: tl.constexpr,
+    PLACES: tl.constexpr,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     HAS_VALID: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Copy 16 heavy keys of one (batch, kv head)."""
+    """Copy 16 heavy keys of one (batch, kv head): the first ones, of which PLACES may give way, then late ones."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     start, length, _ = sequence_range(ranges, batch, tokens, RAGGED)
-    token = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    number = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     if HAS_VALID:
         valid += batch * valid_stride
     key += batch * key_stride_batch + head * key_stride_head
     value += batch * value_stride_batch + head * value_stride_head
     place = tl.arange(0, CHANNELS)
     channel = heavy_channel(place)
-    source = token
-    if chosen is not None:
-        source = tl.load(chosen + pair * KEYS + token)
+    token = number
+    if PLACES > 0:
+        choice = number - (KEYS - PLACES)
+        token = tl.where(choice < 0, number, tl.load(chosen + pair * PLACES + choice, mask=choice >= 0, other=0))
     k, exists = load_tokens(
-        key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID,
-        source=source,
-    )  # fmt: skip
+        key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID
+    )
     if key_mean is not None:
         k -= tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)[None, :]
-    row = pair * KEYS + token
+    row = pair * KEYS + number
     into = heavy_key + row[:, None] * CHANNELS + place[None, :]
     tl.store(into, tl.where(exists[:, None], k, 0.0).to(heavy_key.dtype.element_ty))
     v_channel = tl.arange(0, V_CHANNELS)
     v, _ = load_tokens(
-        value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID,
-        source=source,
-    )  # fmt: skip
+        value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID
+    )
     into = heavy_value + row[:, None] * V_CHANNELS + v_channel[None, :]
     tl.store(into, v.to(heavy_value.dtype.element_ty))

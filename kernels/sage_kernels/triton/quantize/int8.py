@@ -20,7 +20,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens, tail_source
 from ...layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...operands import Int8Operands, Statistics
-from .heavy import heavy_count, heavy_keys
+from .heavy import choice_places, heavy_keys
 from .statistics import token_statistics
 from .value import quantize_value
 
@@ -39,7 +39,7 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
     """
     batch, tail, rotates = call.batch, call.tail, call.recipe.rotate
     q_sequences, kv_sequences = tail.token_axes
-    counts = None if valid is None else valid[:, call.heavy_keys :]
+    counts = None if valid is None else valid[:, call.first_keys :]
     statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
     wants_scores = call.return_lse or call.heavy_keys > 0
     codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, wants_scores)
@@ -172,7 +172,8 @@ def quantize_key(
         **strides("", batch_strides(key, sequences)),
         valid_stride=stride_of(valid),
         CHANNELS=channels,
-        HEAVY=heavy_count(statistics),
+        FIRST=statistics.first_keys,
+        PLACES=choice_places(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -282,7 +283,8 @@ def quantize_key_int8(
     CHANNELS: tl.constexpr,
     SIGN_BITS: tl.constexpr,
     TILES: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -310,8 +312,8 @@ def quantize_key_int8(
         for tile in range(count):
             token = (block * TILES + tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             source = token
-            if HEAVY > 0:
-                source = tail_source(token, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
+            if PLACES > 0:
+                source = tail_source(token, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
             x, counts = load_tokens(
                 base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID,
                 source=source,

@@ -18,7 +18,7 @@ from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...operands import NVFP4Operands, Statistics
 from ...recipe import Recipe
 from ...transforms import rotation_block
-from .heavy import heavy_count, heavy_keys
+from .heavy import choice_places, heavy_keys
 from .statistics import is_finite, reduce_block, token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -42,7 +42,7 @@ def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NV
     """
     recipe, batch, tail = call.recipe, call.batch, call.tail
     q_sequences, kv_sequences = tail.token_axes
-    counts = None if valid is None else valid[:, call.heavy_keys :]
+    counts = None if valid is None else valid[:, call.first_keys :]
     statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.wants_mean_score
@@ -128,7 +128,8 @@ def _quantize_tokens(
         MEAN_SCORE=mean_score,
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(steps),
-        HEAVY=0 if is_query else heavy_count(statistics),
+        FIRST=statistics.first_keys,
+        PLACES=0 if is_query else choice_places(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -177,7 +178,8 @@ def _quantize_value(
         SMOOTH=recipe.smooth_v,
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(recipe.scale_steps),
-        HEAVY=heavy_count(statistics),
+        FIRST=statistics.first_keys,
+        PLACES=choice_places(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -357,7 +359,8 @@ def quantize_tokens_nvfp4(
     MEAN_SCORE: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -375,8 +378,8 @@ def quantize_tokens_nvfp4(
         valid += batch * valid_stride
     token_of_sequence = block * BLOCK_ROWS + token
     source = token_of_sequence
-    if HEAVY > 0:
-        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
+    if PLACES > 0:
+        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
     tile, counts = load_tokens(
         x, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
         source=source,
@@ -452,7 +455,8 @@ def quantize_value_nvfp4(
     SMOOTH: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -469,8 +473,8 @@ def quantize_value_nvfp4(
         valid += batch * valid_stride
     token_of_sequence = block * BLOCK_ROWS + token
     source = token_of_sequence
-    if HEAVY > 0:
-        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
+    if PLACES > 0:
+        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
     tile, counts = load_tokens(
         value, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
         source=source,

@@ -87,6 +87,7 @@ def token_statistics(
             CHANNELS=shape[-1],
             EXTREMA=extrema,
             SQUARES=squares,
+            LATE=scored is not None and call.late_keys > 0,
             num_warps=8 if squares else 4,  # a thread keeps its elements for the squares
             **shared,
         )
@@ -99,7 +100,8 @@ def token_statistics(
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
         new(batch, kv_heads, k_channels) if recipe.balance else None,
-        None if scores is None else key.new_empty((batch, kv_heads, call.heavy_keys), dtype=torch.int32),
+        None if scores is None else key.new_empty((batch, kv_heads, call.choice_places), dtype=torch.int32),
+        call.first_keys,
     )
     lengths: dict[str, Any] = {
         "tokens": sequences.tokens,
@@ -126,7 +128,9 @@ def token_statistics(
             group=group,
             **lengths,
             CHANNELS=k_channels,
-            HEAVY=call.heavy_keys,
+            FIRST=call.first_keys,
+            PLACES=call.choice_places,
+            LATE=call.late_keys > 0,
             **shared,
         )
     if not recipe.smooth_k:
@@ -277,6 +281,7 @@ def block_statistics(
     CHANNELS: tl.constexpr,
     EXTREMA: tl.constexpr,
     SQUARES: tl.constexpr,
+    LATE: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -324,7 +329,7 @@ def block_statistics(
         query += batch * query_stride_batch + pair % kv_heads * group * query_stride_head
         query += tl.cast(q_start, tl.int64) * query_stride_token
         mean = mean_query(
-            query, q_len, group, channels, query_stride_head, query_stride_token, query_stride_channel, CHANNELS
+            query, q_len, group, channels, query_stride_head, query_stride_token, query_stride_channel, CHANNELS, LATE
         )
         mean *= softmax_scale
         write_scores(
@@ -374,14 +379,16 @@ def key_statistics(
     operand_blocks,
     valid_stride,
     CHANNELS: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
+    LATE: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Compute the mean of K of one (batch, kv head) from the sums of its blocks.
 
-    Compute the balance too, if it is wanted, and choose HEAVY keys if there are `scores`.
+    Compute the balance too, if it is wanted, and choose heavy keys if there are `scores`.
     """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
@@ -410,8 +417,8 @@ def key_statistics(
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
         tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
     if scores is not None:
-        heaviest = choose_keys(scores + first_part * BLOCK_ROWS, length, HEAVY)
-        tl.store(chosen + pair * HEAVY + tl.arange(0, HEAVY), heaviest)
+        heaviest = choose_keys(scores + first_part * BLOCK_ROWS, length, FIRST, PLACES, LATE)
+        tl.store(chosen + pair * PLACES + tl.arange(0, PLACES), heaviest)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

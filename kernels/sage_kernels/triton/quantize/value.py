@@ -19,7 +19,7 @@ from ...language.tiles import operand_token
 from ...language.tokens import load_tokens, tail_source
 from ...layout import BLOCK, Sequences, batch_strides, ceil_div, power_of_two, stride_of
 from ...operands import VALUE_DTYPES, Statistics
-from .heavy import heavy_count
+from .heavy import choice_places
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
@@ -85,7 +85,8 @@ def quantize_value(
         valid_stride=stride_of(valid),
         CHANNELS=channels,
         CHUNK=min(channels, CHUNK),
-        HEAVY=heavy_count(statistics),
+        FIRST=statistics.first_keys,
+        PLACES=choice_places(statistics),
         HAS_VALID=valid is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -116,7 +117,8 @@ def quantize_value_8bit(
     valid_stride,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -139,8 +141,8 @@ def quantize_value_8bit(
         if HAS_VALID:
             valid += batch * valid_stride
         source = token
-        if HEAVY > 0:
-            source = tail_source(token, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
+        if PLACES > 0:
+            source = tail_source(token, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
         x, counts = load_tokens(
             base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
             source=source,
@@ -189,7 +191,8 @@ def quantize_value_fp16(
     valid_stride,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     HAS_VALID: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -209,8 +212,8 @@ def quantize_value_fp16(
         if HAS_VALID:
             valid += batch * valid_stride
         source = token
-        if HEAVY > 0:
-            source = tail_source(token, chosen + pair.to(tl.int64) * HEAVY, HEAVY)
+        if PLACES > 0:
+            source = tail_source(token, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
         x, counts = load_tokens(
             base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
             source=source,
