@@ -45,6 +45,8 @@ LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
+LONG_US, LONG_MARGIN = 500.0, 1.01
+"""The same for long calls: a model's matrix products share the power limit with them, of which low bits need less."""
 
 OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
 """Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
@@ -390,7 +392,8 @@ def why_slower_training(request: Request, recipe: str, kernel: str, quantizer: s
 def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Sizes) -> bool:
     """Return whether low bits are faster than the fastest exact backend, host time included."""
     exact_us = max(min(curve.us(sizes) for curve in exact), EXACT_HOST_US)
-    return max(low_bit.us(sizes), LOW_BIT_HOST_US) < MARGIN * exact_us
+    margin = MARGIN if exact_us < LONG_US else LONG_MARGIN
+    return max(low_bit.us(sizes), LOW_BIT_HOST_US) < margin * exact_us
 
 
 @lru_cache(maxsize=256)
