@@ -84,6 +84,13 @@ def test_masks_of_every_kind(device, kind, sizes, head_dim):
     assert_rounded_twice(call, run(call, "exact_forward"))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["lengths", "hole", "causal lengths"])
+def test_masks_of_more_keys_than_a_program_reads_itself(device, kind, head_dim):
+    call = draw_call(device, (2, 4, 2, 130, 1500), head_dim, kind)
+    assert_rounded_twice(call, run(call, "exact_forward"))
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.05])
 def test_scales_of_either_sign(device, scale):
     call = draw_call(device, (1, 2, 2, 200, 200), 64, "window", scale=scale)
