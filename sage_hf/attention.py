@@ -198,9 +198,11 @@ def attend(
         grad = torch.is_grad_enabled() and ops.wants_gradient(query, key, value, attn_mask)
         options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
         slot = prepared.find(query, key, value, attn_mask, "sage_attention", tokens_first, grad, *options)
+        if slot is not None and slot.prepared is None and slot.calls == 0 and attn_mask is None and not tokens_first:
+            prepared.follow_step(slot, query, key, value, grad, *options)
         if slot is not None and slot.prepared is not None:
             slot.announce(slot.prepared.plan)
-            output, lse = slot.prepared(query, key, value, attn_mask)
+            output, lse = slot.run(query, key, value, attn_mask)
             if record.observers:
                 shown = query, key, value, output
                 query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
@@ -235,20 +237,25 @@ def attend(
             exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
             slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
     elif wants_gradient:
-        output, lse = training.attention(
-            query,
-            key,
-            value,
-            valid=valid,
-            is_causal=is_causal,
-            scale=scale,
-            recipe=recipe,
-            fallback=checked_fallback,
-            return_lse=return_lse,
-        )
-        if slot is not None and not return_lse:
+        if slot is not None and slot.calls == 0 and not return_lse:
+            # At once: what a first call saves for its backward pass, checkpointing compares to what a later one does.
             prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
-            slot.prepare(partial(prepare, recipe, checked_fallback))
+            slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
+        if slot is not None and slot.prepared is not None:
+            slot.announce(slot.prepared.plan)
+            output, lse = slot.prepared(query, key, value, mask)
+        else:
+            output, lse = training.attention(
+                query,
+                key,
+                value,
+                valid=valid,
+                is_causal=is_causal,
+                scale=scale,
+                recipe=recipe,
+                fallback=checked_fallback,
+                return_lse=return_lse,
+            )
     elif slot is None:
         output, lse = ops.attention(
             query,
@@ -272,7 +279,7 @@ def attend(
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:
             slot.announce(plan)
-            output, lse = prepared.as_planned(slot.prepared)(query, key, value, attn_mask)
+            output, lse = slot.prepared(query, key, value, attn_mask)  # as planned: its own keys do not recur
         else:
             output, lse = dispatch.run(call, plan)
             if not at_once:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from . import blocks, exact
+from . import ahead, blocks, exact
 from .call import BackwardCall, Call
 from .layout import is_aligned, sequence_slices
 from .operands import Saved
@@ -112,6 +112,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
     """
     plan = plan_training(request_of(call, grad=True), fallback)
     announce(plan)
+    ahead.compile_backward(call, plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     # Autocast would round the float32 products of scales and means.
@@ -137,6 +138,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
 
 def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
+    ahead.finish()
     with torch.autocast(call.value.device.type, enabled=False):
         return get_backward(kernel).backward(call)
 

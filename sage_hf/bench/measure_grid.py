@@ -33,9 +33,11 @@ REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
 # Of the others, one whose second call took so many times as long as the fastest one's, and over LONG_MS, is left out.
 HOPELESS = 2.0
 LONG_MS = 1.0
-# Host times of a provider at a point are taken for so long, but of 3 calls at least and of MAX_HOST_CALLS at most.
+# Calls of a provider between its second one and its timed ones: ours is prepared by then, its backward pass too.
+SETTLING_CALLS = 2
+# Host times at a point are taken in turns, for about HOST_MS of each provider; the fewest and the most turns.
 HOST_MS = 4.0
-MAX_HOST_CALLS = 15
+HOST_TURNS = 3, 15
 
 WRITE_SECONDS = 2.0
 
@@ -142,17 +144,26 @@ class Timed:
     Attributes:
         provider: who.
         output: of its first call.
-        host_us: median host time of a call.
+        call: calls it.
+        once_ms: the GPU's time of a call (`Queue.once_ms`).
         replay: replays a graph of `calls` calls; it returns at once.
         marks: events around each timed replay.
+        host_times: of single calls, in microseconds.
     """
 
     provider: GridProvider
     output: Tensor
-    host_us: float
+    call: Callable[[], object]
+    once_ms: float
     replay: Callable[[], None]
     calls: int
     marks: list[tuple[Any, Any]] = field(default_factory=list)
+    host_times: list[float] = field(default_factory=list)
+
+    @property
+    def host_us(self) -> float:
+        """Return the median host time of a call."""
+        return statistics.median(self.host_times)
 
     @property
     def ms(self) -> float:
@@ -192,6 +203,7 @@ def measure_point(point: Point, queue: Queue) -> dict[str, Any]:
                     timed.append(queue.prepare(provider, call, output))
             except Exception as error:  # A provider may fail in any way.
                 failures[provider.name] = reason(error)
+        queue.take_host_times(timed)
         queue.replay(timed)
     return row | _compared(timed, failures)
 
@@ -260,12 +272,23 @@ class Queue:
         return statistics.median(times) / count * 1e3
 
     def prepare(self, provider: GridProvider, call: Callable[[], Tensor], output: Tensor) -> Timed:
-        """Take the host times of a call that ran twice, and capture as many calls as fit into a replay."""
-        call()  # Ours has found out at the second call what the later ones need.
+        """Call until a call does no more than all later ones, and capture as many calls as fit into a replay."""
+        for _ in range(SETTLING_CALLS):
+            call()
         once_ms = self.once_ms(call)
-        host_us = statistics.median(self._host_times(call, once_ms))
         calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / max(1e-3, once_ms))))
-        return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
+        return Timed(provider, output, call, once_ms, self._capture(call, calls).replay, calls)
+
+    def take_host_times(self, timed: Sequence[Timed]) -> None:
+        """Take the host times of all in turns, each of which begins with another; see `_host_us`."""
+        fewest, most = HOST_TURNS
+        longest = max((one.once_ms for one in timed), default=HOST_MS)
+        for turn in range(max(fewest, min(most, int(HOST_MS / longest)))):
+            first = turn % max(1, len(timed))
+            for one in (*timed[first:], *timed[:first]):
+                with one.provider.context():
+                    one.host_times.append(self._host_us(one.call))
+        self._stream.synchronize()
 
     def replay(self, timed: Sequence[Timed]) -> None:
         """Replay all graphs in turns, each of which begins with another, and wait until the last has ended.
@@ -283,13 +306,12 @@ class Queue:
                     one.marks.append((start, self._mark()))
         self._stream.synchronize()
 
-    def _host_times(self, call: Callable[[], object], once_ms: float) -> Iterator[float]:
-        for _ in range(max(3, min(MAX_HOST_CALLS, int(HOST_MS / once_ms)))):
-            self._stream.synchronize()
-            started = time.perf_counter()
-            call()
-            yield 1e6 * (time.perf_counter() - started)
+    def _host_us(self, call: Callable[[], object]) -> float:
+        """Return the time until a call returns when nothing is queued."""
         self._stream.synchronize()
+        started = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - started)
 
     def _capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
         """Return a graph of some calls. Unlike torch.cuda.graph it frees no memory before, which takes long."""
