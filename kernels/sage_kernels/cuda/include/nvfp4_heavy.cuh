@@ -103,11 +103,12 @@ DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
   s.chosen[pair * PLACES + place] = chosen;
 }
 
-// Return whether a key, counted from the first behind the places of heavy ones, is heavy and has left its place; and
-// which one has that instead, counted likewise.
-DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
-  return s.chosen[pair * PLACES + token % PLACES] == token + PLACES;
+// Return which key has the place of a token, both counted from the first behind the places of heavy keys: where it is
+// the token, that is heavy and has left its place. All tokens that lie PLACES apart have the same place.
+DEVICE int chosen_at(const Statistics& s, uint32 pair, int token) {
+  return CHOICE ? s.chosen[pair * PLACES + token % PLACES] - PLACES : -1;
 }
+// Return which key has a heavy token's place instead.
 DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
 
 // Round two numbers to the tokens' 16 bits, beyond the largest to infinity; the first is in the lower half.
