@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,8 @@ LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
+LONG_US, LONG_MARGIN = 500.0, 1.01
+"""The same for long calls: a model's matrix products share the power limit with them, of which low bits need less."""
 
 OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
 """Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
@@ -238,6 +240,19 @@ class Table:
         found = (self.curve(runner, mask, causal, head_dim) for runner in runners)
         return [curve for curve in found if curve is not None]
 
+    def completed(self, other: Table | None) -> Table:
+        """Return the table with the curves of kinds of calls that only another one has, if that has the same origin.
+
+        That is the GPU's name, and the versions of all but the day.
+        """
+        if other is None or other.gpu != self.gpu or _software(other) != _software(self):
+            return self
+        kinds = {(curve.runner, curve.mask, curve.causal, curve.head_dim) for curve in self.curves}
+        more = (
+            curve for curve in other.curves if (curve.runner, curve.mask, curve.causal, curve.head_dim) not in kinds
+        )
+        return replace(self, curves=(*self.curves, *more))
+
     def write(self, path: Path) -> None:
         """Write the table as JSON; `read_table` reads it. Folders are made."""
         facts = {"gpu": self.gpu, "capability": list(self.capability), "versions": dict(self.versions)}
@@ -245,6 +260,11 @@ class Table:
         text = json.dumps(facts)[:-1] + f', "curves": [\n{lines}\n]}}\n'
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def _software(table: Table) -> dict[str, str]:
+    """Return the versions of what a table's times depend on."""
+    return {name: version for name, version in table.versions.items() if name != "date"}
 
 
 def _rounded(fact: Any) -> Any:
@@ -274,6 +294,11 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{path} is no table of costs ({type(error).__name__}: {error})") from error
 
 
+def shipped_path(capability: tuple[int, int]) -> Path:
+    """Return the file of the table that ships for a compute capability, which need not exist."""
+    return SHIPPED / f"{capability[0]}.{capability[1]}.json"
+
+
 def tuned_path(gpu: str) -> Path:
     """Return the file in the user's cache folder of the table that `sage-hf tune` makes for a GPU with this PyTorch."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
@@ -289,7 +314,7 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
     """
     if capability is None:
         return None
-    paths = [SHIPPED / f"{capability[0]}.{capability[1]}.json"]
+    paths = [shipped_path(capability)]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if torch.cuda.get_device_capability(index) == capability:
             paths.insert(0, tuned_path(torch.cuda.get_device_name(index)))
@@ -390,7 +415,8 @@ def why_slower_training(request: Request, recipe: str, kernel: str, quantizer: s
 def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Sizes) -> bool:
     """Return whether low bits are faster than the fastest exact backend, host time included."""
     exact_us = max(min(curve.us(sizes) for curve in exact), EXACT_HOST_US)
-    return max(low_bit.us(sizes), LOW_BIT_HOST_US) < MARGIN * exact_us
+    margin = MARGIN if exact_us < LONG_US else LONG_MARGIN
+    return max(low_bit.us(sizes), LOW_BIT_HOST_US) < margin * exact_us
 
 
 @lru_cache(maxsize=256)

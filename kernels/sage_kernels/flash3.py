@@ -157,7 +157,7 @@ def _row_blocks(call: Call) -> int:
     if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
         if torch.cuda.is_current_stream_capturing():
             return 0
-        found = int(_plan((1, *sizes), call.kv_len, None, device)[4]) if _takes_plans(device) else 0
+        found = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
         if len(_row_blocks_found) >= MOST_SIZES:
             _row_blocks_found.clear()
         _row_blocks_found[known] = found
@@ -169,8 +169,16 @@ def _takes_plans(device: torch.device) -> bool:
     """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, and which follows them."""
     if not hasattr(_operators(), PLANNER):
         return False
+    try:
+        return _follows_plans(device)
+    except (RuntimeError, TypeError) as error:  # another version's takes other arguments
+        logger.info("FlashAttention 3 plans its calls itself: %s: %s", type(error).__name__, error)
+        return False
+
+
+def _follows_plans(device: torch.device) -> bool:
     sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
-    full, short, empty = (_plan(sizes, *lengths, device).tolist() for lengths in ((1024, None), (1, None), (1024, 0)))
+    full, short, empty = (_plan(sizes, *of, device=device).tolist() for of in ((1024, None), (1, None), (1024, 0)))
     blocks = full[4]
     alike = full[:8] == short[:8] == [*ones, *[blocks] * 4] and sorted(full[8:12]) == sorted(short[8:12]) == numbers
     if not alike or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
@@ -188,7 +196,7 @@ def _takes_plans(device: torch.device) -> bool:
     return torch.equal(*outputs) and bool((outputs[0][1] == 7.0).all())
 
 
-def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, device: torch.device) -> torch.Tensor:
+def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, *, device: torch.device) -> torch.Tensor:
     """Return the operator's plan for elements of these lengths, of calls of (batch, q_len, …, kv_heads, head_dim)."""
 
     def all_of(length: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.bench.warming import call_in_processes
-from sage_kernels import costs, dispatch, exact, ops, training
+from sage_kernels import costs, dispatch, empty_rows, ops, training
 from sage_kernels.call import Call, Mask
 from sage_kernels.costs import Sizes
 from sage_kernels.recipe import get_recipe
@@ -119,8 +119,7 @@ def prepare_training(device: torch.device, point: Point) -> Callable[[str], Call
 
     def attend() -> Tensor:
         grouped = point.sizes.kv_heads != point.sizes.q_heads
-        output = exact.sdpa(query, key, value, mask=mask, is_causal=point.causal, enable_gqa=grouped)
-        return output if mask is None else torch.where(exact.attended_rows(mask), output, 0.0)
+        return empty_rows.attend(query, key, value, mask=mask, is_causal=point.causal, enable_gqa=grouped)
 
     def exactly(backend: SDPBackend) -> None:
         with sdpa_kernel(backend):

@@ -113,7 +113,7 @@ def points() -> list[Point]:
 
 
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
-    """Measure a GPU, and return its table; `Table.write` stores it.
+    """Measure a GPU, and return its table, completed by the one that ships; `Table.write` stores it.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
@@ -133,8 +133,11 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     properties = torch.cuda.get_device_properties(device)
-    curves = fit(found, properties.multi_processor_count)
-    return Table(properties.name, (properties.major, properties.minor), versions(), curves)
+    curves, capability = fit(found, properties.multi_processor_count), (properties.major, properties.minor)
+    shipped = costs.shipped_path(capability)
+    # Of such a GPU with this software, kinds of calls are known that no minute is enough for.
+    known = costs.read_table(shipped) if shipped.exists() else None
+    return Table(properties.name, capability, versions(), curves).completed(known)
 
 
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:

@@ -84,6 +84,13 @@ def test_masks_of_every_kind(device, kind, sizes, head_dim):
     assert_rounded_twice(call, run(call, "exact_forward"))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["lengths", "hole", "causal lengths"])
+def test_masks_of_more_keys_than_a_program_reads_itself(device, kind, head_dim):
+    call = draw_call(device, (2, 4, 2, 130, 1500), head_dim, kind)
+    assert_rounded_twice(call, run(call, "exact_forward"))
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.05])
 def test_scales_of_either_sign(device, scale):
     call = draw_call(device, (1, 2, 2, 200, 200), 64, "window", scale=scale)
@@ -134,7 +141,9 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("kind", ["lengths", "hole", "lengths and a hole"])
-@pytest.mark.parametrize("sizes", [(4, 4, 4, 300, 300), (3, 6, 2, 130, 512), (2, 2, 2, 257, 1001)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(4, 4, 4, 300, 300), (3, 6, 2, 130, 512), (2, 2, 2, 257, 1001), (33, 8, 1, 40, 2100)], ids=str
+)
 def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[0] == 2)
     if reason := get_exact("fa3_padded").unsupported(dispatch.request_of(call)):

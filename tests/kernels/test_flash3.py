@@ -157,8 +157,9 @@ def planner(split=1, counter=0):
         (planner(), True, 0),
         (planner(split=2), False, 0),
         (planner(counter=9), False, 0),
+        (lambda *sizes: sizes, False, 0),
     ],
-    ids=["no planner", "planner", "it ignores plans", "it splits", "another layout"],
+    ids=["no planner", "planner", "it ignores plans", "it splits", "another layout", "other arguments"],
 )
 def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, planned_by, ignores, row_blocks):
     options = {}

@@ -35,7 +35,8 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
-    query, key, value, mask, kind = call.query, call.key, call.value, call.mask.tensor, call.mask.kind
+    query, key, value, mask = call.query, call.key, call.value, call.mask.tensor
+    kind: str = call.mask.kind
     (batch, q_heads, q_len, head_dim), kv_len, v_head_dim = query.shape, call.kv_len, value.shape[3]
     # Below 64 channels the assembler of CUDA 12.8 gives some products a wrong address in shared memory.
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
