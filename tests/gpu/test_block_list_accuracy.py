@@ -7,7 +7,6 @@ import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
 from sage_kernels import dispatch, exact, ops, training
-from sage_kernels.blocks import BlockList
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 from tests.helpers.blocks import as_mask, draw_blocks
@@ -136,7 +135,8 @@ def test_packed_sequences_have_the_gradients_over_lists_that_they_have_alone(rec
     inputs.append(torch.randn_like(inputs[0]))
     starts = [torch.tensor([0, *accumulate(one)], dtype=torch.int32, device=device) for one in (q_lengths, k_lengths)]
     # In ascending order, as the lists of each alone: sums are taken in the list's order.
-    blocks = BlockList.of_kept(on(device, draw_blocks(3, 4, 1000, 1100, 64, 64)).kept(1100), 64, 64)
+    drawn_list = on(device, draw_blocks(3, 4, 1000, 1100, 64, 64))
+    blocks = drawn_list.of_kept(drawn_list.kept(1100), 64, 64)
     options = {"attend": training.packed_attention, "recipe": recipe, "is_causal": is_causal}
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     lengths = dict(zip(names, (*starts, 1000, 1100), strict=True))
