@@ -216,7 +216,8 @@ def test_gradients_are_the_references(recipe, case, heads):
 
 @pytest.mark.parametrize("list_batch", [3, 1])
 @pytest.mark.parametrize("causal_offset", [None, pytest.param(60, marks=pytest.mark.audit)])
-def test_packed_sequences_have_gradients_over_lists_of_their_own(causal_offset, list_batch):
+@pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
+def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, causal_offset, list_batch):
     """As each has alone; rows, tiles and blocks that one does not have are others' in memory."""
     q_lengths, k_lengths, used = (150, 70, 20), (330, 140, 0), (330, 100, 0)
     generator = torch.Generator().manual_seed(0)
@@ -226,7 +227,7 @@ def test_packed_sequences_have_gradients_over_lists_of_their_own(causal_offset, 
     blocks = BlockList.of_kept(draw_blocks(list_batch, 2, 150, 330, 64, 64).kept(330), 64, 64)  # ascending, as below
     options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0}
     lengths = Lengths(*starts, 150, 330, torch.tensor(used).int())
-    found, _ = gradients(inputs, "sage_bwd", {}, lengths=lengths, blocks=blocks, **options)
+    found, _ = gradients(inputs, recipe, {}, lengths=lengths, blocks=blocks, **options)
     rest = [torch.ones(x.shape[2], dtype=torch.bool) for x in found]
     for index, (q_len, kv_len) in enumerate(zip(q_lengths, used, strict=True)):
         queries = slice(int(starts[0][index]), int(starts[0][index]) + q_len)
@@ -235,7 +236,7 @@ def test_packed_sequences_have_gradients_over_lists_of_their_own(causal_offset, 
             continue
         one = [x[:, :, part] for x, part in zip(inputs, (queries, keys, keys, queries), strict=True)]
         own = blocks.of_sequence(index, q_len, kv_len, 330)
-        alone, _ = gradients(one, "sage_bwd", {}, blocks=own, **options)
+        alone, _ = gradients(one, recipe, {}, blocks=own, **options)
         for x, left, part, expected in zip(found, rest, (queries, keys, keys), alone, strict=True):
             assert torch.equal(x[:, :, part], expected)
             left[part] = False
