@@ -266,10 +266,8 @@ class BackwardCall:
     lengths: Lengths | None = None
 
     def __post_init__(self) -> None:
-        if self.lengths is not None and self.mask.kind != "none":
-            raise ValueError(
-                "packed sequences say by their lengths which keys exist: give no mask or block list beside them"
-            )
+        if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
+            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
 
     @property
     def batch(self) -> int:

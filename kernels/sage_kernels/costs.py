@@ -397,19 +397,34 @@ def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> 
     return f"{low_bit_runner(recipe, kernel, quantizer)}, {backward}{TRAINING}"
 
 
-def why_slower_training(request: Request, recipe: str, kernel: str, quantizer: str, backward: str) -> str:
-    """Return why exact attention trains faster than these kernels; "" if it does not, or was not measured."""
-    table, sizes = table_of(request.capability), sizes_of(request)
+def why_slower_training(
+    request: Request, recipe: str, kernel: str, quantizer: str, backward: str, checkpointed: bool = False
+) -> str:
+    """Return why exact attention trains faster than these kernels; "" if it does not, or was not measured.
+
+    Args:
+        request: the facts of the call.
+        recipe, kernel, quantizer, backward: those that would run.
+        checkpointed: the forward pass runs again before the backward pass; left out of account if not measured.
+    """
+    table = table_of(request.capability)
     if table is None or request.packed or request.return_lse or request.dtype not in _EXACT_DTYPES:
         return ""
-    kind = request.mask, request.is_causal, sizes.head_dim
-    low_bit = table.curve(training_runner(recipe, kernel, quantizer, backward), *kind)
-    rivals = table.exact(*kind, [backend + TRAINING for backend in BACKENDS])
-    if low_bit is None or not rivals:
-        return ""
-    low_bit_us = max(low_bit.us(sizes), LOW_BIT_TRAINING_HOST_US)
-    exact_us = max(min(curve.us(sizes) for curve in rivals), EXACT_TRAINING_HOST_US)
+    forward, both = low_bit_runner(recipe, kernel, quantizer), training_runner(recipe, kernel, quantizer, backward)
+    low_bit_us = _training_us(table, request, forward, both, checkpointed)
+    exact_us = min(_training_us(table, request, name, name + TRAINING, checkpointed) for name in BACKENDS)
+    if math.inf in (low_bit_us, exact_us):
+        return why_slower_training(request, recipe, kernel, quantizer, backward) if checkpointed else ""
+    low_bit_us, exact_us = max(low_bit_us, LOW_BIT_TRAINING_HOST_US), max(exact_us, EXACT_TRAINING_HOST_US)
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
+
+
+def _training_us(table: Table, request: Request, forward: str, both: str, checkpointed: bool) -> float:
+    """Return the time of a call with gradients by a runner, whose names are given; infinity if it was not measured."""
+    sizes = sizes_of(request)
+    runners = [both, forward] if checkpointed else [both]
+    curves = [table.curve(runner, request.mask, request.is_causal, sizes.head_dim) for runner in runners]
+    return sum(math.inf if curve is None else curve.us(sizes) for curve in curves)
 
 
 def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Sizes) -> bool:

@@ -106,6 +106,7 @@ def packed_attention(
     scale: float | None = None,
     recipe: str = "sage_bwd",
     fallback: Fallback = "native",
+    blocks: BlockList | None = None,
 ) -> torch.Tensor:
     """Compute `attention` of sequences of any lengths that are packed one after another without padding.
 
@@ -115,6 +116,7 @@ def packed_attention(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as in `ops.packed_attention`. Keys beyond
             seqused_k have gradient 0.
         is_causal, causal_offset, scale, recipe, fallback: as in `attention`, for each sequence.
+        blocks: as in `ops.packed_attention`, with sequences as its batch.
 
     Returns:
         (total queries, q_heads, v_head_dim) in query's dtype.
@@ -128,7 +130,7 @@ def packed_attention(
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     output, *_ = torch.ops.sage_kernels.training_attention(
-        query, key, value, None, *_fields(None), *lengths, is_causal, causal_offset, scale, recipe, fallback
+        query, key, value, None, *_fields(blocks), *lengths, is_causal, causal_offset, scale, recipe, fallback
     )
     return output.squeeze(0).transpose(0, 1)
 
@@ -262,7 +264,7 @@ def _training_attention(
         raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")
     blocks = _blocks(counts, tiles, block_m, block_n)
     if blocks is not None:
-        check_blocks(blocks, query, key)
+        check_blocks(blocks, query, key, lengths)
     call = Call(
         query,
         key,

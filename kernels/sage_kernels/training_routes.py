@@ -2,7 +2,7 @@
 
 Numerics that changed from one batch to the next would change a run silently. So the first call of a kind decides for
 all later ones, whatever their lengths: in a run, batches of one model. The choice is a reason in the plan, so it is
-logged and shown by `explain`.
+logged and shown by `explain`. Where that call is checkpointed, its forward pass counts twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from threading import Lock
 from types import MappingProxyType
+
+import torch
 
 from . import costs, registry
 from .registry import Plan, Request
@@ -36,9 +38,19 @@ def why_exact(plan: Plan) -> str:
     kind = (*(getattr(request, name) for name in _FACTS), request.q_len == request.kv_len)
     with _lock:
         if kind not in _decided:
-            reason = costs.why_slower_training(request, plan.recipe, plan.kernel, plan.quantizer, plan.backward)
+            kernels = plan.recipe, plan.kernel, plan.quantizer, plan.backward
+            reason = costs.why_slower_training(request, *kernels, checkpointed=is_checkpointed())
             _decided[kind] = f"{reason}, {KEPT}" if reason else ""
         return _decided[kind]
+
+
+def is_checkpointed() -> bool:
+    """Return whether calls made now belong to `torch.utils.checkpoint`, which runs their forward pass again."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    saving = None if hooks is None else hooks(True)
+    if saving is not None:
+        return bool(saving[0].__module__ == "torch.utils.checkpoint")
+    return torch._C._current_graph_task_id() != -1  # run again inside the backward pass: a reentrant checkpoint
 
 
 def decisions() -> Mapping[tuple[object, ...], str]:

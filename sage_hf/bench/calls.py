@@ -107,15 +107,19 @@ def prepare(device: torch.device, point: Point) -> Callable[[str], Callable[[], 
     return of
 
 
-def prepare_training(device: torch.device, point: Point) -> Callable[[str], Callable[[], object]]:
-    """Do as `prepare` for calls with gradients: each is a forward and a backward pass."""
+def prepare_training(
+    device: torch.device, point: Point, backward: bool = True
+) -> Callable[[str], Callable[[], object]]:
+    """Do as `prepare` for calls with gradients: each is a forward and a backward pass, or else the forward alone."""
     query, key, value, mask = draw(device, point)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     gradient = torch.randn_like(query)
 
     def both(attend: Callable[[], Tensor]) -> None:
         with torch.enable_grad():
-            torch.autograd.grad(attend(), inputs, gradient)
+            output = attend()
+            if backward:
+                torch.autograd.grad(output, inputs, gradient)
 
     def attend() -> Tensor:
         grouped = point.sizes.kv_heads != point.sizes.q_heads

@@ -106,6 +106,9 @@ def points() -> list[Point]:
         for kind in TRAINED:
             found.append(Point(Sizes(batch, 16, 16, n, n, head_dim), kind, grad=True))
         found.append(Point(Sizes(max(1, batch // 2), 32, 8, n, n, head_dim), "causal", grad=True))
+    for head_dim, heads in ((64, 30), (128, 12)):  # videos and long texts
+        found.append(Point(Sizes(1, heads, heads, 17776, 17776, head_dim), grad=True))
+        found.append(Point(Sizes(1, 16, 4, 16384, 16384, head_dim), "causal", grad=True))
     for head_dim, n in itertools.product((32, 256), (512, 1024, 2048, 4096)):
         found += [Point(Sizes(2, 16, 16, n, n, head_dim), kind, grad=True) for kind in ("none", "causal")]
     random.Random(0).shuffle(found)
@@ -181,10 +184,13 @@ def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) 
             if time.perf_counter() > end:
                 return
             call_of = (prepare_training if point.grad else prepare)(device, point)
-            for name in names_for(point):
+            calls = [(name, call_of, point.grad) for name in names_for(point)]
+            if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
+                calls.append((TRAINING_RECIPE, prepare_training(device, point, backward=False), False))
+            for name, of, backward in calls:
                 try:
-                    us = queue.gpu_us(call_of(name), TIMED_MS, REPLAYS)
-                    runner = runner_of(device, point, name)
+                    us = queue.gpu_us(of(name), TIMED_MS, REPLAYS)
+                    runner = runner_of(device, point, name, backward)
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
@@ -204,18 +210,22 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def runner_of(device: torch.device, point: Point, name: str) -> str:
+def runner_of(device: torch.device, point: Point, name: str, backward: bool) -> str:
     """Return the runner's name in a table of a recipe's kernels for a point, or of an exact kernel.
+
+    Args:
+        device, point, name: of the call.
+        backward: whether its backward pass is measured too.
 
     Raises:
         KernelUnavailableError: the recipe is not native here.
     """
     if name not in RECIPES and name != TRAINING_RECIPE:
-        return name + costs.TRAINING if point.grad else name
+        return name + costs.TRAINING if backward else name
     facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": point.grad}
     plan = select(nominal_request(name, device, **facts), "error")
     phases = plan.kernel, plan.quantizer
-    return costs.training_runner(name, *phases, plan.backward) if point.grad else costs.low_bit_runner(name, *phases)
+    return costs.training_runner(name, *phases, plan.backward) if backward else costs.low_bit_runner(name, *phases)
 
 
 def gpu_us(call: Callable[[], object]) -> float:

@@ -13,7 +13,7 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.registry import select
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
-from tests.helpers.judge_training import Draw, judge_training
+from tests.helpers.judge_training import Draw, assert_equal, judge_training, train
 
 
 def draw(device, batch=2, q_heads=4, kv_heads=2, q_len=1000, kv_len=1100, head_dim=128, dtype=torch.bfloat16):
@@ -162,6 +162,30 @@ def test_gradients_are_as_accurate_as_the_references(recipe, case, heads, device
         options["valid"][1, 128:384] = False
     call = draw.call(recipe, 2, *heads, 500, 600, *dims, blocks=blocks, **options)
     judge_training(call).assert_as_small_as_the_references()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
+def test_packed_sequences_have_the_gradients_over_lists_that_they_have_alone(recipe, is_causal, device):
+    q_lengths, k_lengths = (1000, 300, 70), (1100, 333, 64)
+    drawn = [draw(device, 1, q_len=q_len, kv_len=kv_len) for q_len, kv_len in zip(q_lengths, k_lengths, strict=True)]
+    inputs = [torch.cat(parts, 2)[0].transpose(0, 1) for parts in zip(*drawn, strict=True)]
+    inputs.append(torch.randn_like(inputs[0]))
+    starts = [torch.tensor([0, *accumulate(one)], dtype=torch.int32, device=device) for one in (q_lengths, k_lengths)]
+    # In ascending order, as the lists of each alone: sums are taken in the list's order.
+    drawn_list = on(device, draw_blocks(3, 4, 1000, 1100, 64, 64))
+    blocks = drawn_list.of_kept(drawn_list.kept(1100), 64, 64)
+    options = {"attend": training.packed_attention, "recipe": recipe, "is_causal": is_causal}
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    lengths = dict(zip(names, (*starts, 1000, 1100), strict=True))
+    found = train(*inputs, **options, **lengths, blocks=blocks)
+    for index, (q_len, kv_len) in enumerate(zip(q_lengths, k_lengths, strict=True)):
+        rows, keys = (slice(int(x[index]), int(x[index + 1])) for x in starts)
+        alone = [x[span] for x, span in zip(inputs, (rows, keys, keys, rows), strict=True)]
+        own = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (q_len, kv_len)]
+        lengths = dict(zip(names, (*own, q_len, kv_len), strict=True))
+        expected = train(*alone, **options, **lengths, blocks=blocks.of_sequence(index, q_len, kv_len, 1100))
+        assert_equal([x[span] for x, span in zip(found, (rows, rows, keys, keys), strict=True)], expected)
 
 
 def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(device):

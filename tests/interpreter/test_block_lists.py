@@ -214,6 +214,35 @@ def test_gradients_are_the_references(recipe, case, heads):
         assert (actual - wanted).abs().sum() <= (0.25 / 0.29 * own if int8 else 0) + rounding
 
 
+@pytest.mark.parametrize("list_batch", [3, 1])
+@pytest.mark.parametrize("causal_offset", [None, pytest.param(60, marks=pytest.mark.audit)])
+@pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
+def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, causal_offset, list_batch):
+    """As each has alone; rows, tiles and blocks that one does not have are others' in memory."""
+    q_lengths, k_lengths, used = (150, 70, 20), (330, 140, 0), (330, 100, 0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = ((q_lengths, 2), (k_lengths, 1), (k_lengths, 1), (q_lengths, 2))
+    inputs = [torch.randn(1, heads, sum(lengths), 64, generator=generator).half() for lengths, heads in tokens]
+    starts = [torch.tensor([0, *itertools.accumulate(one)]).int() for one in (q_lengths, k_lengths)]
+    blocks = BlockList.of_kept(draw_blocks(list_batch, 2, 150, 330, 64, 64).kept(330), 64, 64)  # ascending, as below
+    options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0}
+    lengths = Lengths(*starts, 150, 330, torch.tensor(used).int())
+    found, _ = gradients(inputs, recipe, {}, lengths=lengths, blocks=blocks, **options)
+    rest = [torch.ones(x.shape[2], dtype=torch.bool) for x in found]
+    for index, (q_len, kv_len) in enumerate(zip(q_lengths, used, strict=True)):
+        queries = slice(int(starts[0][index]), int(starts[0][index]) + q_len)
+        keys = slice(int(starts[1][index]), int(starts[1][index]) + kv_len)
+        if kv_len == 0:
+            continue
+        one = [x[:, :, part] for x, part in zip(inputs, (queries, keys, keys, queries), strict=True)]
+        own = blocks.of_sequence(index, q_len, kv_len, 330)
+        alone, _ = gradients(one, recipe, {}, blocks=own, **options)
+        for x, left, part, expected in zip(found, rest, (queries, keys, keys), alone, strict=True):
+            assert torch.equal(x[:, :, part], expected)
+            left[part] = False
+    assert not any(x[:, :, left].any() for x, left in zip(found, rest, strict=True))
+
+
 @pytest.mark.parametrize("causal_offset", [None, 0, 150, -100])
 @pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 64), (64, 128)])
 def test_an_inverted_list_has_the_rows_that_see_each_tile(block_m, block_n, causal_offset):

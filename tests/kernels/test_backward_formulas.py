@@ -233,7 +233,7 @@ def test_a_recipe_without_gradients_and_contradicting_arguments_are_refused():
         with pytest.raises(ValueError, match=f"recipe '{recipe.name}' has no gradients"):
             subject.forward(query, key, value, recipe, is_causal=False)
     lengths = Lengths(torch.tensor([0, 20]), torch.tensor([0, 20]), 20, 20)
-    with pytest.raises(ValueError, match="give no valid or blocks beside them"):
+    with pytest.raises(ValueError, match="give no valid beside them"):
         subject.forward(query, key, value, BWD, lengths=lengths, valid=torch.ones(1, 20).bool(), is_causal=False)
     for name in ("block_m", "block_n"):
         with pytest.raises(ValueError, match=f"{name} 48 is not supported: use 16, 32, 64 or 128"):

@@ -209,6 +209,30 @@ def test_packed_sequences_are_those_sequences(recipe):
             assert torch.equal(found[some], one[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("list_batch", [4, 1])
+@pytest.mark.parametrize("recipe", TRAINABLE)
+def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, list_batch):
+    """Blocks and tiles that a sequence does not have do not count."""
+    inputs, sequences, used = packed_call()
+    blocks = draw_blocks(list_batch, 4, 70, 128, 64, 64)
+    options = {"is_causal": True, "causal_offset": 20, "recipe": recipe}
+    output = training.packed_attention(*inputs, *sequences, seqused_k=used, blocks=blocks, **options)
+    gradient = output_gradient(output)
+    gradients = torch.autograd.grad(output, inputs, gradient)
+    assert gradients[0].any()
+    q_starts, k_starts = sequences[0].tolist(), sequences[1].tolist()
+    for i in range(4):
+        rows, keys = slice(q_starts[i], q_starts[i + 1]), slice(k_starts[i], k_starts[i] + int(used[i]))
+        parts = (inputs[0][rows], inputs[1][keys], inputs[2][keys])
+        alone = [part.detach().transpose(0, 1)[None].requires_grad_() for part in parts]
+        own = blocks.of_sequence(i, rows.stop - rows.start, int(used[i]), 128)
+        expected, _ = training.attention(*alone, blocks=own, **options)
+        wanted = torch.autograd.grad(expected, alone, gradient[rows].transpose(0, 1)[None])
+        assert torch.equal(output[rows], expected[0].transpose(0, 1))
+        for found, some, one in zip(gradients, (rows, keys, keys), wanted, strict=True):
+            assert torch.equal(found[some], one[0].transpose(0, 1))
+
+
 def test_packed_sequences_run_as_the_reference_packs_them():
     inputs, sequences, used = packed_call()
     batches = [x.detach().transpose(0, 1)[None] for x in inputs]
@@ -218,7 +242,7 @@ def test_packed_sequences_run_as_the_reference_packs_them():
     assert torch.equal(output, expected[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("call", ["plain", "padding", "packed", "blocks"])
+@pytest.mark.parametrize("call", ["plain", "padding", "packed", "blocks", "packed blocks"])
 def test_opcheck_passes(call):
     operators = torch.ops.sage_kernels
     options = (True, 0, None, "sage_bwd", "native")
@@ -227,9 +251,10 @@ def test_opcheck_passes(call):
         valid = padding()
     elif call == "blocks":
         valid, blocks = padding(), tuple(draw_blocks(2, 4, 70, 90, 64, 64))
-    elif call == "packed":
+    elif call.startswith("packed"):
         packed, sequences, used = packed_call()
         inputs, lengths = [x.detach().transpose(0, 1)[None].requires_grad_() for x in packed], (*sequences, used)
+        blocks = tuple(draw_blocks(4, 1, 70, 128)) if call == "packed blocks" else blocks
     torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *blocks, *lengths, *options))
     with torch.no_grad():
         output, *saved = operators.training_attention(*inputs, valid, *blocks, *lengths, *options)
@@ -284,6 +309,9 @@ def test_a_list_that_does_not_fit_is_refused_with_gradients_too():
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 90)
     with pytest.raises(ValueError, match=r"blocks\.counts \(2, 4, 3\) must be"):
         training.attention(*inputs, blocks=blocks)
+    packed, sequences, used = packed_call()
+    with pytest.raises(ValueError, match=r"must be \(4 or 1, 4 or 1, 1\)"):
+        training.packed_attention(*packed, *sequences, seqused_k=used, blocks=blocks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

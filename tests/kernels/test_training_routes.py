@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sage_kernels import costs, registry, training_routes
 from sage_kernels.costs import Curve, Table
@@ -67,6 +68,44 @@ def test_another_run_can_decide_anew():
 def test_what_was_not_measured_runs_the_recipe():
     assert not why(512, is_causal=True)
     assert not why(512, dtype=torch.float32)
+
+
+def measure_forwards(monkeypatch, low_bit, exact):
+    """Have the table say how long forward passes take, in µs a round and tile."""
+    before = costs.table_of(None).curves
+    runner = costs.low_bit_runner(*KERNELS[:3])
+    curves = (*before, curve(runner, 0.0, low_bit), curve("cudnn", 0.0, exact))
+    monkeypatch.setattr(costs, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_counts_the_forward_pass_twice(monkeypatch, reentrant):
+    """At 8,192 tokens forward and backward pass are slower, and with another forward pass faster."""
+    measure_forwards(monkeypatch, 0.05, 0.4)
+    reasons = []
+
+    def layer(x):
+        if torch.is_grad_enabled():
+            reasons.append(why(8192))
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert set(reasons) == {""}
+    training_routes.forget()
+    assert why(8192)
+
+
+def test_a_forward_pass_that_was_not_measured_counts_as_without_a_checkpoint():
+    reasons = []
+    checkpoint(lambda x: reasons.append(why(512)) or x.sin(), torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert "exact attention trains faster here" in reasons[0]
+
+
+def test_tensors_that_are_kept_elsewhere_are_no_checkpoint():
+    with torch.autograd.graph.save_on_cpu():
+        assert not training_routes.is_checkpointed()
+    assert not training_routes.is_checkpointed()
 
 
 def test_emulation_and_calls_without_routing_run_the_recipe():

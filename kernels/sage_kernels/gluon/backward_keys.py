@@ -1,7 +1,8 @@
 """The kernel of dK and dV on Hopper: the work of `triton.backward_keys` in specialised warps.
 
-One warp loads tiles of queries. Two warpgroups, each with 64 of the program's keys, walk over them out of step, so that
-one computes weights while the other multiplies. The arithmetic of a tile is that of `triton.backward_keys` in 16 bit.
+One warp loads tiles of queries. Two or three warpgroups, each with 64 of the program's keys, walk over them out of
+step, so that one computes weights while another multiplies. The arithmetic of a tile is that of `triton.backward_keys`
+in 16 bit.
 """
 
 from triton.experimental import gluon
@@ -21,10 +22,8 @@ from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import opaque
 from ..language.weights import weights_of_keys
 from .stages import (
+    LOADING_REGISTERS,
     ROWS,
-    keep_codes,
-    keep_values,
-    memory_layout,
     new_barriers,
     product_layout,
     store_gradient,
@@ -35,16 +34,9 @@ from .stages import (
 
 
 @gluon.jit
-def load_queries(
-    operands,
-    heads,
-    queries,
-    stages,
-    BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
-):
-    """Load tiles begin…end - 1 of the queries of each head of the group: the body of the loading warp."""
+def load_queries(loads, WARPGROUPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr):
+    """Load the keys, then tiles begin…end - 1 of the queries of each head: the body of the loading warp."""
+    operands, heads, queries, stages, held = loads
     query, query_scale, query_operand, gradient, lse, delta = operands
     batch, kv_head, kv_heads, q_rows, q_operand_start, gradient_place = heads
     rows_of_batch, rows_of_head, columns_of_head = gradient_place
@@ -53,6 +45,12 @@ def load_queries(
     CODES: gl.constexpr = query.block_type.nbytes
     VALUES: gl.constexpr = gradient.block_type.nbytes
     VECTOR: gl.constexpr = lse.block_type.nbytes
+    key, value, kv_first, value_first, value_column, key_memory, value_memory, held_barrier = held
+    mbarrier.expect(held_barrier, WARPGROUPS * (key.block_type.nbytes + value.block_type.nbytes))
+    for part in gl.static_range(WARPGROUPS):
+        tma_load(key, [(kv_first + part * ROWS).to(gl.int32), 0], held_barrier, key_memory.index(part))
+        row = (value_first + part * ROWS).to(gl.int32)
+        tma_load(value, [row, value_column], held_barrier, value_memory.index(part))
     step = 0
     for member in range(group):
         head = kv_head * group + member
@@ -88,68 +86,82 @@ def add_queries(
     k,
     k_scale,
     v,
+    s,
     dk,
     dv,
     column,
     stages,
     step,
+    count,
     tile,
     causal_offset,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Return (dk, dv) after adding a step's tile of queries; `column` are the keys' indices."""
+    """Return (s, dk, dv) after adding a step's tile of queries; `column` are the keys' indices.
+
+    With AHEAD, `s` are the scores of this step, and returned are those of the next; else any numbers.
+    """
+    S: gl.constexpr = product_layout(BLOCK_M, 32)
     P: gl.constexpr = product_layout(BLOCK_M, 16)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     query_stages, operand_stages, gradient_stages, vector_stages, full, empty = stages
     stage = step % STAGES
-    q, do = query_stages.index(stage), gradient_stages.index(stage)
-    s = gl.zeros((ROWS, BLOCK_M), gl.int32, product_layout(BLOCK_M, 32))
+    do = gradient_stages.index(stage)
+    no_scores = gl.zeros((ROWS, BLOCK_M), gl.int32, S)
     dp = gl.zeros((ROWS, BLOCK_M), gl.float32, P)
-    BY_THREAD: gl.constexpr = s.reshape((1, 8, 4, 2, BLOCK_M)).type.layout
+    BY_THREAD: gl.constexpr = no_scores.reshape((1, 8, 4, 2, BLOCK_M)).type.layout
     BY_SCALE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, BY_THREAD))
     LSE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, BY_THREAD))))
-    wait_until_full(full, step, STAGES)
-    s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+    if not AHEAD:
+        wait_until_full(full, step, STAGES)
+        q = query_stages.index(stage).permute((1, 0))
+        s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=False, is_async=True)
     q_scale = vector_stages.index(3 * stage).load(gl.SliceLayout(0, gl.SliceLayout(1, BY_SCALE)))
     lse = vector_stages.index(3 * stage + 1).load(LSE)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    if not AHEAD:
+        s = warpgroup_mma_wait(1, deps=(s,))
     p = gl.convert_layout(weights_of_keys(s, k_scale, q_scale, lse), P)
     if MASKED:
         p = mask_causal(p, column, tile * BLOCK_M + causal_offset)
     dv = warpgroup_mma(gl.convert_layout(p.to(do.dtype), LEFT), do, warpgroup_mma_init(dv), is_async=True)
     delta = vector_stages.index(3 * stage + 2).load(gl.SliceLayout(0, P))
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    if AHEAD:  # behind the last tile they are computed of stale data and never used
+        wait_until_full(full, step + 1, STAGES, pred=step + 1 < count)
+        q = query_stages.index((step + 1) % STAGES).permute((1, 0))
+        s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+        dp = warpgroup_mma_wait(2, deps=(dp,))
+    else:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = p * (dp - delta[None, :])
     if MASKED:
         ds = mask_causal(ds, column, tile * BLOCK_M + causal_offset)
     left = gl.convert_layout(ds.to(do.dtype), LEFT)
     dk = warpgroup_mma(left, operand_stages.index(stage), warpgroup_mma_init(dk), is_async=True)
     # With a sum in flight over the loop's back edge, ptxas would serialise all matrix instructions.
-    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
     mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv
+    return s, dk, dv
 
 
 @gluon.jit
 def walk_over_queries(
-    keys,
-    queries,
-    gradients,
-    stages,
-    softmax_scale,
+    work,
     WARPGROUP: gl.constexpr,
     CHANNELS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     CAUSAL: gl.constexpr,
     PADDED: gl.constexpr,
 ):
     """Compute dK and dV of 64 keys from tiles begin…end - 1 of each head's queries: the body of a warpgroup."""
+    keys, queries, gradients, stages, softmax_scale = work
     SUM: gl.constexpr = product_layout(CHANNELS, 16)
-    key_memory, value_memory, key_scale, valid, kv_first, kv_start, kv_len, first_key = keys
+    key_memory, value_memory, held, key_scale, valid, kv_first, kv_start, kv_len, first_key = keys
     group, q_len, causal_offset, begin, end = queries
     key_gradient, value_gradient, key_stride_token, value_stride_token, head_dim, v_head_dim = gradients
     k, v = key_memory.index(WARPGROUP), value_memory.index(WARPGROUP)
@@ -169,17 +181,26 @@ def walk_over_queries(
         full_begin = gl.maximum(gl.cdiv(gl.maximum(first_key + ROWS - 1 - causal_offset, 0), BLOCK_M), begin)
         full_begin = gl.minimum(full_begin, end)
     step = 0
+    count = group * (end - begin)
+    mbarrier.wait(held, 0)
+    if AHEAD:
+        query_stages, _operand_stages, _gradient_stages, _vector_stages, full, _empty = stages
+        wait_until_full(full, 0, STAGES, pred=count > 0)
+        s = warpgroup_mma(k, query_stages.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
     for _member in range(group):
         if CAUSAL:
             for tile in range(begin, full_begin):
-                dk, dv = add_queries(
-                    k, k_scale, v, dk, dv, column, stages, step, tile, causal_offset, BLOCK_M, STAGES, True
-                )
+                s, dk, dv = add_queries(
+                    k, k_scale, v, s, dk, dv, column, stages, step, count, tile, causal_offset,
+                    BLOCK_M, STAGES, AHEAD, True,
+                )  # fmt: skip
                 step += 1
         for tile in range(full_begin, end):
-            dk, dv = add_queries(
-                k, k_scale, v, dk, dv, column, stages, step, tile, causal_offset, BLOCK_M, STAGES, False
-            )
+            s, dk, dv = add_queries(
+                k, k_scale, v, s, dk, dv, column, stages, step, count, tile, causal_offset,
+                BLOCK_M, STAGES, AHEAD, False,
+            )  # fmt: skip
             step += 1
 
     column = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
@@ -197,6 +218,9 @@ def hopper_backward_key(
     key,
     key_scale,
     value,
+    value_rows_of_batch,
+    value_rows_of_head,
+    value_columns_of_head,
     query,
     query_scale,
     query_operand,
@@ -223,10 +247,6 @@ def hopper_backward_key(
     softmax_scale,
     head_dim,
     v_head_dim,
-    v_stride_batch,
-    v_stride_head,
-    v_stride_token,
-    v_stride_channel,
     key_stride_batch,
     key_stride_head,
     key_stride_token,
@@ -237,35 +257,28 @@ def hopper_backward_key(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     PADDED: gl.constexpr,
     PACKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):
-    """Compute dK and dV of BLOCK_N = 128 keys of one (batch, kv head), from the queries of all heads of its group."""
-    gl.static_assert(BLOCK_N == 2 * ROWS)
+    """Compute dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group."""
+    WARPGROUPS: gl.constexpr = BLOCK_N // ROWS
     first_key = gl.program_id(0) * BLOCK_N
     kv_head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
     kv_heads = gl.num_programs(1)
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     kv_start, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED) + first_key
-    value += batch * v_stride_batch + kv_head * v_stride_head
     key_gradient += batch * key_stride_batch + kv_head * key_stride_head
     value_gradient += batch * value_stride_batch + kv_head * value_stride_head
     if PADDED:
         valid += batch * valid_stride
 
-    key_memory = gl.allocate_shared_memory(query.dtype, [2, ROWS, CHANNELS], query.layout)
-    value_memory = gl.allocate_shared_memory(gradient.dtype, [2, ROWS, CHANNELS], gradient.layout)
-    for half in gl.static_range(2):
-        index = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 1)))
-        keep_codes(key_memory.index(half), key, kv_first, index, kv_len - first_key, CHANNELS)
-        column = first_key + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))
-        exists = key_exists(column, kv_len, valid, PADDED)
-        v = value_memory.index(half)
-        keep_values(v, value, kv_start + column, exists, v_stride_token, v_stride_channel, v_head_dim, CHANNELS)
-
+    key_memory = gl.allocate_shared_memory(key.dtype, [WARPGROUPS, ROWS, CHANNELS], key.layout)
+    value_memory = gl.allocate_shared_memory(value.dtype, [WARPGROUPS, ROWS, CHANNELS], value.layout)
     # Queries from tile `begin` on see some of the keys.
     begin = 0
     end = gl.where(first_key < kv_len, gl.cdiv(q_len, BLOCK_M), 0)
@@ -280,27 +293,39 @@ def hopper_backward_key(
         gl.allocate_shared_memory(gradient.dtype, [STAGES, BLOCK_M, CHANNELS], gradient.layout),
         gl.allocate_shared_memory(lse.dtype, [3 * STAGES, BLOCK_M], lse.layout),
         new_barriers(STAGES, 1),
-        new_barriers(STAGES, 2),
+        new_barriers(STAGES, WARPGROUPS),
     )
+    held_barrier = new_barriers(1, 1).index(0)
     fence_async_shared()
-    keys = (key_memory, value_memory, key_scale, valid, kv_first, kv_start, kv_len, first_key)
+    value_first = batch * value_rows_of_batch + kv_head * value_rows_of_head + kv_operand_start + first_key
+    value_column = (kv_head * value_columns_of_head).to(gl.int32)
+    held = (key, value, kv_first, value_first, value_column, key_memory, value_memory, held_barrier)
+    keys = (key_memory, value_memory, held_barrier, key_scale, valid, kv_first, kv_start, kv_len, first_key)
     gradients = (key_gradient, value_gradient, key_stride_token, value_stride_token, head_dim, v_head_dim)
     operands = (query, query_scale, query_operand, gradient, lse, delta)
     gradient_place = (gradient_rows_of_batch, gradient_rows_of_head, gradient_columns_of_head)
     heads = (batch, kv_head, kv_heads, q_rows, q_operand_start, gradient_place)
     queries = (group, q_len, causal_offset, begin, end)
-    gl.warp_specialize(
-        [
-            (
-                walk_over_queries,
-                (keys, queries, gradients, stages, softmax_scale, 0, CHANNELS, BLOCK_M, STAGES, CAUSAL, PADDED),
-            ),
-            (
-                walk_over_queries,
-                (keys, queries, gradients, stages, softmax_scale, 1, CHANNELS, BLOCK_M, STAGES, CAUSAL, PADDED),
-            ),
-            (load_queries, (operands, heads, queries, stages, BLOCK_M, STAGES, PACKED)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    work = (keys, queries, gradients, stages, softmax_scale)
+    loads = (operands, heads, queries, stages, held)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (walk_over_queries, (work, 0, CHANNELS, BLOCK_M, STAGES, AHEAD, CAUSAL, PADDED)),
+                (walk_over_queries, (work, 1, CHANNELS, BLOCK_M, STAGES, AHEAD, CAUSAL, PADDED)),
+                (load_queries, (loads, WARPGROUPS, BLOCK_M, STAGES, PACKED)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (walk_over_queries, (work, 0, CHANNELS, BLOCK_M, STAGES, AHEAD, CAUSAL, PADDED)),
+                (walk_over_queries, (work, 1, CHANNELS, BLOCK_M, STAGES, AHEAD, CAUSAL, PADDED)),
+                (walk_over_queries, (work, 2, CHANNELS, BLOCK_M, STAGES, AHEAD, CAUSAL, PADDED)),
+                (load_queries, (loads, WARPGROUPS, BLOCK_M, STAGES, PACKED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOADING_REGISTERS],
+        )

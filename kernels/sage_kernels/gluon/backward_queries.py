@@ -1,7 +1,7 @@
 """The kernel of dQ on Hopper: the work of `triton.backward_queries` in specialised warps.
 
-One warp loads tiles of keys. Two warpgroups, each with 64 of the program's rows, walk over them out of step; each
-starts the scores of its next tile before it finishes this one. The arithmetic of a tile is that of
+One warp loads tiles of keys. Two or three warpgroups, each with 64 of the program's rows, walk over them out of step;
+each starts the scores of its next tile before it finishes this one. The arithmetic of a tile is that of
 `triton.backward_queries` in 16 bit.
 """
 
@@ -21,10 +21,8 @@ from ..language.scores import LOG2E
 from ..language.sequences import operand_row, sequence_range
 from ..language.weights import weights_of_queries
 from .stages import (
+    LOADING_REGISTERS,
     ROWS,
-    keep_codes,
-    keep_values,
-    memory_layout,
     new_barriers,
     product_layout,
     store_gradient,
@@ -47,14 +45,21 @@ def tile_at(step, tiles, PADDED: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(operands, first, tiles, stages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PADDED: gl.constexpr):
-    """Load the tiles of every step: the body of the loading warp."""
-    CODES: gl.constexpr = operands[0].block_type.nbytes
-    VALUES: gl.constexpr = operands[1].block_type.nbytes
+def load_keys(loads, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PADDED: gl.constexpr):
+    """Load the rows that stay, then the tiles of every step: the body of the loading warp."""
+    operands, first, tiles, stages, held = loads
     key, value, key_operand = operands
+    CODES: gl.constexpr = key.block_type.nbytes
+    VALUES: gl.constexpr = value.block_type.nbytes
     kv_first, value_first, value_column = first
     key_stages, value_stages, operand_stages, full, empty = stages
     _begin, _full_begin, _unmasked, count = tiles
+    query, gradient, q_first, gradient_first, gradient_column, query_memory, gradient_memory, held_barrier = held
+    mbarrier.expect(held_barrier, WARPGROUPS * (query.block_type.nbytes + gradient.block_type.nbytes))
+    for part in gl.static_range(WARPGROUPS):
+        tma_load(query, [(q_first + part * ROWS).to(gl.int32), 0], held_barrier, query_memory.index(part))
+        row = (gradient_first + part * ROWS).to(gl.int32)
+        tma_load(gradient, [row, gradient_column], held_barrier, gradient_memory.index(part))
     for step in range(0, count):
         stage = step % STAGES
         row = (kv_first + tile_at(step, tiles, PADDED) * BLOCK_N).to(gl.int32)
@@ -135,13 +140,7 @@ def add_keys(
 
 @gluon.jit
 def walk_over_keys(
-    rows,
-    keys,
-    tiles,
-    stages,
-    gradient,
-    causal_offset,
-    softmax_scale,
+    work,
     WARPGROUP: gl.constexpr,
     CHANNELS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -150,14 +149,16 @@ def walk_over_keys(
     PADDED: gl.constexpr,
 ):
     """Compute dQ of 64 of the program's rows: the body of a warpgroup."""
+    rows, keys, tiles, stages, gradient, causal_offset, softmax_scale = work
     S: gl.constexpr = product_layout(BLOCK_N, 32)
     P: gl.constexpr = product_layout(BLOCK_N, 16)
-    query_memory, gradient_memory, query_scale, lse, delta, q_first, q_start, q_len, first_query = rows
+    query_memory, gradient_memory, held, query_scale, lse, delta, q_first, q_start, q_len, first_query = rows
     query_gradient, stride_token, head_dim = gradient
     key_scale, _valid, _kv_len = keys
     key_stages, _value_stages, _operand_stages, full, _empty = stages
     _begin, _full_begin, unmasked, count = tiles
     q, do = query_memory.index(WARPGROUP), gradient_memory.index(WARPGROUP)
+    mbarrier.wait(held, 0)
     q_first += WARPGROUP * ROWS
     first_query += WARPGROUP * ROWS
     s = gl.zeros((ROWS, BLOCK_N), gl.int32, S)
@@ -197,6 +198,9 @@ def hopper_backward_query(
     query,
     query_scale,
     gradient,
+    gradient_rows_of_batch,
+    gradient_rows_of_head,
+    gradient_columns_of_head,
     key,
     key_operand,
     value,
@@ -221,11 +225,6 @@ def hopper_backward_query(
     causal_offset,
     softmax_scale,
     head_dim,
-    v_head_dim,
-    gradient_stride_batch,
-    gradient_stride_head,
-    gradient_stride_token,
-    gradient_stride_channel,
     stride_batch,
     stride_head,
     stride_token,
@@ -233,13 +232,15 @@ def hopper_backward_query(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     PADDED: gl.constexpr,
     PACKED: gl.constexpr,
     RAGGED: gl.constexpr,
 ):
-    """Compute dQ of BLOCK_M = 128 rows of one (batch, q head)."""
-    gl.static_assert(BLOCK_M == 2 * ROWS and BLOCK_N == 64)  # one block of K's scales
+    """Compute dQ of BLOCK_M rows of one (batch, q head), 64 for each of two or three warpgroups."""
+    gl.static_assert(BLOCK_N == 64)  # one block of K's scales
+    WARPGROUPS: gl.constexpr = BLOCK_M // ROWS
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
     head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
@@ -250,22 +251,11 @@ def hopper_backward_query(
     first_query = block * BLOCK_M
     q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + first_query
     kv_first = operand_row(batch, head // group, kv_heads, kv_rows, kv_operand_start, PACKED)
-    gradient += batch * gradient_stride_batch + head * gradient_stride_head
     query_gradient += batch * stride_batch + head * stride_head
     if PADDED:
         valid += batch * valid_stride
-
-    query_memory = gl.allocate_shared_memory(key.dtype, [2, ROWS, CHANNELS], key.layout)
-    gradient_memory = gl.allocate_shared_memory(value.dtype, [2, ROWS, CHANNELS], value.layout)
-    for half in gl.static_range(2):
-        row = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 1)))
-        keep_codes(query_memory.index(half), query, q_first, row, q_len - first_query, CHANNELS)
-        row = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))
-        row_lse = gl.load(lse + q_first + row, mask=first_query + row < q_len, other=float("inf"))
-        keep_values(
-            gradient_memory.index(half), gradient, q_start + first_query + row, row_lse < float("inf"),
-            gradient_stride_token, gradient_stride_channel, v_head_dim, CHANNELS,
-        )  # fmt: skip
+    query_memory = gl.allocate_shared_memory(query.dtype, [WARPGROUPS, ROWS, CHANNELS], query.layout)
+    gradient_memory = gl.allocate_shared_memory(gradient.dtype, [WARPGROUPS, ROWS, CHANNELS], gradient.layout)
 
     begin, full_begin, full_end, columns = key_tiles(
         spans, batch, spans_stride, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, PADDED
@@ -278,33 +268,39 @@ def hopper_backward_query(
         gl.allocate_shared_memory(value.dtype, [STAGES, BLOCK_N, CHANNELS], value.layout),
         gl.allocate_shared_memory(value.dtype, [STAGES, BLOCK_N, CHANNELS], value.layout),
         new_barriers(STAGES, 1),
-        new_barriers(STAGES, 2),
+        new_barriers(STAGES, WARPGROUPS),
     )
+    held_barrier = new_barriers(1, 1).index(0)
     fence_async_shared()
-    rows = (query_memory, gradient_memory, query_scale, lse, delta, q_first, q_start, q_len, first_query)
+    gradient_first = batch * gradient_rows_of_batch + head * gradient_rows_of_head + q_operand_start + first_query
+    gradient_column = (head * gradient_columns_of_head).to(gl.int32)
+    held = (query, gradient, q_first, gradient_first, gradient_column, query_memory, gradient_memory, held_barrier)
+    rows = (query_memory, gradient_memory, held_barrier, query_scale, lse, delta, q_first, q_start, q_len, first_query)
     keys = (key_scale + kv_first // 16, valid, kv_len)
     kv_head = head // group
     value_first = batch * value_rows_of_batch + kv_head * value_rows_of_head + kv_operand_start
     first = (kv_first, value_first, (kv_head * value_columns_of_head).to(gl.int32))
     result = (query_gradient, stride_token, head_dim)
-    gl.warp_specialize(
-        [
-            (
-                walk_over_keys,
-                (
-                    rows, keys, tiles, stages, result, causal_offset, softmax_scale, 0, CHANNELS, BLOCK_N, STAGES,
-                    CAUSAL, PADDED,
-                ),
-            ),
-            (
-                walk_over_keys,
-                (
-                    rows, keys, tiles, stages, result, causal_offset, softmax_scale, 1, CHANNELS, BLOCK_N, STAGES,
-                    CAUSAL, PADDED,
-                ),
-            ),
-            (load_keys, ((key, value, key_operand), first, tiles, stages, BLOCK_N, STAGES, PADDED)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    work = (rows, keys, tiles, stages, result, causal_offset, softmax_scale)
+    loads = ((key, value, key_operand), first, tiles, stages, held)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (walk_over_keys, (work, 0, CHANNELS, BLOCK_N, STAGES, CAUSAL, PADDED)),
+                (walk_over_keys, (work, 1, CHANNELS, BLOCK_N, STAGES, CAUSAL, PADDED)),
+                (load_keys, (loads, WARPGROUPS, BLOCK_N, STAGES, PADDED)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (walk_over_keys, (work, 0, CHANNELS, BLOCK_N, STAGES, CAUSAL, PADDED)),
+                (walk_over_keys, (work, 1, CHANNELS, BLOCK_N, STAGES, CAUSAL, PADDED)),
+                (walk_over_keys, (work, 2, CHANNELS, BLOCK_N, STAGES, CAUSAL, PADDED)),
+                (load_keys, (loads, WARPGROUPS, BLOCK_N, STAGES, PADDED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOADING_REGISTERS],
+        )

@@ -20,12 +20,19 @@ from ..layout import TokenRows
 from ..operands import Saved
 from .backward_keys import hopper_backward_key
 from .backward_queries import hopper_backward_query
-from .stages import stage_tiles
+from .stages import ROWS, stage_tiles
 
-# Both hold 64 keys or rows for each of two warpgroups of 4 warps. Stages are the fastest on an H200: for keys 5.41 ms
-# with 2, 5.65 with 3; for queries 3.69 ms with 4, 3.99 with 3 (docs/performance.md).
-KEY_TILE: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2}
-QUERY_TILE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4}
+# By channels. A program holds 64 keys or rows for each of two warpgroups, or of three where registers allow: with 64
+# channels keys take 3.50 ms then instead of 3.86, queries 2.31 instead of 2.63 (H200, 64 heads × 8,192 tokens). That
+# leaves registers for tiles of 32 queries, whose scores are started a tile ahead (docs/performance.md).
+KEY_TILES: dict[int, dict[str, Any]] = {
+    64: {"BLOCK_M": 32, "BLOCK_N": 192, "STAGES": 6, "AHEAD": True, "REGISTERS": 160},
+    128: {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2, "AHEAD": False, "REGISTERS": 240},
+}
+QUERY_TILES: dict[int, dict[str, Any]] = {
+    64: {"BLOCK_M": 192, "BLOCK_N": 64, "STAGES": 6, "REGISTERS": 160},
+    128: {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 4, "REGISTERS": 240},
+}
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,12 +49,13 @@ def _run(run: BackwardLaunch) -> None:
     call, saved, channels = run.call, run.call.saved, run.call.channels
     query_gradient, key_gradient, value_gradient = run.gradients
     q_sequences, kv_sequences = call.token_axes
+    key_tile, query_tile = KEY_TILES[channels], QUERY_TILES[channels]
     own_value = own_gradient = None
     if not q_sequences.packed and call.value.shape[3] == channels:
         own_value = TokenRows.of(call.value)
         # dO of a row without a key must count as 0: the caller's serves where each row of each tile has one.
         has_key = run.padding is None and not (call.is_causal and call.kernel_offset < 0)
-        if has_key and q_sequences.tokens % KEY_TILE["BLOCK_M"] == 0:
+        if has_key and q_sequences.tokens % key_tile["BLOCK_M"] == 0:
             own_gradient = TokenRows.of(call.output_gradient)
     queries = query_operands(
         call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe, own_gradient is None
@@ -71,18 +79,22 @@ def _run(run: BackwardLaunch) -> None:
     value_rows, value_place = operand_rows(own_value, value, "value")
 
     def query_tiles(x: torch.Tensor) -> object:
-        return stage_tiles(x, KEY_TILE["BLOCK_M"], channels)
+        return stage_tiles(x, key_tile["BLOCK_M"], channels)
 
     def key_tiles(x: torch.Tensor) -> object:
-        return stage_tiles(x, QUERY_TILE["BLOCK_N"], channels)
+        return stage_tiles(x, query_tile["BLOCK_N"], channels)
+
+    def held_tiles(x: torch.Tensor) -> object:
+        return stage_tiles(x, ROWS.value, channels)
 
     with overlapping(call.value.device) as beside:
         launch(
             hopper_backward_key,
-            run.key_grid(KEY_TILE["BLOCK_N"]),
-            key=saved.key,
+            run.key_grid(key_tile["BLOCK_N"]),
             key_scale=saved.key_scale,
-            value=call.value,
+            key=held_tiles(saved.key),
+            value=held_tiles(value_rows),
+            **value_place,
             query=query_tiles(saved.query),
             query_scale=query_tiles(saved.query_scale),
             query_operand=query_tiles(queries.query),
@@ -92,19 +104,19 @@ def _run(run: BackwardLaunch) -> None:
             **gradient_place,
             key_gradient=key_gradient,
             value_gradient=value_gradient,
-            **strides("v", run.key_strides(call.value)),
             **strides("key", run.key_strides(key_gradient)[:3]),
             **strides("value", run.key_strides(value_gradient)[:3]),
             **run.arguments,
-            **KEY_TILE,
+            **key_tile,
         )
         with beside:
             launch(
                 hopper_backward_query,
-                run.query_grid(QUERY_TILE["BLOCK_M"]),
-                query=saved.query,
+                run.query_grid(query_tile["BLOCK_M"]),
                 query_scale=saved.query_scale,
-                gradient=call.output_gradient,
+                query=held_tiles(saved.query),
+                gradient=held_tiles(gradient_rows),
+                **gradient_place,
                 key=key_tiles(saved.key),
                 key_operand=key_tiles(key),
                 value=key_tiles(value_rows),
@@ -113,8 +125,7 @@ def _run(run: BackwardLaunch) -> None:
                 query_gradient=query_gradient,
                 lse=queries.lse,
                 delta=queries.delta,
-                **strides("gradient", run.query_strides(call.output_gradient)),
                 **strides("", run.query_strides(query_gradient)[:3]),
-                **run.arguments,
-                **QUERY_TILE,
+                **{name: value for name, value in run.arguments.items() if name != "v_head_dim"},
+                **query_tile,
             )

@@ -1,4 +1,4 @@
-"""Shared-memory stages of the Hopper backward kernels: a warp fills them with tiles by TMA, two warpgroups empty them.
+"""Shared-memory stages of the Hopper backward kernels: a warp fills them with tiles by TMA, warpgroups empty them.
 
 Each warpgroup holds 64 rows of the operands that stay, and sums the gradient of those rows. Step i of a program uses
 stage i % STAGES. A stage has two barriers: `full` completes when its loads have arrived, `empty` when every warpgroup
@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name up to Triton 3.6
 
 ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix instructions
+LOADING_REGISTERS = gl.constexpr(24)  # of a thread of the loading warp
 
 
 def stage_tiles(x: torch.Tensor, block: int, channels: int) -> TensorDescriptor:
@@ -43,22 +44,6 @@ def memory_layout(channels, channel_bytes):
     together = 16 // channel_bytes
     across = channels // together
     return gl.BlockedLayout([1, together], [32 // across, across], [4, 1], [1, 0])
-
-
-@gluon.jit
-def keep_codes(stay, codes, first_row, index, length, CHANNELS: gl.constexpr):
-    """Put INT8 rows `first_row` + index into shared memory, 0 where the index is not below `length`."""
-    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 1)))
-    at = codes + (first_row + index).to(gl.int64)[:, None] * CHANNELS + channel[None, :]
-    stay.store(gl.load(at, mask=(index < length)[:, None], other=0))
-
-
-@gluon.jit
-def keep_values(stay, values, token, exists, stride_token, stride_channel, channels, CHANNELS: gl.constexpr):
-    """Put 16-bit rows of a caller's tensor into shared memory, 0 for tokens that do not exist."""
-    channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, memory_layout(CHANNELS, 2)))
-    at = values + token.to(gl.int64)[:, None] * stride_token + channel.to(gl.int64)[None, :] * stride_channel
-    stay.store(gl.load(at, mask=exists[:, None] & (channel < channels)[None, :], other=0.0))
 
 
 @gluon.jit

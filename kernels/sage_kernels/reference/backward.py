@@ -59,17 +59,18 @@ def forward(
         query, key, value, recipe, is_causal, causal_offset, scale: as in `reference.forward.attention`.
         lengths: sequences packed one after the other in a batch of 1; each attends to itself.
         valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
-        blocks: the tiles of keys that each block of rows attends to; None: all.
+        blocks: the tiles of keys that each block of rows attends to, beside lengths with sequences as its batch; None:
+            all.
 
     Returns:
         (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
         v_head_dim); see `Saved`.
 
     Raises:
-        ValueError: the recipe has no gradients, valid or blocks are given beside lengths, or a sequence is longer than
+        ValueError: the recipe has no gradients, valid is given beside lengths, or a sequence is longer than
             lengths say the longest is.
     """
-    _check(recipe, lengths, valid, blocks)
+    _check(recipe, lengths, valid)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
     if lengths is None:
@@ -79,8 +80,9 @@ def forward(
     rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
     saved = _empty(query, key, lse, *rows, sequences if recipe.balance else None)
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
+        own_blocks = _blocks_of_sequence(blocks, index, queries, keys, lengths)
         output[:, :, queries], part = _forward(
-            query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, None, **options
+            query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, own_blocks, **options
         )
         for whole, own in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
             whole.copy_(own)
@@ -122,9 +124,9 @@ def backward(
         weight of 0: which ones depends on the tiles; in exact attention, all.
 
     Raises:
-        ValueError: the recipe has no gradients, valid or blocks are given beside lengths, or the tile is not supported.
+        ValueError: the recipe has no gradients, valid is given beside lengths, or the tile is not supported.
     """
-    _check(recipe, lengths, valid, blocks)
+    _check(recipe, lengths, valid)
     for name, block in (("block_m", block_m), ("block_n", block_n)):
         if block not in (16, 32, 64, 128):
             raise ValueError(f"{name} {block} is not supported: use 16, 32, 64 or 128")
@@ -148,7 +150,7 @@ def backward(
             _sequence_part(saved, index, queries, query_rows, key_rows),
             recipe,
             None,
-            None,
+            _blocks_of_sequence(blocks, index, queries, keys, lengths),
             head_dim,
             **options,
         )
@@ -180,11 +182,11 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, balance, lse)
 
 
-def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None, blocks: BlockList | None) -> None:
+def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
     if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q:
         raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
-    if lengths is not None and not (valid is None and blocks is None):
-        raise ValueError("packed sequences say by their lengths which keys exist: give no valid or blocks beside them")
+    if lengths is not None and valid is not None:
+        raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
 
 
 def _empty(
@@ -220,6 +222,14 @@ def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
         query_rows = slice(first, first + padded_rows(stop - start))
         key_rows = slice(k_first, k_first + padded_rows(k_length))
         yield slice(start, stop), slice(k_start, k_start + k_length), query_rows, key_rows
+
+
+def _blocks_of_sequence(
+    blocks: BlockList | None, index: int, queries: slice, keys: slice, lengths: Lengths
+) -> BlockList | None:
+    if blocks is None:
+        return None
+    return blocks.of_sequence(index, queries.stop - queries.start, keys.stop - keys.start, lengths.max_seqlen_k)
 
 
 def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, key_rows: slice) -> Saved:

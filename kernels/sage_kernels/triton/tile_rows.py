@@ -11,6 +11,7 @@ import triton.language as tl
 from ..blocks import BlockList
 from ..call import BackwardCall
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from ..language.sequences import sequence_range
 from ..layout import ceil_div
 
 TILES, ROWS = tl.constexpr(32), tl.constexpr(32)  # tiles and blocks of rows that a program reads at once
@@ -24,7 +25,8 @@ class TileRows:
 
     Attributes:
         rows: int32 (list batch, list heads, places): the blocks of tile after tile, in ascending order; one place more
-            may be read. Sizes are 1 where the list is broadcast.
+            may be read. Sizes are 1 where the list is broadcast; the batch is that of packed sequences where they are,
+            whose lengths hide the blocks that they do not have.
         spans: int32 (list batch, list heads, tiles, 3): for each tile the place of its first block that sees some of
             the keys, of its first one that sees all of them, and the end of its blocks.
         blocks: the list.
@@ -49,24 +51,32 @@ def tile_rows(call: BackwardCall) -> TileRows:
     """Invert the block list of a call."""
     blocks = call.mask.blocks
     assert blocks is not None
-    batches, heads, row_blocks, places = blocks.tiles.shape
+    counts, tiles = blocks.counts, blocks.tiles
+    if call.lengths is not None:
+        counts, tiles = (x.expand(call.batch, *x.shape[1:]) for x in (counts, tiles))
+    batches, heads, row_blocks, places = tiles.shape
+    q_sequences, kv_sequences = call.token_axes
     number = ceil_div(call.kv_len, blocks.block_n)
-    kept = blocks.tiles.new_zeros((batches, heads, row_blocks, number), dtype=torch.uint8)
+    kept = tiles.new_zeros((batches, heads, row_blocks, number), dtype=torch.uint8)
     launch(
         mark_tiles,
         (row_blocks, heads, batches),
-        counts=blocks.counts,
-        tiles=blocks.tiles,
+        counts=counts,
+        tiles=tiles,
         kept=kept,
+        q_ranges=q_sequences.ranges,
+        q_len=call.q_len,
         number=number,
         places=places,
-        **strides("counts", blocks.counts.stride(), MASK_AXES),
-        **strides("tiles", blocks.tiles.stride(), (*MASK_AXES[:3], "place")),
+        **strides("counts", counts.stride(), MASK_AXES),
+        **strides("tiles", tiles.stride(), (*MASK_AXES[:3], "place")),
+        LIST_M=blocks.block_m,
+        RAGGED=q_sequences.ranges is not None,
         WIDTH=min(1024, max(32, triton.next_power_of_2(places))),
     )
     ends = kept.sum(2, dtype=torch.int32).cumsum(-1, dtype=torch.int32)
-    rows = blocks.tiles.new_empty((batches, heads, row_blocks * places + 1))
-    spans = blocks.tiles.new_empty((batches, heads, number, 3))
+    rows = tiles.new_empty((batches, heads, row_blocks * places + 1))
+    spans = tiles.new_empty((batches, heads, number, 3))
     launch(
         list_rows,
         (ceil_div(number, TILES.value), heads, batches),
@@ -74,6 +84,8 @@ def tile_rows(call: BackwardCall) -> TileRows:
         ends=ends,
         rows=rows,
         spans=spans,
+        q_ranges=q_sequences.ranges,
+        kv_ranges=kv_sequences.ranges,
         q_len=call.q_len,
         kv_len=call.kv_len,
         causal_offset=call.kernel_offset,
@@ -83,6 +95,7 @@ def tile_rows(call: BackwardCall) -> TileRows:
         LIST_M=blocks.block_m,
         LIST_N=blocks.block_n,
         CAUSAL=call.is_causal,
+        RAGGED=q_sequences.ranges is not None,
     )
     return TileRows(rows, spans, blocks)
 
@@ -97,6 +110,8 @@ def mark_tiles(
     counts,
     tiles,
     kept,
+    q_ranges,
+    q_len,
     number,
     places,
     counts_stride_batch,
@@ -106,6 +121,8 @@ def mark_tiles(
     tiles_stride_head,
     tiles_stride_row,
     tiles_stride_place,
+    LIST_M: tl.constexpr,
+    RAGGED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Write 1 for the tiles that one block of rows of one (list batch, list head) attends to."""
@@ -113,7 +130,8 @@ def mark_tiles(
     kept += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * number
     tiles += batch * tiles_stride_batch + head * tiles_stride_head + block.to(tl.int64) * tiles_stride_row
     count = tl.load(counts + batch * counts_stride_batch + head * counts_stride_head + block * counts_stride_row)
-    count = tl.minimum(count, places)
+    _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
+    count = tl.where(block * LIST_M < q_len, tl.minimum(count, places), 0)
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)
         tile = tl.load(tiles + place.to(tl.int64) * tiles_stride_place, mask=place < count, other=-1)
@@ -126,6 +144,8 @@ def list_rows(
     ends,
     rows,
     spans,
+    q_ranges,
+    kv_ranges,
     q_len,
     kv_len,
     causal_offset,
@@ -135,10 +155,13 @@ def list_rows(
     LIST_M: tl.constexpr,
     LIST_N: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     """Write the blocks of rows and the spans (`TileRows`) of TILES tiles of one (list batch, list head)."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = batch * tl.num_programs(1) + head
+    _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
+    _kv_start, kv_len, _kv_row = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     kept += pair * row_blocks * number
     rows += pair * places
