@@ -1,6 +1,6 @@
 """Measure what FP4 attention needs before it attends: statistics, Q, K and V in NVFP4, and the scores of Q's means.
 
-python benchmarks/preparation.py --output benchmarks/results
+python benchmarks/preparation.py --output benchmarks/results --sageattention3 CHECKOUT
 
 writes <gpu>-sage3.json. Its "rows" have phase, kernels, batch, heads, tokens, head_dim and ms: "statistics", "query",
 "key", "value", "delta_scores" of each kernels, and "all" but delta_scores from the first kernel's start to the last
@@ -8,6 +8,10 @@ one's end. Kernels "cuda" quantise Q, K and V in one launch; its time without mu
 much of Q for "key and value". "all" and "delta_scores" are replayed as graphs, so that the host's time does not count.
 "copy_ms" is what copying the bytes that "all" moves takes: Q read once, K and V twice, the operands written. No FP4
 hardware is needed: these kernels run on any GPU.
+
+Kernels "sageattention3" are those of a checkout of github.com/thu-ml/SageAttention, as `sageattention3.py` says: its
+statistics are "smooth_key" and "smooth_query". Rows of what does not convert to e2m1 here have "without"; where
+something does not run at all, "unavailable" says why, and there is no ms.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import sageattention3
 import torch
 from record import git_commit
 from torch.profiler import ProfilerActivity, profile
@@ -49,22 +55,39 @@ TRITON_PHASES = {
 CUDA_PHASES = {"reduce": ("statistics",), "means": ("statistics",), "quantize": ("quantize",)}
 
 
-def phase_ms(call: Callable[[], object], phases: dict[str, tuple[str, ...]]) -> dict[str, float]:
-    """Return the median time in ms of each phase: the sum of its kernels' times."""
+def phase_ms(call: Callable[[], object], phases: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
+    """Return the median time in ms of each phase of a call: the sum of its kernels' times."""
     call()
-    sums: dict[str, list[float]] = defaultdict(list)
-    for _ in range(REPEATS):
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(REPEATS):
             call()
-            torch.cuda.synchronize()
-        found: dict[str, float] = defaultdict(float)
-        launched: dict[str, int] = defaultdict(int)
-        for event in sorted(profiled.events(), key=lambda event: event.time_range.start):
-            if event.name in phases:
-                found[phases[event.name][launched[event.name]]] += event.time_range.elapsed_us() / 1e3
-                launched[event.name] += 1
-        for phase, ms in found.items():
-            sums[phase].append(ms)
+        torch.cuda.synchronize()
+    events = sorted(profiled.events(), key=lambda event: event.time_range.start)
+    launches = [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
+    return median_of_phases(launches, phases, REPEATS)
+
+
+def median_of_phases(
+    launches: Sequence[tuple[str, float]], phases: Mapping[str, tuple[str, ...]], calls: int
+) -> dict[str, float]:
+    """Return the median of each phase's time over equal calls.
+
+    Args:
+        launches: (kernel, time) of all calls, in order.
+        phases: of each kernel's launches in a call; other kernels do not count.
+        calls: how many there were.
+
+    Raises:
+        ValueError: a kernel was launched more or less often than `phases` says.
+    """
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * calls)
+    for kernel, names in phases.items():
+        times = [ms for name, ms in launches if name == kernel]
+        if len(times) not in (0, calls * len(names)):
+            raise ValueError(f"{kernel} was launched {len(times)} times in {calls} calls, not {len(names)} in each")
+        for number, ms in enumerate(times):
+            sums[names[number % len(names)]][number // len(names)] += ms
     return {phase: statistics.median(values) for phase, values in sums.items()}
 
 
@@ -75,6 +98,42 @@ def replayed(call: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+def measure_peer(checkout: Path, library: Path | str, shape: tuple[int, int, int, int]) -> list[dict[str, Any]]:
+    """Return the rows of public SageAttention3 at one shape.
+
+    Args:
+        checkout: of its source.
+        library: its compiled quantisers, or why there are none.
+        shape: batch, heads, tokens, head_dim.
+    """
+    device = torch.device("cuda")
+    batch, heads, tokens, head_dim = shape
+    query, key, value = measure.draw(
+        measure.Shape("preparation", batch, heads, heads, tokens, head_dim), "biased", device
+    )
+    calls, refused = dict[str, Callable[[], object]](), dict[str, str]()
+    try:
+        calls |= sageattention3.smoothing(sageattention3.load_api(checkout), query, key)
+    except sageattention3.Unavailable as error:
+        refused |= dict.fromkeys((*sageattention3.SMOOTHING, "delta_scores"), str(error))
+    if isinstance(library, str):
+        refused |= dict.fromkeys(sageattention3.QUANTIZERS, library)
+    else:
+        calls |= sageattention3.quantizers(library, query, key, value)
+    prepared = (*sageattention3.SMOOTHING, *sageattention3.QUANTIZERS)
+    if not refused:
+        steps = [calls[name] for name in prepared]
+        calls["all"] = lambda: [step() for step in steps]
+    sizes = {"batch": batch, "heads": heads, "tokens": tokens, "head_dim": head_dim}
+    facts = {"kernels": sageattention3.NAME, **sizes}
+    converts = torch.cuda.get_device_capability(device) >= sageattention3.CONVERTING
+    rows: list[dict[str, Any]] = [{"phase": phase, **facts, "unavailable": reason} for phase, reason in refused.items()]
+    for phase, ms in measure.median_ms({name: (replayed(call), 20) for name, call in calls.items()}).items():
+        left_out = not converts and phase in (*sageattention3.QUANTIZERS, "all")
+        rows.append({"phase": phase, **facts, "ms": ms} | ({"without": "conversion to e2m1"} if left_out else {}))
+    return rows
 
 
 def measure_shape(
@@ -131,20 +190,34 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(), help="folder to write <gpu>-sage3.json into")
     parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=["triton", "cuda"])
+    parser.add_argument("--sageattention3", type=Path, metavar="CHECKOUT", help="measure the source in this folder too")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     facts = measure.facts(device, git_commit() if arguments.commit is None else arguments.commit)
     bandwidth = measure.copy_bandwidth(device)
     rows = [row for shape in SHAPES for row in measure_shape(*shape, bandwidth, arguments.kernels)]
+    if arguments.sageattention3 is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            library = compiled_peer(arguments.sageattention3, Path(folder), device)
+            rows += [row for shape in SHAPES for row in measure_peer(arguments.sageattention3, library, shape)]
     for row in rows:
         sizes = f"{row['batch']}x{row['heads']}x{row['tokens']}x{row['head_dim']}"
-        print(f"{sizes:18s} {row['kernels']:6s} {row['phase']:14s} {row['ms']:.3f} ms  {row.get('copy_ms', '')}")
+        result = f"{row['ms']:.3f} ms  {row.get('copy_ms', '')}" if "ms" in row else row["unavailable"]
+        print(f"{sizes:18s} {row['kernels']:14s} {row['phase']:14s} {result}")
     name = facts["gpu"].lower().replace(" ", "-")
     path = arguments.output / f"{name}-sage3.json"
     lines = ",\n".join(json.dumps(row) for row in rows)
     head = json.dumps({**facts, "copy_bandwidth": bandwidth}, indent=1)[:-2]
     path.write_text(f'{head},\n "rows": [\n{lines}\n]\n}}\n', encoding="utf-8")
     print(f"wrote {path}")
+
+
+def compiled_peer(checkout: Path, folder: Path, device: torch.device) -> Path | str:
+    """Return public SageAttention3's quantisers, compiled for the device, or why there are none."""
+    try:
+        return sageattention3.compile_quantizers(checkout, folder, torch.cuda.get_device_capability(device))
+    except sageattention3.Unavailable as error:
+        return str(error)
 
 
 if __name__ == "__main__":

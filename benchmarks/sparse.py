@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -315,8 +316,10 @@ def compile_kernels(direction: str, case: Case | None) -> None:
 def compile_ahead() -> None:
     """Compile the kernels of all cases side by side: caches on disk hand them to this process.
 
-    A process that fails is passed over, because the measurement says how.
+    A process that fails is passed over, because the measurement says how. Each compiles by itself: workers of their
+    own would be more than there are cores.
     """
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     kinds: dict[tuple[str, Case | None], None] = {("forward", None): None}
     for direction, cases in (("forward", CASES), ("training", TRAINING_CASES)):
         kinds.update({(direction, replace(case, skipped=SKIPPED[0])): None for case in cases})

@@ -36,6 +36,8 @@ GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
+FP4_PREPARATION = "nvidia-h200-sage3"
+"""Name of the result with the times of what FP4 attention needs before it attends."""
 HOST = "nvidia-h200-host"
 """Name of the result with the host time of calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
@@ -49,6 +51,7 @@ import imports  # noqa: E402
 import peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import peaked_table  # noqa: E402
+import preparation_table  # noqa: E402
 import sparse_quality_table  # noqa: E402
 import training_summary  # noqa: E402
 
@@ -130,6 +133,11 @@ def phases() -> str:
     if not has_result(PHASES):
         return "Phases are not in a results file yet."
     return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
+
+
+def fp4_preparation() -> str:
+    """Return a table of the times of what FP4 attention needs before it attends."""
+    return f"{preparation_table.markdown(read_result(FP4_PREPARATION))}\n\n{sources(FP4_PREPARATION)}"
 
 
 def host() -> str:
@@ -296,6 +304,7 @@ python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sag
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/preparation.py --output {BENCHMARKS}/results --sageattention3 CHECKOUT
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -363,6 +372,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "grid": grid,
     "phases": phases,
+    "fp4-preparation": fp4_preparation,
     "host": host,
     "training-speed": lambda: "\n\n".join(
         (

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 
 from sage_hf import record
-from sage_kernels import checks, dispatch, exact, ops, prepared, prepared_training, training
+from sage_kernels import checks, dispatch, empty_rows, exact, ops, prepared, prepared_training, training
 from sage_kernels.blocks import BlockList, check_blocks, exact_attention
 from sage_kernels.call import Mask
 from sage_kernels.recipe import get_recipe
@@ -198,9 +198,11 @@ def attend(
         grad = torch.is_grad_enabled() and ops.wants_gradient(query, key, value, attn_mask)
         options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
         slot = prepared.find(query, key, value, attn_mask, "sage_attention", tokens_first, grad, *options)
+        if slot is not None and slot.prepared is None and slot.calls == 0 and attn_mask is None and not tokens_first:
+            prepared.follow_step(slot, query, key, value, grad, *options)
         if slot is not None and slot.prepared is not None:
             slot.announce(slot.prepared.plan)
-            output, lse = slot.prepared(query, key, value, attn_mask)
+            output, lse = slot.run(query, key, value, attn_mask)
             if record.observers:
                 shown = query, key, value, output
                 query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
@@ -235,20 +237,25 @@ def attend(
             exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
             slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
     elif wants_gradient:
-        output, lse = training.attention(
-            query,
-            key,
-            value,
-            valid=valid,
-            is_causal=is_causal,
-            scale=scale,
-            recipe=recipe,
-            fallback=checked_fallback,
-            return_lse=return_lse,
-        )
-        if slot is not None and not return_lse:
+        if slot is not None and slot.calls == 0 and not return_lse:
+            # At once: what a first call saves for its backward pass, checkpointing compares to what a later one does.
             prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
-            slot.prepare(partial(prepare, recipe, checked_fallback))
+            slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
+        if slot is not None and slot.prepared is not None:
+            slot.announce(slot.prepared.plan)
+            output, lse = slot.prepared(query, key, value, mask)
+        else:
+            output, lse = training.attention(
+                query,
+                key,
+                value,
+                valid=valid,
+                is_causal=is_causal,
+                scale=scale,
+                recipe=recipe,
+                fallback=checked_fallback,
+                return_lse=return_lse,
+            )
     elif slot is None:
         output, lse = ops.attention(
             query,
@@ -272,7 +279,7 @@ def attend(
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:
             slot.announce(plan)
-            output, lse = prepared.as_planned(slot.prepared)(query, key, value, attn_mask)
+            output, lse = slot.prepared(query, key, value, attn_mask)  # as planned: its own keys do not recur
         else:
             output, lse = dispatch.run(call, plan)
             if not at_once:
@@ -299,9 +306,8 @@ def _exact(
     """
     if is_causal and mask is not None:
         mask, is_causal = exact.with_causality(mask, query, key), False
-    output = exact.sdpa(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if recipe != "exact" and mask is not None:
-        output = torch.where(exact.attended_rows(mask), output, 0.0)
+    attend_exactly = exact.sdpa if recipe == "exact" else empty_rows.attend
+    output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if not return_lse:
         return output, query.new_empty(0, dtype=torch.float32)
     with torch.no_grad():

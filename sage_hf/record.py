@@ -149,7 +149,7 @@ def file_plan(plan: Plan) -> None:
         _outside.append(plan)
         if len(_outside) >= UNCOUNTED:
             _count_outside()
-    if plan.is_fallback:
+    if plan.is_fallback and (plan.request.recipe, plan.recipe, plan.reason) not in _logged:
         _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
     if plan.kernel == "reference":
         _log_slow(plan)

@@ -8,7 +8,9 @@ LOOPS = {(gpu.name, head_dim): model.Loop(600, 64, 82) for gpu in model.GPUS for
 
 def preparation(ms, copy_ms, tokens=16384):
     sizes = {"batch": 1, "heads": model.TOKENS_AND_HEADS // tokens, "tokens": tokens, "head_dim": 128}
-    rows = [{"phase": phase, **sizes, "ms": ms, "copy_ms": copy_ms} for phase in ("all", "delta_scores")]
+    ours = {"kernels": "cuda", **sizes, "ms": ms, "copy_ms": copy_ms}
+    theirs = {"kernels": "sageattention3", **sizes, "ms": ms / 10}
+    rows = [{"phase": phase, **row} for phase in ("all", "delta_scores") for row in (ours, theirs)]
     return {"copy_bandwidth": 4e12, "rows": rows}
 
 

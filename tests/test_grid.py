@@ -6,6 +6,8 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import forward
 import pytest
@@ -16,7 +18,7 @@ from sage_hf.app.cli import main
 from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables
 from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
-from sage_hf.bench.measure_grid import Timed, measure_point
+from sage_hf.bench.measure_grid import Queue, Timed, measure_point
 from sage_hf.bench.measure_phases import WHOLE, Span, phases
 from sage_hf.bench.warming import call_in_processes
 
@@ -49,14 +51,16 @@ class FakeQueue:
         call()
         return self.latest
 
-    def prepare(self, provider, call, output, once_ms):
+    def prepare(self, provider, call, output):
         self.replayed.append(provider.name)
-        timed = Timed(provider, output, 7.0, lambda: None, 2)
+        timed = Timed(provider, output, call, 1.0, lambda: None, 2, host_times=[7.0])
         timed.marks.append((Event(0.0), Event(2 * self.times.get(provider.name, 1.0))))
         return timed
 
-    def replay(self, timed):
+    def take_host_times(self, timed):
         pass
+
+    replay = take_host_times
 
 
 def tiny(point: Point) -> Point:
@@ -183,6 +187,34 @@ class _Watch:
 
     def __exit__(self, *error):
         return None
+
+
+def test_host_times_are_of_calls_that_have_settled_and_taken_in_turns(monkeypatch):
+    """The first calls of ours find out what the later ones repeat; all have as many calls, and drift meets all."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Queue, "once_ms", lambda self, call: 1.0)
+    monkeypatch.setattr(Queue, "_capture", lambda self, call, calls: SimpleNamespace(replay=None))
+    queue, order, entered = Queue(CPU), [], []
+
+    @contextlib.contextmanager
+    def context(name):
+        entered.append(name)
+        yield
+        entered.pop()
+
+    def called(name):
+        order.append((name, tuple(entered)))
+
+    timed = []
+    for name in ("a", "b"):
+        one = GridProvider(name, None, partial(context, name))
+        timed.append(queue.prepare(one, partial(called, name), torch.empty(0)))
+    assert [name for name, _ in order] == ["a"] * 2 + ["b"] * 2
+    order.clear()
+    queue.take_host_times(timed)
+    assert order == [("a", ("a",)), ("b", ("b",)), ("b", ("b",)), ("a", ("a",))] * 2
+    assert all(len(one.host_times) == 4 and one.host_us > 0 for one in timed)
 
 
 def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):

@@ -1,7 +1,7 @@
 """Check what imports what: backends are siblings on a floor that needs none of them."""
 
 import pytest
-from imports import MODULES, imported_modules, imported_names
+from imports import MODULES, arrows, imported_modules, imported_names
 
 BACKENDS = ("triton", "gluon", "cuda", "reference")
 # Folders beside the floor, and those of them that each may import.
@@ -42,6 +42,13 @@ def test_no_module_imports_itself_by_way_of_others():
 
     for name in MODULES:
         visit(name)
+
+
+def test_no_two_folders_import_each_other():
+    """But for a package's own files, which register what lies in its folders."""
+    found = {folder: set(others) for folder, others in arrows().items() if "/" in folder}
+    mutual = {(one, other) for one, others in found.items() for other in others if one in found.get(other, ())}
+    assert not mutual
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

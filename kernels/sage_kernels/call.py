@@ -40,6 +40,11 @@ class Mask:
     valid: torch.Tensor | None = None
     blocks: BlockList | None = None
 
+    @property
+    def list_sizes(self) -> tuple[int, int]:
+        """Return the rows of a block, and the keys of a tile, of the block list; (0, 0) without one."""
+        return (0, 0) if self.blocks is None else (self.blocks.block_m, self.blocks.block_n)
+
     @classmethod
     def of(cls, mask: torch.Tensor | None, kv_len: int) -> Mask:
         """Return the Mask of a 4-D tensor, or NO_MASK for None."""

@@ -140,7 +140,10 @@ class Curve:
         )
 
     def _correction(self, sizes: Sizes) -> float:
-        """Return the mean of the measured calls' factors, each by how near it is in size; far from all of them 1."""
+        """Return the mean of the measured calls' factors, each by how near it is in size; far from all of them 1.
+
+        A call that was itself measured has its own.
+        """
         if (found := self._corrections.get(sizes)) is not None:
             return found
         queries, keys, *others = _place(sizes)
@@ -149,6 +152,9 @@ class Curve:
             if abs(queries - other_queries) < FARTHEST and abs(keys - other_keys) < FARTHEST:
                 distance = (queries - other_queries) ** 2 + (keys - other_keys) ** 2
                 distance += sum((one - other) ** 2 for one, other in zip(others, rest, strict=True))
+                if distance == 0.0:
+                    total, weight = logarithm, 1.0
+                    break
                 near = math.exp(-distance / (2.0 * REACH**2)) if distance < FARTHEST**2 else 0.0
                 total, weight = total + near * logarithm, weight + near
         if len(self._corrections) >= MOST_CORRECTIONS:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from . import blocks, exact
+from . import ahead, blocks, exact
 from .call import BackwardCall, Call
 from .layout import is_aligned, sequence_slices
 from .operands import Saved
@@ -47,6 +47,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
         aligned=on_gpu and is_aligned(query) and is_aligned(key) and is_aligned(value),
         lower_right=call.is_causal and call.causal_offset == lower_right != 0,
         shifted=call.is_causal and call.causal_offset not in (0, lower_right),
+        list_sizes=call.mask.list_sizes,
     )
 
 
@@ -112,6 +113,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
     """
     plan = plan_training(request_of(call, grad=True), fallback)
     announce(plan)
+    ahead.compile_backward(call, plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     kernel = cast(TrainingForward, get_forward(plan.kernel))
     # Autocast would round the float32 products of scales and means.
@@ -137,6 +139,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
 
 def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
+    ahead.finish()
     with torch.autocast(call.value.device.type, enabled=False):
         return get_backward(kernel).backward(call)
 

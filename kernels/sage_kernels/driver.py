@@ -165,5 +165,8 @@ def _created(function: str, flags: int) -> int:
 
 def wait_for(stream: int, other: int, event: int) -> None:
     """Let `stream` wait for what `other` has been given so far; `event` is free again when this returns."""
-    check("cuEventRecord", library().cuEventRecord(event, other))
-    check("cuStreamWaitEvent", library().cuStreamWaitEvent(stream, event, 0))
+    loaded = library()
+    if status := loaded.cuEventRecord(event, other):
+        check("cuEventRecord", status)
+    if status := loaded.cuStreamWaitEvent(stream, event, 0):
+        check("cuStreamWaitEvent", status)

@@ -342,6 +342,14 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
     return mask
 
 
+def form_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> tuple[torch.Size, tuple[int, ...]] | None:
+    """Return size and strides of the view of a bool mask that `sdpa` hands to PyTorch; None if it is no view."""
+    if mask.dtype != torch.bool:
+        return None
+    made = _mask_for_sdpa(mask[(None,) * (2 - mask.dim())], query, kv_len)
+    return (made.shape, made.stride()) if made.data_ptr() == mask.data_ptr() else None
+
+
 def _is_read_in_place(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, dropout_p: float
 ) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from . import rehearsal
 from .call import Call
-from .registry import Attend, Exact, Request, get_exact, register_exact
+from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,10 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 MAX_HEAD_DIM = 256
 ROWS, PROGRAMS = 128, 132
 """Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
+PLANNER = "get_scheduler_metadata"
+"""Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
+PLANNED_AT_ONCE = 992
+MOST_SIZES = 1024  # of calls whose plans are remembered
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -51,10 +55,8 @@ class FlashAttention3:
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
-        blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
-        splits = 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1  # 0: as it finds best
         operator, negative = _operator(), call.scale < 0
-        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": splits}
+        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": _splits(call)}
         assert operator is not None
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -64,13 +66,17 @@ class FlashAttention3:
         return attend
 
 
+def _splits(call: Call) -> int:
+    """Return into how many parts the operator divides keys: 0, as it finds best, or 1."""
+    blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
+    return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
+
+
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
-    def attend(
-        self, call: Call, attend_to_first: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
-        """Attend; see `triton.exact_forward.attend`."""
+    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `triton.scattered_forward.attend`."""
 
 
 class PaddedFlashAttention3:
@@ -95,7 +101,7 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend(call, attend_to_first=_attend_to_first)
+        return self._others.attend_to_scattered(call, _attend_to_first, _row_blocks(call))
 
 
 def register_kernels() -> None:
@@ -104,20 +110,96 @@ def register_kernels() -> None:
     register_exact(PaddedFlashAttention3(cast(Others, get_exact("exact_forward"))))
 
 
-def _attend_to_first(call: Call, lengths: torch.Tensor, output: torch.Tensor) -> None:
-    """Write the output of each batch element over its first `lengths` keys."""
-    operator, scale = _operator(), call.scale
-    assert operator is not None
+def _attend_to_first(
+    call: Call,
+    q_lengths: torch.Tensor | None,
+    kv_lengths: torch.Tensor,
+    plan: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    """Write the output of some batch elements; see `registry.AttendToFirst`."""
+    of_rows, scale = q_lengths if plan is None else plan, call.scale
+    assert of_rows is not None
 
     def attend(*tensors: torch.Tensor) -> None:
-        query, key, value, into = (x.transpose(1, 2) for x in tensors[:4])
-        operator(query, key, value, out=into, seqused_k=tensors[4], softmax_scale=scale, num_splits=1)
+        _write(*tensors, scale=scale, planned=plan is not None)
 
-    tensors = call.query, call.key, call.value, output, lengths
+    tensors = call.query, call.key, call.value, output, kv_lengths, of_rows
     if (rehearsed := rehearsal.current()) is not None:
         rehearsed.ran(attend, *tensors)
     else:
         attend(*tensors)
+
+
+def _write(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
+    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which."""
+    *mains, kv_lengths, of_rows = tensors
+    query, key, value, into = (x.transpose(1, 2) for x in mains)
+    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": 1}
+    operator = _operator()
+    assert operator is not None
+    operator(query, key, value, out=into, seqused_k=kv_lengths, **options)
+
+
+_row_blocks_found: dict[tuple[Any, ...], int] = {}
+
+
+def _row_blocks(call: Call) -> int:
+    """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
+
+    It does so by one more launch, which has to wait for the lengths, and finds no more than the order of the elements.
+    To find out takes a look at the GPU's memory, so not while a graph is captured.
+    """
+    if call.batch > PLANNED_AT_ONCE:
+        return 0
+    device = call.query.device
+    sizes = call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
+    if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        found = int(_plan((1, *sizes), call.kv_len, None, device)[4]) if _takes_plans(device) else 0
+        if len(_row_blocks_found) >= MOST_SIZES:
+            _row_blocks_found.clear()
+        _row_blocks_found[known] = found
+    return found
+
+
+@lru_cache(maxsize=16)
+def _takes_plans(device: torch.device) -> bool:
+    """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, and which follows them."""
+    if not hasattr(_operators(), PLANNER):
+        return False
+    sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
+    full, short, empty = (_plan(sizes, *lengths, device).tolist() for lengths in ((1024, None), (1, None), (1024, 0)))
+    blocks = full[4]
+    alike = full[:8] == short[:8] == [*ones, *[blocks] * 4] and sorted(full[8:12]) == sorted(short[8:12]) == numbers
+    if not alike or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
+        return False
+    # The second element is left as it is, by a plan as by lengths.
+    drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    inputs = [torch.randn(*size, 64, **drawn).bfloat16() for size in ((4, 4, 640), (4, 2, 1024), (4, 2, 1024))]
+    kv_lengths, q_lengths, plan = (
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ([1000, 0, 17, 640], [640, 0, 640, 640], [*ones, blocks, 0, blocks, blocks, *numbers, 0])
+    )
+    outputs = [torch.full_like(inputs[0], 7.0) for _ in range(2)]
+    _write(*inputs, outputs[0], kv_lengths, q_lengths, scale=0.1, planned=False)
+    _write(*inputs, outputs[1], kv_lengths, plan, scale=0.1, planned=True)
+    return torch.equal(*outputs) and bool((outputs[0][1] == 7.0).all())
+
+
+def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, device: torch.device) -> torch.Tensor:
+    """Return the operator's plan for elements of these lengths, of calls of (batch, q_len, …, kv_heads, head_dim)."""
+
+    def all_of(length: int) -> torch.Tensor:
+        return torch.full((sizes[0],), length, dtype=torch.int32, device=device)
+
+    used = None if q_length is None else all_of(q_length)
+    options = {"seqused_q": used, "num_splits": 1}
+    found: torch.Tensor = getattr(_operators(), PLANNER)(
+        *sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options
+    )
+    return found
 
 
 def _unsupported(request: Request) -> str:
@@ -136,17 +218,25 @@ def _unsupported(request: Request) -> str:
 
 
 @lru_cache(maxsize=1)
-def _operator() -> Callable[..., Any] | None:
-    """Return the operator of the first package that can be loaded; None without any."""
+def _operators() -> Any:
+    """Return the operators of the first package that can be loaded; None without any."""
     for package in PACKAGES:
         if find_spec(package) is None:
             continue
         try:
             import_module(f"{package}._C")
-            return getattr(torch.ops, package).fwd
+            operators = getattr(torch.ops, package)
+            _ = operators.fwd
+            return operators
         except (AttributeError, ImportError, OSError) as error:  # built for another PyTorch
             logger.info("FlashAttention 3 of %s cannot be loaded: %s", package, error)
     return None
+
+
+def _operator() -> Callable[..., Any] | None:
+    """Return the operator that attends; None without any package."""
+    operators = _operators()
+    return None if operators is None else operators.fwd
 
 
 @lru_cache(maxsize=1)

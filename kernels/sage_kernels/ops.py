@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, exact, prepared  # noqa: F401 - `backends` registers the kernels
+from . import backends, checks, dispatch, exact, prepared, prepared_lists  # noqa: F401 - `backends` registers the kernels
 from .blocks import BlockList, check_blocks
 from .call import NO_MASK, Call, Mask, softmax_scale
 from .layout import Lengths
@@ -293,11 +293,21 @@ def _block_attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = query, key, value, counts, tiles, *(() if mask is None else (mask,))
+    options = block_m, block_n, is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
+    slot = prepared_lists.find(tensors, *options)
+    if slot is not None and slot.prepared is not None:
+        dispatch.announce(slot.prepared.plan)
+        output, lse = slot.prepared(*tensors)
+        return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
     blocks = BlockList(counts, tiles, block_m, block_n)
     check_blocks(blocks, query, key)
     call = replace(call, mask=Mask.of_blocks(blocks, call.mask.tensor, key.shape[2]))
-    output, lse = dispatch.attend(call, fallback)
+    plan = dispatch.plan_of(call, fallback)
+    output, lse = dispatch.run(call, plan)
+    if slot is not None and call.mask.tensor is mask:
+        slot.prepare(call, plan)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 

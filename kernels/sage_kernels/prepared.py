@@ -1,15 +1,16 @@
 """Prepared calls: what a call's shapes, strides, dtypes, device and options decide is found out once, then repeated.
 
-The second call that agrees in all of these is prepared, so a length that occurs once costs nothing. A prepared call
-makes no checks, for those of the first one hold, and runs no operator of torch.library: it serves plain tensors outside
-of tracing, of transforms and of modes that want to see operators.
+The second call that agrees in all of these is prepared, so a length that occurs once costs nothing; the first one where
+gradients are wanted, and of steps of decoding. A prepared call makes no checks, for those of the first one hold, and
+runs no operator of torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to
+see operators.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from . import costs, dispatch, exact, registry
+from . import costs, dispatch, empty_rows, exact, registry
 from .call import NO_MASK, Call, Mask
 from .dispatch import without_cudnn
 from .recipe import Recipe, get_recipe
@@ -34,14 +35,20 @@ logger = logging.getLogger(__name__)
 
 CALLS = 512
 """Calls that are remembered; of more, those used least lately are forgotten."""
-AT_HAND, FINDS = 8, 64
-"""Calls with the same options that are at hand; and after how many finds another one is put there again."""
+AT_HAND = 8
+"""Calls with the same options that are at hand."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
+
+STEP_KEYS = 64
+"""Numbers of keys for which a step of decoding by PyTorch's attention is planned once: every step has one more."""
 
 Made = TypeVar("Made")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+PlanAnew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "Prepared | None"]
 
 
 class Prepared(Protocol):
@@ -62,20 +69,25 @@ class Slot:
     """Knowledge of calls that agree in all but addresses and values.
 
     Attributes:
-        prepared: the call, if it is prepared.
+        prepared: the call of tensors (batch, heads, tokens, channels), if it is prepared.
         calls: how many there were before.
         announce: is told the plan of each.
         address: where the keys of the first step of decoding lay; 0 before one.
-        tokens_first: the calls' tensors are (batch, tokens, heads, channels).
-        found: how often the prepared call was found by its facts.
+        plan_anew: prepares a step of decoding whose keys lie where the first ones lay, so that their number is fixed;
+            None for other calls, and once it has.
+        tokens_first: the callers' tensors are (batch, tokens, heads, channels), and their output too.
+        step: what steps of decoding have in common that are planned together; None for other calls.
+        alike: compares tensors to the calls' own (`guards_of`), once a prepared call was found by its facts.
     """
 
     prepared: Prepared | None = None
     calls: int = 0
     announce: Callable[[Plan], None] = dispatch.announce
     address: int = 0
+    plan_anew: PlanAnew | None = None
     tokens_first: bool = False
-    found: int = 0
+    step: tuple[object, ...] | None = None
+    alike: Any = None
 
     def recurs(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Return whether a step of decoding finds its keys where those of the first one lay."""
@@ -94,8 +106,36 @@ class Slot:
         self.calls += 1
         if self.calls == 2 or at_once:
             made = make()
-            self.prepared = TokensFirstCall(made) if made is not None and self.tokens_first else made
-            self.announce = announce
+            self.prepared, self.announce = made, announce
+            # Kernels that serve keys of a fixed number best need not be those of a cache that grows.
+            if self.step is not None and isinstance(made, ExactCall) and not made.plan.request.recurs:
+                if len(_steps) == CALLS:
+                    _steps.clear()
+                _steps[self.step] = made, self.plan_anew
+
+    def run(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the prepared call with a caller's tensors; return what `Prepared` does, laid out as they are."""
+        call, transposes = self.prepared, self.tokens_first
+        assert call is not None
+        if not transposes:
+            output, lse = call(query, key, value, mask)
+        elif isinstance(call, BoundCall) and call.tokens_first:
+            output, lse = call.attend(query, key, value), None
+        elif isinstance(call, TapedCall):  # which reads addresses alone
+            output, lse = call(query, key, value, mask)
+            output = output.transpose(1, 2)
+        else:
+            output, lse = call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+            output = output.transpose(1, 2)
+        if self.plan_anew is not None:
+            if self.address == 0:
+                self.address = key.data_ptr()
+            elif key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
+                tensors = (x.transpose(1, 2) if transposes else x for x in (query, key, value))
+                self.prepared, self.plan_anew = self.plan_anew(*tensors) or call, None
+        return output, lse
 
 
 @lru_cache(maxsize=CALLS)
@@ -108,10 +148,15 @@ _at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Any, Slot], ...]] = 
 own at once, as the compiler of PyTorch does; the facts of `_slot` are a dozen of attributes."""
 
 
+_steps: dict[tuple[object, ...], tuple[ExactCall, PlanAnew | None]] = {}
+"""By `Slot.step`: a prepared step, and `Slot.plan_anew` of its slot."""
+
+
 def forget() -> None:
     """Forget all prepared calls."""
     _slot.cache_clear()
     _at_hand.clear()
+    _steps.clear()
 
 
 registry.forgetters.append(forget)
@@ -147,28 +192,61 @@ def find(
         TypeError,
     ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
         return None
-    if slot.prepared is not None:
-        slot.found += 1
-        if slot.found % FINDS == 1:
-            _put_at_hand(slot, tensors, kind)
+    if slot.prepared is not None and TensorGuards is not None:
+        _put_at_hand(slot, tensors, kind)
     return slot
+
+
+def follow_step(slot: Slot, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: object) -> None:
+    """Prepare a step of decoding without a mask as one of about as many keys was, if one was, without planning it.
+
+    Args:
+        slot: of a call that `find` finds for the first time.
+        query, key, value: its tensors, (batch, heads, tokens, channels), not checked yet.
+        options: as for `find`.
+    """
+    if query.dim() != 4 or query.shape[2] >= costs.DECODED_QUERIES or not query.dim() == key.dim() == value.dim():
+        return
+    (batch, heads, keys, channels), other = key.shape, value.shape
+    if other[:3] != (batch, heads, keys):
+        return
+    facts = query.shape, batch, heads, channels, other[3], *(fact for x in (query, key, value) for fact in _kind(x))
+    slot.step = (*facts, keys // STEP_KEYS, *options)
+    latest, plan_anew = _steps.get(slot.step, (None, None))
+    if latest is None or not latest.direct or not exact.takes_as_they_are(query, key, value, latest.scale):
+        return
+    plan = replace(latest.plan, request=replace(latest.plan.request, kv_len=keys))
+    slot.calls, slot.prepared, slot.plan_anew = 1, replace(latest, plan=plan), plan_anew
+
+
+def _kind(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return x.dtype, x.device
 
 
 def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
     """Let `find` compare a call's tensors to these first, and return the slot for them."""
-    global TensorGuards
-    if TensorGuards is None or (kind not in _at_hand and len(_at_hand) == CALLS):
+    if kind not in _at_hand and len(_at_hand) == CALLS:
         return
+    if slot.alike is None:
+        slot.alike = guards_of(tensors)
+    if slot.alike is not None:
+        others = [one for one in _at_hand.get(kind, ()) if one[1] is not slot]
+        _at_hand[kind] = ((slot.alike, slot), *others[: AT_HAND - 1])
+
+
+def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what says by `check(*others)` whether others are like these in all but addresses, None if nothing can."""
+    global TensorGuards
+    if TensorGuards is None:
+        return None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     try:
         alike = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        if not alike.check(*tensors):
-            return
+        return alike if alike.check(*tensors) else None
     except (RuntimeError, SystemError, TypeError) as error:  # another PyTorch's takes other arguments
         logger.info("prepared calls are found by their facts alone: %s: %s", type(error).__name__, error)
         TensorGuards = None
-        return
-    _at_hand[kind] = ((alike, slot), *_at_hand.get(kind, ())[: AT_HAND - 1])
+        return None
 
 
 def modes_are_active() -> bool:
@@ -203,7 +281,8 @@ class ExactCall:
     Attributes:
         plan: as in `Prepared`.
         is_causal, scale, enable_gqa: as in `exact.sdpa`.
-        direct: PyTorch's function takes the arguments as they are.
+        direct: PyTorch's function takes the arguments as they are, but for the mask, of which it takes a view.
+        mask_form: size and strides of that view; None without a mask, and where rows without a key are set to 0.
         empties_rows: rows that may attend to no key are set to 0.
         tokens_first: the output is laid out as (batch, tokens, heads, channels).
         cudnn: PyTorch may take its cuDNN backend.
@@ -215,6 +294,7 @@ class ExactCall:
     scale: float | None
     enable_gqa: bool
     direct: bool
+    mask_form: tuple[torch.Size, tuple[int, ...]] | None
     empties_rows: bool
     tokens_first: bool
     cudnn: bool
@@ -227,7 +307,7 @@ class ExactCall:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
-        if self.direct and self.cudnn:
+        if self.direct and self.cudnn and self.mask_form is None:
             output = F.scaled_dot_product_attention(
                 query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
             )
@@ -239,9 +319,12 @@ class ExactCall:
     def _attend_directly(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-        )
+        if mask is None or self.mask_form is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            )
+        view = mask.as_strided(*self.mask_form)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -252,9 +335,8 @@ class ExactCall:
         gqa = self.enable_gqa and not self.shared_rows
         if self.shared_rows:
             query = query.reshape(batch, key.shape[1], -1, query.shape[3])
-        output = exact.sdpa(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
-        if self.empties_rows and mask is not None:
-            output = torch.where(exact.attended_rows(mask), output, 0.0)
+        attend = empty_rows.attend if self.empties_rows else exact.sdpa
+        output = attend(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
         return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
 
 
@@ -306,85 +388,18 @@ class TapedCall:
         return output, others[0] if self.return_lse else None
 
 
-@dataclass(slots=True, eq=False)
-class GrowingCall:
-    """Step of decoding behind a cache that may grow: once its keys lie where the first ones lay, it is planned anew.
-
-    Attributes:
-        prepared: the call as it is prepared so far.
-        address: where the first keys lay; 0 once it is planned anew.
-        recipe, is_causal, causal_offset, scale: as in `Call`.
-        fallback: as in `registry.select`.
-    """
-
-    prepared: Prepared
-    address: int
-    recipe: Recipe
-    is_causal: bool
-    causal_offset: int
-    scale: float
-    fallback: Fallback
-
-    @property
-    def plan(self) -> Plan:
-        """Return what runs."""
-        return self.prepared.plan
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend."""
-        found = self.prepared(query, key, value, mask)
-        if key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
-            self.address = 0
-            call = Call(query, key, value, self.recipe, NO_MASK, self.is_causal, self.causal_offset, self.scale)
-            self.prepared = prepare(call, dispatch.plan_of(call, self.fallback, True), None) or self.prepared
-        return found
-
-
 def prepare_step(call: Call, plan: Plan, mask: torch.Tensor | None, slot: Slot, fallback: Fallback) -> Prepared | None:
-    """Do as `prepare` for a call that may be a step behind a cache that grows."""
+    """Do as `prepare` for a call of a slot that may be a step behind a cache that grows."""
     found = prepare(call, plan, mask)
-    if found is None or plan.request.device_type != "cuda" or not costs.is_growing_step(plan.request):
-        return found
-    return GrowingCall(*(found, slot.address, call.recipe, call.is_causal, call.causal_offset, call.scale), fallback)
+    if found is not None and plan.request.device_type == "cuda" and costs.is_growing_step(plan.request):
+        recipe, options = call.recipe, (call.is_causal, call.causal_offset, call.scale)
 
+        def plan_anew(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Prepared | None:
+            again = Call(query, key, value, recipe, NO_MASK, *options)
+            return prepare(again, dispatch.plan_of(again, fallback, True), None)
 
-@dataclass(slots=True, eq=False)
-class TokensFirstCall:
-    """Call whose tensors are (batch, tokens, heads, channels), and its output too.
-
-    Attributes:
-        call: the call of their transposes.
-    """
-
-    call: Prepared
-
-    @property
-    def plan(self) -> Plan:
-        """Return what runs."""
-        return self.call.plan
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend."""
-        call = self.call
-        if isinstance(call, BoundCall) and call.tokens_first:
-            return call.attend(query, key, value), None
-        if not isinstance(call, TapedCall):  # which reads addresses alone
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = call(query, key, value, mask)
-        return output.transpose(1, 2), lse
-
-
-def as_planned(call: Prepared) -> Prepared:
-    """Return the call of tensors (batch, heads, tokens, channels) that was just prepared, to run as it was planned.
-
-    The keys of the first step of decoding lie where the first ones lay: that tells nothing.
-    """
-    call = call.call if isinstance(call, TokensFirstCall) else call
-    return call.prepared if isinstance(call, GrowingCall) else call
+        slot.plan_anew = plan_anew
+    return found
 
 
 def is_step(plan: Plan) -> bool:
@@ -416,11 +431,12 @@ def prepare_exact(
     if is_causal and mask is not None:
         return None
     gqa = query.shape[1] != key.shape[1]
-    direct = mask is None and exact.takes_as_they_are(query, key, value, scale)
+    form = None if mask is None or gqa or empties_rows else exact.form_for_sdpa(mask, query, key.shape[2])
+    direct = (mask is None or form is not None) and exact.takes_as_they_are(query, key, value, scale)
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
     cudnn = plan.kernel == "sdpa"
-    return ExactCall(plan, is_causal, scale, gqa, direct, empties_rows, tokens_first, cudnn, shared_rows)
+    return ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
 
 
 def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:

@@ -146,6 +146,15 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(query, key, value) -> output, for the tensors of calls that agree in all else."""
 
 
+AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""(call, q_lengths, kv_lengths, plan, output) -> None: write the output of some batch elements over their first keys.
+
+`kv_lengths`, int32 (batch,), has the number of keys of those elements, and 0 for the others, whose output must not be
+written. Which they are is also said by `q_lengths`, int32 (batch,), q_len or 0, or by `plan`; the other one is None. A
+plan is int32, three parts of as many numbers as there are elements, rounded up to a multiple of 4, and a counter: into
+how many the keys of each are divided (1); how many blocks of rows it has, or 0; its number; and 0."""
+
+
 @runtime_checkable
 class BoundExact(Exact, Protocol):
     """Kernel of exact attention that finds out once what calls like one need; it serves no masks.

@@ -101,16 +101,18 @@ class Rehearsal:
         steps: its launches in order, each with whether it runs beside the stream (`language.launch.overlapping`);
             "fork" and "join", between which it may; and operators, which run on the stream.
         beside: whether launches run beside the stream now.
+        compilations: where kernels shall only be compiled, what compiles each that would be launched.
     """
 
     memories: list[Memory] = field(default_factory=list)
     steps: list[tuple[PackedLaunch, bool] | Operator | str] = field(default_factory=list)
     beside: bool = False
+    compilations: list[Callable[[], object]] | None = None
 
-    def stand_in(self, x: torch.Tensor) -> StandIn:
-        """Return a stand-in for an argument, with a memory of its own."""
+    def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
+        """Return a stand-in for an argument, with a memory of its own, on a device, by default that of x."""
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
-        return StandIn(meta, self.new_memory(meta), x.device, self)
+        return StandIn(meta, self.new_memory(meta), device or x.device, self)
 
     def new_memory(self, meta: torch.Tensor) -> Memory:
         """Note an allocation."""
@@ -172,13 +174,24 @@ def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
 
 
 _current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_keeps: ContextVar[bool] = ContextVar("keeps", default=False)
 current = _current.get
 
 
 @contextlib.contextmanager
-def rehearsing() -> Iterator[Rehearsal]:
-    """Note what this thread would launch inside, instead of launching it."""
-    rehearsal = Rehearsal()
+def keeping() -> Iterator[None]:
+    """Let a rehearsed call allocate inside what is kept, the same for all calls."""
+    token = _keeps.set(True)
+    try:
+        yield
+    finally:
+        _keeps.reset(token)
+
+
+@contextlib.contextmanager
+def rehearsing(compiles_only: bool = False) -> Iterator[Rehearsal]:
+    """Note what this thread would launch inside, instead of launching it; or only how it is compiled."""
+    rehearsal = Rehearsal(compilations=[] if compiles_only else None)
     token = _current.set(rehearsal)
     try:
         with torch.no_grad(), _NoMemory():
@@ -205,7 +218,8 @@ class _NoMemory(TorchDispatchMode):
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not isinstance(made, StandIn) and made.device.type == "cuda":
+        real = isinstance(made, torch.Tensor) and not isinstance(made, StandIn)
+        if real and made.device.type == "cuda" and not _keeps.get():
             storages = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
             if made.untyped_storage()._cdata not in storages:
                 raise NotRepeatableError(f"{function} allocates memory that is no stand-in's")

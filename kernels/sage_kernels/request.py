@@ -20,6 +20,7 @@ class Request:
         aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
         lower_right: whether causality is aligned lower right, as for queries behind a cache, and not upper left too.
         shifted: whether causality is aligned neither way.
+        list_sizes: rows of a block, and keys of a tile, of its block list; (0, 0) without one.
         recurs: whether its keys lie where those of an earlier call of these sizes lay, so that it is behind no cache
             that grows.
     """
@@ -43,6 +44,7 @@ class Request:
     aligned: bool = False
     lower_right: bool = False
     shifted: bool = False
+    list_sizes: tuple[int, int] = (0, 0)
     recurs: bool = False
 
     @classmethod

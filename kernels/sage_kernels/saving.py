@@ -22,14 +22,15 @@ def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Te
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
     if call.is_empty:
-        return output, _empty_saved(call, lse)
+        return output, empty_saved(call, lse)
     operands = quantize_and_attend(call.for_kernel(), output=output, lse=lse)
     codes = operands.query.neg_() if call.scale < 0 else operands.query
     balance = lse.new_empty(0) if operands.balance is None else operands.balance
     return output, Saved(codes, operands.query_scale, operands.key, operands.key_scale, balance, lse)
 
 
-def _empty_saved(call: Call, lse: torch.Tensor) -> Saved:
+def empty_saved(call: Call, lse: torch.Tensor) -> Saved:
+    """Return what gradients need where the output is 0, with `lse`; and its sizes and dtypes for other calls."""
     q_sequences, kv_sequences = call.token_axes
     channels, rows, kv_rows = padded_channels(call.query.shape[3]), q_sequences.rows, kv_sequences.rows
     query, key = call.query.shape[:2], call.key.shape[:2]

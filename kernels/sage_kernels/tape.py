@@ -6,7 +6,9 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -16,6 +18,39 @@ from .rehearsal import Memory, NotRepeatableError, Operator, PackedLaunch, Rehea
 ALIGNMENT = 256
 """Bytes, of each buffer in the memory that a call allocates."""
 WORD = 8
+
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Size, strides and dtype of a tensor."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors that lie one behind another in one allocation.
+
+    Attributes:
+        tensors: stand-ins for them, each in a memory of its own.
+        starts: the first byte of each, multiples of ALIGNMENT.
+        size: bytes of all.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    starts: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Bundle:
+        """Place tensors, contiguous ones."""
+        sizes = (-(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT for x in tensors)
+        *starts, size = accumulate(sizes, initial=0)
+        return cls(tuple(tensors), tuple(starts), size)
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors that lie in `memory`, uint8 (size,)."""
+        return [
+            memory[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+            for x, start in zip(self.tensors, self.starts, strict=True)
+        ]
 
 
 class Tape:
@@ -34,35 +69,36 @@ class Tape:
     def __init__(
         self,
         rehearsal: Rehearsal,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | Bundle],
+        outputs: Sequence[torch.Tensor | Bundle],
         device: torch.device,
     ) -> None:
         """Lay out what was rehearsed.
 
         Args:
             rehearsal: what the call does.
-            inputs: the stand-ins for its arguments, in the order of the addresses that `run` gets.
-            outputs: the stand-ins for what it returns, each in a memory of its own.
+            inputs: the stand-ins for its arguments, in the order of the addresses that `run` gets; a bundle has one.
+            outputs: the stand-ins for what it returns, each in a memory of its own; for a bundle it returns its memory.
             device: the GPU.
 
         Raises:
             NotRepeatableError: an output is an argument, a part of a buffer, or another output.
         """
         self.device, self._index = device, device.index or 0
-        self._outputs = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
-        given = {locate(x.data_ptr())[0]: base for base, x in enumerate(inputs)}
-        for base, x in enumerate(outputs, len(given)):
-            number, start = locate(x.data_ptr())
-            if number in given or start:
-                raise NotRepeatableError("an output shares its memory")
-            given[number] = base
+        self._outputs = [_form(x) for x in outputs]
+        given: dict[int, tuple[int, int]] = {}
+        for base, one in enumerate((*inputs, *outputs)):
+            parts = zip(one.tensors, one.starts, strict=True) if isinstance(one, Bundle) else [(one, 0)]
+            for x, place in parts:
+                number, start = locate(x.data_ptr())
+                if number in given or start:
+                    raise NotRepeatableError("an output shares its memory")
+                given[number] = base, place
         steps = rehearsal.steps
         buffers = [memory for memory in rehearsal.memories if memory.number not in given]
         places, self.workspace_bytes = place_buffers(buffers, len(steps))
         self._workspace = len(inputs) + len(outputs)
-        bases = {number: (base, 0) for number, base in given.items()}
-        bases |= {number: (self._workspace, start) for number, start in places.items()}
+        bases = given | {number: (self._workspace, start) for number, start in places.items()}
 
         packed = [step[0] for step in steps if isinstance(step, tuple)]
         self.launches = len(packed)
@@ -161,15 +197,17 @@ class Tape:
 class _Operator:
     """Operator of PyTorch with the places of its arguments."""
 
-    def __init__(self, step: Operator, known: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]) -> None:
+    def __init__(
+        self, step: Operator, known: Sequence[torch.Tensor | Bundle], bases: dict[int, tuple[int, int]]
+    ) -> None:
         """Find the arguments among the call's arguments and outputs, `known`, or in its workspace."""
         self._operator = step.run
-        self._places: list[tuple[int, int, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = []
+        self._places: list[tuple[int, int, Form]] = []
         for x in step.arguments:
             number, offset = locate(x.data_ptr())
             base, start = bases[number]
-            form = x.shape, x.stride(), x.dtype
-            if base < len(known) and (offset or form != (known[base].shape, known[base].stride(), known[base].dtype)):
+            form = _form(x)
+            if base < len(known) and (offset or form != _form(known[base])):
                 raise NotRepeatableError("an operator's argument is a part of the call's")
             self._places.append((base, start + offset, form))
 
@@ -186,13 +224,17 @@ class _Operator:
         workspace: torch.Tensor | None,
         base: int,
         start: int,
-        form: tuple[torch.Size, tuple[int, ...], torch.dtype],
+        form: Form,
     ) -> torch.Tensor | None:
         if base < len(known):
             return known[base]
         assert workspace is not None
         size, stride, dtype = form
         return workspace.view(dtype).as_strided(size, stride, start // dtype.itemsize)
+
+
+def _form(x: torch.Tensor | Bundle) -> Form:
+    return (torch.Size([x.size]), (1,), torch.uint8) if isinstance(x, Bundle) else (x.shape, x.stride(), x.dtype)
 
 
 def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int], int]:

@@ -188,7 +188,8 @@ def _request(
 ) -> Request:
     request = Request.of(query, key, value, None, is_causal, recipe, grad=True)
     aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
-    return replace(request, aligned=aligned, mask=_mask(valid, blocks).kind)
+    mask = _mask(valid, blocks)
+    return replace(request, aligned=aligned, mask=mask.kind, list_sizes=mask.list_sizes)
 
 
 def _reason(request: Request, fallback: Fallback) -> str:

@@ -15,14 +15,16 @@ import torch
 import sage_hf
 from sage_hf.app.generate import DTYPES, GenerateOptions, format_outcome, generate
 from sage_hf.app.pipelines import pick_device
-from sage_hf.app.planning import nominal_request, plan
-from sage_hf.app.report import device_name, package_versions, text_table
+from sage_hf.app.planning import plan
+from sage_hf.app.report import device_name, package_versions
 from sage_hf.app.warmup import HEAD_DIMS, warm_up
 from sage_hf.attention import default_fallback
 from sage_hf.bench import command as bench
 from sage_hf.bench.tune import SECONDS, tune
 from sage_hf.config import SageConfig
+from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
+from sage_hf.text import text_table
 from sage_kernels import costs
 from sage_kernels.recipe import RECIPES
 from sage_kernels.registry import FALLBACKS, KernelUnavailableError, routing, select

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.app.files import check_folder, replacing, writable_folder
 from sage_hf.app.layer_errors import record_layer_errors
-from sage_hf.app.metrics import psnr, ssim
 from sage_hf.app.pipelines import TINY_VIDEO, folder_or_name, generation_defaults, load_pipeline, pick_device
 from sage_hf.app.progress import layer_progress
 from sage_hf.app.report import Report, VideoReport, device_name
@@ -26,6 +24,8 @@ from sage_hf.app.video import can_write_mp4, contact_sheet, sample_frames, side_
 from sage_hf.apply import apply
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation, LayerRow, explain
+from sage_hf.files import check_folder, replacing, writable_folder
+from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
 from sage_kernels.registry import KernelUnavailableError
 

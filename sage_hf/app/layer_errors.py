@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sage_hf import record
-from sage_hf.app.metrics import ErrorSums, TensorErrors
 from sage_hf.app.peaks import NO_PEAKS, Peaks, find_peaks
+from sage_hf.metrics import ErrorSums, TensorErrors
 from sage_hf.targets import find_targets
 from sage_kernels import dispatch, exact
 from sage_kernels.call import Call, Mask, softmax_scale

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +16,12 @@ from sage_hf.apply import apply
 from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
+from sage_hf.nominal import NOMINAL_HEAD_DIM, NOMINAL_HEADS, nominal_request
 from sage_hf.schedule import timestep_argument
 from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import DENOISERS, find_targets
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import KernelUnavailableError, Request, select
-
-NOMINAL_TOKENS = 16384  # more than those below which calls are routed to exact attention
-NOMINAL_HEADS = 32
-NOMINAL_HEAD_DIM = 64
+from sage_kernels.registry import KernelUnavailableError, select
 
 
 def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
@@ -56,35 +52,6 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         if (settings := settings_for(config.sparse, target.model, target.layers)) is not None
     ]
     return Explanation(tuple(rows), planned=True, sparse=tuple(sparse))
-
-
-def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
-    """Return the request of a long call without a mask, by `recipe` on `device`, with gradients if the recipe has any.
-
-    `facts` are fields of the request that replace these; `heads` and `head_dim` set those of Q, K and V at once.
-    """
-    cuda = device.type == "cuda"
-    heads = facts.pop("heads", NOMINAL_HEADS)
-    head_dim = facts.pop("head_dim", NOMINAL_HEAD_DIM)
-    values = {
-        "recipe": recipe,
-        "device_type": device.type,
-        "capability": torch.cuda.get_device_capability(device) if cuda else None,
-        "dtype": torch.bfloat16 if cuda else torch.float32,
-        "batch": 1,
-        "q_heads": heads,
-        "kv_heads": heads,
-        "q_len": NOMINAL_TOKENS,
-        "kv_len": NOMINAL_TOKENS,
-        "head_dim": head_dim,
-        "v_head_dim": head_dim,
-        "mask": "none",
-        "is_causal": False,
-        "return_lse": False,
-        "grad": get_recipe(recipe).backward is not None,
-        "aligned": cuda,
-    }
-    return Request(**{**values, **facts})
 
 
 def _layer_rows(

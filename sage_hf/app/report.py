@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from sage_hf.app.files import replacing
 from sage_hf.app.layer_errors import LayerErrors
 from sage_hf.app.layer_errors import table as layer_table
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation
+from sage_hf.files import replacing
+from sage_hf.text import text_table
 
 PACKAGES = ("sage-hf", "triton", "diffusers", "transformers", "accelerate")
 
@@ -197,14 +198,6 @@ def device_name(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
-
-
-def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a table with aligned columns for a terminal."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, ["─" * width for width in widths])
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _markdown_table(header: list[str], rows: list[list[str]]) -> str:

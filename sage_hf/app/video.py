@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sage_hf.app.files import replacing
+from sage_hf.files import replacing
 
 INK, PAPER, FAINT = (28, 30, 34), (255, 255, 255), (110, 114, 122)
 MARGIN = 16

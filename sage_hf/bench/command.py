@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from sage_hf.app.files import replacing
 from sage_hf.bench import (
     grid_tables,
     measure,
@@ -31,6 +30,7 @@ from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
+from sage_hf.files import replacing
 
 Named = TypeVar("Named", Shape, Provider, Model, ModelProvider)
 ALL = "all"

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sage_hf.app.report import text_table
 from sage_hf.bench.grid import POINTS, SIZES, Point
+from sage_hf.text import text_table
 
 Row = dict[str, Any]
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sage_hf.app.metrics import tensor_errors
 from sage_hf.bench.peers import PROVIDERS, Provider, quantizers
 from sage_hf.bench.shapes import SHAPES, Shape
+from sage_hf.metrics import tensor_errors
 from sage_kernels import exact
 
 PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")

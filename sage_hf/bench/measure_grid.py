@@ -28,12 +28,16 @@ from sage_kernels import training_routes
 WINDOW_MS = 20.0
 TURNS = 3
 MAX_CALLS = 32
+# The GPU is kept busy for so many cycles, some 0.15 and 0.5 ms, while the host launches a replay, or a call.
+REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
 # Of the others, one whose second call took so many times as long as the fastest one's, and over LONG_MS, is left out.
 HOPELESS = 2.0
 LONG_MS = 1.0
-# Host times of a provider at a point are taken for so long, but of 3 calls at least and of MAX_HOST_CALLS at most.
+# Calls of a provider between its second one and its timed ones: ours is prepared by then, its backward pass too.
+SETTLING_CALLS = 2
+# Host times at a point are taken in turns, for about HOST_MS of each provider; the fewest and the most turns.
 HOST_MS = 4.0
-MAX_HOST_CALLS = 15
+HOST_TURNS = 3, 15
 
 WRITE_SECONDS = 2.0
 
@@ -140,17 +144,26 @@ class Timed:
     Attributes:
         provider: who.
         output: of its first call.
-        host_us: median host time of a call.
+        call: calls it.
+        once_ms: the GPU's time of a call (`Queue.once_ms`).
         replay: replays a graph of `calls` calls; it returns at once.
         marks: events around each timed replay.
+        host_times: of single calls, in microseconds.
     """
 
     provider: GridProvider
     output: Tensor
-    host_us: float
+    call: Callable[[], object]
+    once_ms: float
     replay: Callable[[], None]
     calls: int
     marks: list[tuple[Any, Any]] = field(default_factory=list)
+    host_times: list[float] = field(default_factory=list)
+
+    @property
+    def host_us(self) -> float:
+        """Return the median host time of a call."""
+        return statistics.median(self.host_times)
 
     @property
     def ms(self) -> float:
@@ -187,9 +200,10 @@ def measure_point(point: Point, queue: Queue) -> dict[str, Any]:
                         if once_ms > max(LONG_MS, HOPELESS * fastest_ms):
                             continue
                         fastest_ms = min(fastest_ms, once_ms)
-                    timed.append(queue.prepare(provider, call, output, once_ms))
+                    timed.append(queue.prepare(provider, call, output))
             except Exception as error:  # A provider may fail in any way.
                 failures[provider.name] = reason(error)
+        queue.take_host_times(timed)
         queue.replay(timed)
     return row | _compared(timed, failures)
 
@@ -235,7 +249,8 @@ class Queue:
         self._stream.synchronize()
 
     def once_ms(self, call: Callable[[], object]) -> float:
-        """Return the time of one call, with that of the host."""
+        """Return the GPU's time of one call, and what the host needs beyond the time that the GPU is kept busy."""
+        torch.cuda._sleep(CALL_CYCLES)
         start, end = self._mark(), self._event()
         call()
         end.record()
@@ -256,36 +271,47 @@ class Queue:
         times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
         return statistics.median(times) / count * 1e3
 
-    def prepare(self, provider: GridProvider, call: Callable[[], Tensor], output: Tensor, once_ms: float) -> Timed:
-        """Take a call's host times, and capture as many calls as fit into a replay."""
-        host_us = statistics.median(self._host_times(call, once_ms))
-        gpu_ms = max(1e-3, once_ms - host_us * 1e-3) if once_ms < LONG_MS else once_ms
-        calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / gpu_ms)))
-        return Timed(provider, output, host_us, self._capture(call, calls).replay, calls)
+    def prepare(self, provider: GridProvider, call: Callable[[], Tensor], output: Tensor) -> Timed:
+        """Call until a call does no more than all later ones, and capture as many calls as fit into a replay."""
+        for _ in range(SETTLING_CALLS):
+            call()
+        once_ms = self.once_ms(call)
+        calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / max(1e-3, once_ms))))
+        return Timed(provider, output, call, once_ms, self._capture(call, calls).replay, calls)
+
+    def take_host_times(self, timed: Sequence[Timed]) -> None:
+        """Take the host times of all in turns, each of which begins with another; see `_host_us`."""
+        fewest, most = HOST_TURNS
+        longest = max((one.once_ms for one in timed), default=HOST_MS)
+        for turn in range(max(fewest, min(most, int(HOST_MS / longest)))):
+            first = turn % max(1, len(timed))
+            for one in (*timed[first:], *timed[:first]):
+                with one.provider.context():
+                    one.host_times.append(self._host_us(one.call))
+        self._stream.synchronize()
 
     def replay(self, timed: Sequence[Timed]) -> None:
         """Replay all graphs in turns, each of which begins with another, and wait until the last has ended.
 
-        Before a timed replay of short calls another one keeps the GPU busy: else it would wait for the host's launch.
+        Before each timed replay the GPU is kept busy: else the calls of a short one would wait for the host's launch.
         """
         for turn in range(TURNS + 1):
             first = turn % max(1, len(timed))
             for one in (*timed[first:], *timed[:first]):
-                if turn and one.calls == MAX_CALLS:
-                    one.replay()
+                if turn:
+                    torch.cuda._sleep(REPLAY_CYCLES)
                 start = self._mark()
                 one.replay()
                 if turn:
                     one.marks.append((start, self._mark()))
         self._stream.synchronize()
 
-    def _host_times(self, call: Callable[[], object], once_ms: float) -> Iterator[float]:
-        for _ in range(max(3, min(MAX_HOST_CALLS, int(HOST_MS / once_ms)))):
-            self._stream.synchronize()
-            started = time.perf_counter()
-            call()
-            yield 1e6 * (time.perf_counter() - started)
+    def _host_us(self, call: Callable[[], object]) -> float:
+        """Return the time until a call returns when nothing is queued."""
         self._stream.synchronize()
+        started = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - started)
 
     def _capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
         """Return a graph of some calls. Unlike torch.cuda.graph it frees no memory before, which takes long."""

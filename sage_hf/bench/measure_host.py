@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_hf.app.report import text_table
 from sage_hf.attention import sage_attention
 from sage_hf.bench.measure import facts, reason
+from sage_hf.text import text_table
 
-Route = Literal["plain", "key_mask", "exact", "forward_backward", "compiled"]
-ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "compiled")
+Route = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled"]
+ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled")
 PROVIDERS = ("sage", "sdpa", "sageattention")
+RECIPES: dict[Route, str] = {"forward_backward": "sage_bwd", "exact_forward_backward": "exact"}
+"""Of ours, with gradients."""
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 128, 64
 """The tensors' shape: so small that the GPU always waits for the host."""
@@ -56,8 +58,9 @@ def run(
     Args:
         device: a CUDA device.
         routes: "plain": recipe sage2, even if exact attention is faster; "key_mask": beside a mask of keys; "exact":
-            recipe sage2 where exact attention takes over; "forward_backward": recipe sage_bwd; "compiled": plain,
-            inside a graph of torch.compile.
+            recipe sage2 where exact attention takes over; "forward_backward": recipe sage_bwd;
+            "exact_forward_backward": exact attention in its place, as where it trains faster; "compiled": plain, inside
+            a graph of torch.compile.
         providers: "sage"; "sdpa", which does the same exactly; "sageattention", if it is installed and has the route.
         commit: commit of the measured source, for the record.
         progress: called with a text for each route before it is measured.
@@ -126,14 +129,14 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
         attend = F.scaled_dot_product_attention
     elif provider == "sage":
         attend = sage_attention
-        options["recipe"] = "sage_bwd" if route == "forward_backward" else "sage2"
+        options["recipe"] = RECIPES.get(route, "sage2")
         if route != "exact" and device.type == "cuda":
             options["fallback"] = "error"
     elif route == "plain":
         attend = import_module("sageattention").sageattn
     else:
         raise ValueError(f"{provider} has no such call")
-    if route == "forward_backward":
+    if route in RECIPES:
         inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
 
         def train() -> None:

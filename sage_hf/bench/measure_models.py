@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_hf.app.metrics import tensor_errors
 from sage_hf.bench.measure import facts, reason
 from sage_hf.bench.model_peers import (
     DEFAULT,
@@ -25,6 +24,7 @@ from sage_hf.bench.model_peers import (
     replaced_sdpa,
 )
 from sage_hf.bench.models import MODELS, Loaded, Model, load
+from sage_hf.metrics import tensor_errors
 from sage_hf.targets import find_targets
 
 # A model is timed with each provider for about SECONDS, in turns with the others, but for at least three steps.

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.app.planning import nominal_request
 from sage_hf.apply import apply
 from sage_hf.bench.models import Model
 from sage_hf.bench.peers import sageattention
 from sage_hf.config import SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.explain import explain
+from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
 from sage_hf.sparse.grids import layout_of
 from sage_kernels.registry import select

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from sage_hf.app.metrics import tensor_errors
-from sage_hf.app.planning import nominal_request
-from sage_hf.app.report import text_table
 from sage_hf.bench import measure
 from sage_hf.bench.peers import PROVIDERS
 from sage_hf.bench.shapes import SHAPES, Shape
+from sage_hf.metrics import tensor_errors
+from sage_hf.nominal import nominal_request
+from sage_hf.text import text_table
 from sage_kernels import exact, ops
 from sage_kernels.call import Call
 from sage_kernels.cuda.registration import NVFP4_SWITCH

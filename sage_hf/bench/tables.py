@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sage_hf.app.report import text_table
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
+from sage_hf.text import text_table
 
 MISSING = "–"
 # Shapes that models send, by the name of the model.

@@ -14,10 +14,10 @@ from datetime import date
 
 import torch
 
-from sage_hf.app.planning import nominal_request
 from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
+from sage_hf.nominal import nominal_request
 from sage_kernels import costs
 from sage_kernels.costs import Sizes, Table
 from sage_kernels.registry import registered_exact, select

@@ -239,7 +239,7 @@ class SparseLayer:
             return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
-        request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks")
+        request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks", list_sizes=(BLOCK, BLOCK))
         chosen = default_fallback() if fallback is None else check_fallback(fallback)
         try:
             kernel = select(request, chosen).kernel

@@ -114,8 +114,8 @@ def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[
     own = module.__dict__
     if torch.compiler.is_compiling():
         own = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
-    name = name_of(recipe, fallback)
-    if (own.get(IMPLEMENTATION) or name) == name:
+    implementation = own.get(IMPLEMENTATION)
+    if not implementation or implementation == name_of(recipe, fallback):
         training = own.get(TRAINING) if module.training else None
         recipe, fallback = training or own.get(RECIPE) or recipe, own.get(FALLBACK) or fallback
     return recipe, fallback

@@ -102,8 +102,8 @@ def train(recipe: str) -> None:
 def attend_to_lists(recipe: str) -> None:
     """Over lists that routers make, and drawn ones that name tiles which do not exist; with gradients too."""
     cuda = torch.device("cuda")
-    for size, q_len, kv_len in ((64, 300, 333), (128, 1000, 777)):
-        inputs = draw(2, 4, q_len, 64), draw(2, 2, kv_len, 64), draw(2, 2, kv_len, 64)
+    for size, q_len, kv_len, head_dim in ((64, 300, 333, 64), (128, 1000, 777, 64), (128, 700, 513, 128)):
+        inputs = draw(2, 4, q_len, head_dim), draw(2, 2, kv_len, head_dim), draw(2, 2, kv_len, head_dim)
         drawn = draw_blocks(2, 4, q_len, kv_len, size, size)
         tiles = torch.where(torch.rand(drawn.tiles.shape) < 0.1, 99, drawn.tiles)
         blocks = drawn._replace(counts=drawn.counts.to(cuda), tiles=tiles.to(cuda))
@@ -113,13 +113,14 @@ def attend_to_lists(recipe: str) -> None:
         for is_causal in (False, True):
             for one in lists:
                 for mask in (None, keys):
-                    options = {"recipe": recipe, "fallback": "emulate", "return_lse": True, "is_causal": is_causal}
+                    options = {"recipe": recipe, "fallback": "emulate", "is_causal": is_causal}
+                    options |= {"return_lse": one is blocks}
                     ops.attention(*inputs, mask=mask, blocks=one, **options)
             if recipe in TRAINING:
-                call = Draw(cuda).call(recipe, 2, 4, 2, q_len, kv_len, 64, blocks=blocks, is_causal=is_causal)
+                call = Draw(cuda).call(recipe, 2, 4, 2, q_len, kv_len, head_dim, blocks=blocks, is_causal=is_causal)
                 of_kernel(call)
         torch.cuda.synchronize()
-        print(f"{recipe}: lists of {size} x {size}, {q_len} queries, {kv_len} keys")
+        print(f"{recipe}: lists of {size} x {size}, {q_len} queries, {kv_len} keys, head_dim {head_dim}")
 
 
 def main() -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
-from sage_kernels import dispatch, exact, ops, training
+from sage_kernels import dispatch, exact, ops, prepared_lists, training
+from sage_kernels.cuda import compiler
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from sage_kernels.registry import select
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.judge_training import Draw, judge_training
@@ -30,12 +32,19 @@ def on(device, blocks):
 CAUSAL = {"is_causal": True, "causal_offset": 100}
 
 
+def int8_kernel(device, sizes, head_dim=128):
+    """The forward kernel of the INT8 recipes for lists of these sizes."""
+    hopper = torch.cuda.get_device_capability(device) == (9, 0) and not compiler.why_not()
+    return "int8_forward_hopper" if hopper and sizes == (128, 128) and head_dim <= 128 else "int8_forward"
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "block_m", "block_n", "head_dim"),
     [
         ("sage2", {}, 128, 128, 128),
         ("sage2", CAUSAL, 128, 128, 128),
         ("sage2", {"keys": True}, 128, 128, 128),
+        ("sage2", CAUSAL | {"keys": True}, 128, 128, 80),
         ("sage2", {}, 64, 64, 80),
         ("sage2", {"keys": True}, 64, 64, 128),
         ("sage2", CAUSAL, 128, 64, 64),
@@ -65,7 +74,7 @@ def test_the_kernels_error_is_the_references(device, recipe, options, block_m, b
     finally:
         dispatch.plan_listeners.remove(heard.append)
     kind = "blocks" if keys is None else "block_keys"
-    kernel = "nvfp4_forward" if recipe == "sage3" else "int8_forward"
+    kernel = "nvfp4_forward" if recipe == "sage3" else int8_kernel(device, (block_m, block_n), head_dim)
     assert [(plan.kernel.removesuffix("_emulated"), plan.recipe, plan.request.mask) for plan in heard] == [
         (kernel, recipe, kind)
     ]
@@ -91,6 +100,35 @@ def test_reruns_are_equal_to_the_bit_and_compiled_calls_are_the_same(device):
     assert torch.equal(first, again)
     compiled = torch.compile(lambda *x: ops.attention(*x, blocks=blocks, recipe="sage2")[0], fullgraph=True)
     assert torch.equal(compiled(*inputs), first)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "masked"),
+    [("sage2", 128, False), ("sage2", 128, True), ("sage1", 64, False), ("sage1", 64, True)],
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, monkeypatch, recipe, size, masked):
+    if int8_kernel(device, (128, 128)) != "int8_forward_hopper":
+        pytest.skip("calls of other kernels may be prepared or not")
+    inputs = draw(device)
+    calls = []
+    for seed in range(4):
+        blocks = on(device, draw_blocks(2, 4, 1000, 1100, size, size, seed=seed))
+        mask = torch.rand(2, 1, 1, 1100, device=device) < 0.7 if masked else None
+        calls.append(([x + seed for x in inputs], {"blocks": blocks, "mask": mask, "recipe": recipe}))
+    expected = []
+    for tensors, options in calls:
+        select.cache_clear()  # forgets prepared calls
+        expected.append(ops.attention(*tensors, **options, return_lse=True))
+    select.cache_clear()
+    repeated = []
+    original = prepared_lists.ListCall.__call__
+    count = lambda self, *tensors: repeated.append(self) or original(self, *tensors)  # noqa: E731
+    monkeypatch.setattr(prepared_lists.ListCall, "__call__", count)
+    for (tensors, options), wanted in zip(calls * 2, expected * 2, strict=True):
+        found = ops.attention(*tensors, **options, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert len(repeated) == 6 or size == 64  # Triton's launches cannot be repeated beside a mask
 
 
 def test_exact_attention_over_a_list_is_exact(device):
@@ -135,7 +173,7 @@ def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(devi
     finally:
         dispatch.plan_listeners.remove(heard.append)
     assert {(plan.kernel, plan.backward, plan.request.mask) for plan in heard} == {
-        ("int8_forward", "int8_backward", "blocks")
+        (int8_kernel(device, (128, 128)), "int8_backward", "blocks")
     }
     first, again = (torch.autograd.grad(x, inputs, torch.ones_like(x)) for x in outputs)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import costs, dispatch, exact, prepared, registry
+from sage_kernels import costs, dispatch, empty_rows, exact, prepared, registry
 from sage_kernels.call import Call, Mask
 from sage_kernels.prepared import TapedCall
 from sage_kernels.recipe import get_recipe
@@ -177,3 +177,21 @@ def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, rout
         for _ in range(3):
             output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
             assert_rounded_twice(call, output)
+
+
+@pytest.mark.parametrize(("q_heads", "q_len"), [(4, 200), (8, 130)])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_batch_elements_without_a_key_give_zeros_and_get_no_gradient(device, head_dim, q_heads, q_len):
+    call = draw_call(device, (3, q_heads, 4, q_len, 200), head_dim)
+    mask = (torch.arange(200, device=device) < torch.tensor([200, 0, 50], device=device)[:, None])[:, None, None]
+    inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
+    output = empty_rows.attend(*inputs, mask=mask, enable_gqa=True)
+    weights = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, inputs, weights)
+    assert not any(x[1].any() for x in (output, *gradients))
+    truths = [x.double().detach().requires_grad_() for x in inputs]
+    truth, _ = exact.attention(*truths, mask=mask)
+    for found, expected in zip(gradients, torch.autograd.grad(truth, truths, weights.double()), strict=True):
+        kept = torch.tensor([0, 2])
+        error = (found.double() - expected)[kept].abs().sum() / expected[kept].abs().sum()
+        assert error < 4 * ROUNDING[torch.bfloat16]

@@ -88,7 +88,7 @@ def install(monkeypatch) -> FakeLibrary:
     return library
 
 
-def stand_in(rehearsed: rehearsal.Rehearsal, x: torch.Tensor) -> rehearsal.StandIn:
+def stand_in(rehearsed: rehearsal.Rehearsal, x: torch.Tensor, device: object = None) -> rehearsal.StandIn:
     """Return a stand-in for a CPU's tensor that says it is the GPU's."""
     meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
     return rehearsal.StandIn(meta, rehearsed.new_memory(meta), DEVICE, rehearsed)

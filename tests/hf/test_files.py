@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_hf.app.files import check_folder, replacing, writable_folder
+from sage_hf.files import check_folder, replacing, writable_folder
 
 
 @pytest.mark.parametrize("path", ["/proc/sage-hf", "/proc/self/sage-hf/below"])  # refused to root too

@@ -5,8 +5,8 @@ import torch
 
 import sage_hf
 from sage_hf.app.layer_errors import record_layer_errors, table
-from sage_hf.app.metrics import tensor_errors
 from sage_hf.app.peaks import find_peaks
+from sage_hf.metrics import tensor_errors
 from sage_hf.record import observe
 from sage_kernels import exact
 from sage_kernels.recipe import RECIPES, without_remedies

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sage_hf.app.metrics import ErrorSums, psnr, ssim, tensor_errors
+from sage_hf.metrics import ErrorSums, psnr, ssim, tensor_errors
 
 
 def outputs(seed: int = 0, shape: tuple = (2, 3, 8, 5)) -> tuple[torch.Tensor, torch.Tensor]:

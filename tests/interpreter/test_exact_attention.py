@@ -6,7 +6,7 @@ import torch
 from sage_kernels import exact
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
-from sage_kernels.triton import exact_forward, split_forward
+from sage_kernels.triton import empty_rows, exact_forward, scattered_forward, split_forward
 from sage_kernels.triton.configs import exact_forward_config
 
 # Weights and output are rounded to float16; the sum of its weights divides a row in float32.
@@ -66,6 +66,8 @@ def bias(heads, rows=150, columns=200):
     [
         ((4, 2), 150, 200, 72, key_mask(0, 150)),
         ((4, 2), 150, 200, 64, key_mask(7, 200), 50),
+        ((2, 1), 70, 1100, 64, key_mask(0, 330, kv_len=1100)),
+        ((2, 1), 70, 1100, 64, key_mask(60, 1100, kv_len=1100), 1030),
         ((2, 1), 150, 200, 64, scattered()),
         ((2, 2), 150, 200, 32, documents(), None, -0.2),
         ((2, 2), 150, 200, 40, documents(), 3, 0.1, 72),
@@ -77,6 +79,8 @@ def bias(heads, rows=150, columns=200):
     ids=[
         "keys",
         "causal keys",
+        "more keys",
+        "more causal keys",
         "scattered",
         "documents",
         "causal documents",
@@ -91,12 +95,21 @@ def test_masks_are_read_and_rows_without_a_key_are_0(case):
     assert_exact(call, exact_forward.attend(call))
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_zeros_are_written_where_there_is_no_key_and_nowhere_else(count):
+    valid = key_mask(7, 0, 2000, kv_len=2000)[:, 0, 0]
+    tensors = [torch.ones(3, tokens, 3, 40).transpose(1, 2) for tokens in (150, 70, 70)][:count]
+    empty_rows.clear(valid, *tensors)
+    for x in tensors:
+        assert not x[1].any() and x[0].all() and x[2].all()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [scattered(), documents(), key_mask(0, 130, 200)], ids=["scattered", "docs", "keys"])
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
     call = draw_call((2, 1), 150, 200, 64, mask, -20 if causal else None)
     config = exact_forward_config(64, call.mask.kind)
-    bits, listed, _ = exact_forward.list_tiles(mask, call, config)
+    bits, listed = exact_forward.list_tiles(mask, call, config)
     allowed = mask
     if causal and mask.shape[2] > 1:
         allowed = allowed & torch.ones(150, 200, dtype=torch.bool).tril(-20)
@@ -113,34 +126,39 @@ def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
                 assert entry % 2 or (tile.all() and tile.shape[1] == config.block_n)
 
 
-def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others():
+@pytest.fixture
+def multiprocessors(monkeypatch):
+    for module in (scattered_forward, split_forward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
+
+
+@pytest.mark.parametrize("row_blocks", [0, 2])
+def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(multiprocessors, row_blocks):
     mask = key_mask(130, 0, 200, 77)
     mask[3, ..., 70:77], mask[3, ..., 190:] = False, True
     call = draw_call((4, 2), 150, 200, 64, mask)
     truth, _ = exact.attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
     found = []
 
-    def attend_to_first(call, lengths, output):
-        found.extend(lengths.tolist())
-        output.fill_(torch.nan)
+    def attend_to_first(call, q_lengths, kv_lengths, plan, output):
+        found.extend(None if x is None else x.tolist() for x in (q_lengths, kv_lengths, plan))
         for element in (0, 2):
             output[element] = truth[element]
 
-    output = exact_forward.attend(call, attend_to_first=attend_to_first)
-    assert found == [130, 0, 200, 0]
+    output = scattered_forward.attend(call, attend_to_first, row_blocks)
+    plan = [1, 1, 1, 1, 2, 0, 2, 0, 0, 1, 2, 3, 0]
+    assert found == ([None, [130, 0, 200, 0], plan] if row_blocks else [[150, 0, 150, 0], [130, 0, 200, 0], None])
     assert torch.equal(output[0], truth[0].half()) and torch.equal(output[2], truth[2].half())
     assert_exact(call, output)
 
 
-def test_a_mask_for_all_elements_of_a_batch_gives_each_its_length():
-    call = draw_call((2, 1), 70, 300, 64, key_mask(130, kv_len=300).expand(3, -1, -1, -1))
-    config = exact_forward_config(64, "keys")
-    assert exact_forward.list_tiles(call.mask.tensor, call, config, with_lengths=True)[2].tolist() == [130] * 3
-
-
-@pytest.fixture
-def multiprocessors(monkeypatch):
-    monkeypatch.setattr(split_forward, "_multiprocessors", lambda device: 4)
+def test_a_mask_for_all_elements_of_a_batch_gives_each_its_length(multiprocessors):
+    call = draw_call((2, 1), 70, 300, 64, key_mask(130, kv_len=300))
+    tensors = (x.expand(3, -1, -1, -1) for x in (call.query, call.key, call.value))
+    call = Call(*tensors, call.recipe, call.mask, scale=call.scale)
+    found = []
+    scattered_forward.attend(call, lambda call, q_lengths, kv_lengths, *_: found.extend(kv_lengths.tolist()))
+    assert found == [130] * 3
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from sage_kernels import blocks as block_lists
 from sage_kernels import dispatch, exact, ops
 from sage_kernels.blocks import BlockList
 from sage_kernels.call import Call, Mask
+from sage_kernels.cuda import compiler
 from sage_kernels.layout import Lengths
 from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.reference import forward as reference
@@ -141,24 +142,26 @@ def test_the_plan_shows_the_kind_of_mask():
 @pytest.mark.parametrize(
     ("recipe", "capability", "kernel", "ran"),
     [
-        ("sage2", (9, 0), "int8_forward", "sage2"),
+        ("sage2", (9, 0), "int8_forward_hopper", "sage2"),
         ("sage1", (8, 0), "int8_forward", "sage1"),
         ("sage3", (12, 0), "nvfp4_forward", "sage3"),
-        ("sage3", (9, 0), "int8_forward", "sage2"),
+        ("sage3", (9, 0), "int8_forward_hopper", "sage2"),
     ],
 )
 def test_the_best_kernel_with_lists_runs(recipe, capability, kernel, ran, monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
     request = Request(
-        recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 64, 64, "blocks", False, False, aligned=True
+        recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 128, 128, "blocks", False, False, aligned=True
     )
     select.cache_clear()
-    plan = select(request)
+    plan, of_64 = (select(replace(request, list_sizes=(size, size))) for size in (128, 64))
     select.cache_clear()
     assert (plan.kernel, plan.recipe) == (kernel, ran)
-    reasons = " ".join(reason for _, reason in plan.passed_over)
+    assert (of_64.kernel, of_64.recipe) == (kernel.removesuffix("_hopper"), ran)
     if capability == (9, 0):
-        assert "no masks but those of keys" in reasons
+        reasons = " ".join(reason for _, reason in of_64.passed_over)
+        assert "block lists of 128 rows and tiles of 128 keys only" in reasons
 
 
 def test_lists_that_do_not_fit_are_refused():

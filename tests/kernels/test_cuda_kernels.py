@@ -12,8 +12,9 @@ import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
+from sage_kernels.blocks import BlockList
 from sage_kernels.call import Call, Mask
-from sage_kernels.cuda import compiler, int8_forward, quantize
+from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
 from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
 from sage_kernels.operands import KeyPadding
@@ -22,6 +23,7 @@ from sage_kernels.registry import Request, select
 
 # Of `Config.of`: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
+LISTED = (SIZES[0], SIZES[1], SIZES[3], SIZES[4])
 DTYPES = (torch.bfloat16, torch.float16)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 LONG = replace(
@@ -41,20 +43,21 @@ def can_compile(monkeypatch):
 @pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(
-    ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query", "heavy"),
+    ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query", "heavy", "lists"),
     [
-        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,), (True,)),
-        *product(SIZES[3:], (False, True), (True,), (False, True), (torch.bfloat16,), (False,), (False,)),
-        *((size, False, False, False, torch.float16, False, True) for size in SIZES),
-        *((size, False, False, False, dtype, True, True) for size in SIZES[:2] for dtype in DTYPES),
+        *product(SIZES, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,), (True,), (False,)),
+        *product(SIZES[3:], (False, True), (True,), (False, True), (torch.bfloat16,), (False,), (False,), (False,)),
+        *((size, False, False, False, torch.float16, False, True, False) for size in SIZES),
+        *((size, False, False, False, dtype, True, True, False) for size in SIZES[:2] for dtype in DTYPES),
+        *product(LISTED, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,), (False,), (True,)),
     ],
 )
 def test_int8_forward_overlaps_its_matrix_products(
-    tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype, quantizes_query, heavy
+    tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype, quantizes_query, heavy, lists
 ):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, _ = size
-    config = int8_forward.Config.of(*size, is_causal, padded, heavy, True, quantizes_query)
+    config = int8_forward.Config.of(*size, is_causal, padded, heavy, True, quantizes_query, lists)
     late_keys = 16 * (heavy and is_causal)
     cubin = int8_forward.kernel(config, is_causal, return_lse, dtype, late_keys).source.compile()
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
@@ -74,8 +77,10 @@ def test_int8_forward_overlaps_its_matrix_products(
     else:
         assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
-    # An item's first tile, and four steps (odd and even, masked or not), or two more, with half of the softmax.
-    tiles = 7 if pv == "fp8" and config.block_n == 128 and not (is_causal or return_lse or padded) else 5
+    # An item's first tile, and four steps (odd and even, masked or not), or two more: with half of the softmax, or
+    # where a list's tiles without a mask end.
+    halves = pv == "fp8" and config.block_n == 128 and not (is_causal or return_lse or padded)
+    tiles = 7 if lists or halves else 5
     assert len(re.findall(r"IGMMA\.64x\d+x32", code)) == tiles * head_dim // 32
     opcode, depth = ("QGMMA", 32) if pv == "fp8" else ("HGMMA", 16)
     with_sums = head_dim == 64 if pv == "fp16" else not return_lse
@@ -121,10 +126,16 @@ def test_int8_forward_serves_what_it_is_fastest_at():
         {"mask": "keys"},
         {"recipe": "sage1"},
         {"recipe": "sage_bwd", "grad": True},
+        {"mask": "blocks", "list_sizes": (128, 128)},
+        {"mask": "block_keys", "list_sizes": (128, 128), "is_causal": True},
+        {"mask": "blocks", "list_sizes": (128, 128), "recipe": "sage1", "head_dim": 64, "v_head_dim": 64},
     ):
         assert select(replace(LONG, **change)).kernel == "int8_forward_hopper", change
     for change in (
         {"mask": "bool"},
+        {"mask": "blocks", "list_sizes": (64, 64)},
+        {"mask": "blocks", "list_sizes": (128, 128), "head_dim": 64, "v_head_dim": 64},
+        {"mask": "blocks", "list_sizes": (128, 64)},
         {"packed": True},
         {"head_dim": 64},
         {"head_dim": 256, "v_head_dim": 256},
@@ -189,7 +200,7 @@ class OtherQuantizer(HopperQuantizer):
 
 def sources_of(request, monkeypatch):
     """Return the sources that a request's call launches, and those of its forward kernel alone."""
-    launched = {quantize: [], int8_forward: []}
+    launched = {quantize: [], int8_forward: [], block_lists: []}
     for module, kernels in launched.items():
         monkeypatch.setattr(module, "launch", lambda kernel, *_, to=kernels, **__: to.append(kernel.source))
     monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
@@ -203,12 +214,15 @@ def sources_of(request, monkeypatch):
     key = new(request.kv_heads, request.kv_len, request.head_dim)
     value = new(request.kv_heads, request.kv_len, request.v_head_dim)
     valid = torch.empty(request.batch, request.kv_len, dtype=torch.bool, device="meta")
-    mask = Mask.of_keys(valid if request.mask == "keys" else None)
+    mask = Mask.of_keys(valid if request.mask in ("keys", "block_keys") else None)
+    if request.mask in ("blocks", "block_keys"):
+        tiles = torch.empty(1, 1, -(-request.q_len // 128), 9, dtype=torch.int32, device="meta")
+        mask = replace(mask, kind=request.mask, blocks=BlockList(tiles[..., 0], tiles))
     call = Call(query, key, value, get_recipe(request.recipe), mask, request.is_causal, return_lse=request.return_lse)
     hopper = not HopperQuantizer().unsupported(request)
     kernel, quantizer = HopperForward(), HopperQuantizer() if hopper else OtherQuantizer()
     (kernel.attend_and_save if request.grad else kernel.attend)(call, quantizer)
-    return [*(launched[quantize] if hopper else []), *launched[int8_forward]]
+    return [*(launched[quantize] if hopper else []), *launched[block_lists], *launched[int8_forward]]
 
 
 @pytest.mark.skipif(bool(compiler.missing()), reason="without NVRTC")
@@ -222,6 +236,8 @@ def sources_of(request, monkeypatch):
         replace(LONG, mask="keys", head_dim=64, v_head_dim=64),
         replace(LONG, recipe="sage_bwd", grad=True),
         replace(LONG, recipe="sage1", return_lse=True, dtype=torch.float16),
+        replace(LONG, mask="blocks", list_sizes=(128, 128)),
+        replace(LONG, mask="block_keys", list_sizes=(128, 128), aligned=False),
     ],
 )
 def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_, forbidden, monkeypatch):
@@ -231,11 +247,12 @@ def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_
     forbidden()
     plan = select(request_)
     assert plan.kernel == "int8_forward_hopper"
-    assert plan.quantizer == ("int8_quantize_hopper" if len(sources) == 3 else "int8_quantize")
+    assert plan.quantizer == ("int8_quantize_hopper" if request_.aligned else "int8_quantize")
     for source in sources:
         assert source.compile()
+    other_head_dim = 192 - request_.head_dim if request_.list_sizes == (0, 0) else 96
     for change in (
-        {"head_dim": 192 - request_.head_dim, "v_head_dim": 192 - request_.head_dim},
+        {"head_dim": other_head_dim, "v_head_dim": other_head_dim, "return_lse": True},
         {"dtype": torch.float16 if request_.dtype == torch.bfloat16 else torch.bfloat16},
     ):
         other = select(replace(request_, **change))

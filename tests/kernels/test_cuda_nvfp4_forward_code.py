@@ -42,13 +42,14 @@ def cache(tmp_path, monkeypatch):
 @compiles
 @pytest.mark.parametrize(
     ("channels", "return_lse", "budget", "least", "products"),
-    [(128, False, 620, 550, 64), (64, False, 530, 490, 32), (128, True, 700, 630, 64), (64, True, 610, 570, 32)],
+    [(128, False, 620, 550, 64), (64, False, 530, 490, 32), (128, True, 630, 560, 66), (64, True, 540, 500, 34)],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, products):
-    """Count those of 128 × 128 scores and a warp: measured 606 and 515, and 685 and 597 with the log-sum-exp.
+    """Count those of 128 × 128 scores and a warp: measured 606 and 517, and 617 and 529 with the log-sum-exp.
 
-    `least` is that of a tile in which no maximum grew. To measure again: print `loop.total` and `loop.least`.
+    Its sums of quantised weights are two products more. `least` is that of a tile in which no maximum grew. To measure
+    again: print `loop.total` and `loop.least`.
     """
     code = machine_code(compiled(replace(CONFIG, channels=channels, is_causal=is_causal, return_lse=return_lse)).image)
     loop = code.lean_loop

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sage_kernels.cuda import compiler, int8_forward, parameters, quantize
+from sage_kernels.cuda import block_lists, compiler, int8_forward, parameters, quantize
 from sage_kernels.cuda.parameters import ConstFloats, Float, Int, Int64, Map, TensorMap, UInt32, packer
 
 pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
@@ -18,6 +18,7 @@ extern "C" __global__ void kernel(KERNEL_PARAMETERS) {}
 CONFIG = int8_forward.Config.of(128, "fp8", 4096, False, False, True, True)
 SOURCES = {
     "int8_forward.cu": int8_forward.kernel(CONFIG, False, False, torch.bfloat16).source,
+    "sort_lists.cu": block_lists.kernel(False, False).source,
     "quantize.cu": quantize.kernels(128, torch.bfloat16, "fp8", False)[0].source,
 }
 

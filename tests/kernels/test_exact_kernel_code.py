@@ -8,7 +8,7 @@ from sage_kernels.call import Call, Mask
 from sage_kernels.language.launch import recording
 from sage_kernels.recipe import get_recipe
 from sage_kernels.testing.aot import compile_launch, machine_code
-from sage_kernels.triton import exact_forward, split_forward
+from sage_kernels.triton import exact_forward, scattered_forward, split_forward
 
 pytestmark = [
     pytest.mark.audit,
@@ -19,7 +19,7 @@ HOPPER = (9, 0)
 SHARED_BYTES = 227 * 1024  # that a program may have
 
 
-def call_of(head_dim, kind="none", q_len=1000, kv_len=1024, causal=False, dtype=torch.bfloat16):
+def call_of(head_dim, kind="none", q_len=1000, kv_len=2048, causal=False, dtype=torch.bfloat16):
     options = {"device": "meta", "dtype": dtype}
     query = torch.empty(2, q_len, 8, head_dim, **options).transpose(1, 2)
     key, value = (torch.empty(2, kv_len, 2, head_dim, **options).transpose(1, 2) for _ in range(2))
@@ -42,12 +42,13 @@ def compiled(attend, call):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim):
+def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim, multiprocessors):
     def attend(call):
-        exact_forward.attend(call, attend_to_first=lambda call, lengths, output: None)
+        scattered_forward.attend(call, lambda *arguments: None, 8)
 
-    for name, code, _ in compiled(attend, call_of(head_dim, "keys", dtype=torch.bfloat16)):
-        assert name in ("list_allowed", "exact_forward") and code.instructions.spills == 0
+    ((name, code, shared),) = compiled(attend, call_of(head_dim, "keys"))
+    assert name == "scattered_forward" and code.instructions.matrix_opcodes == {"HGMMA"}
+    assert code.instructions.spills == 0 and shared <= SHARED_BYTES // (1 if head_dim > 128 else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -67,9 +68,17 @@ def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, ca
     assert names[-1] == "exact_forward" and ("list_allowed" in names) == (kind in ("keys", "bool"))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_beside_a_mask_of_few_keys_one_launch_suffices_without_spills(head_dim, causal):
+    ((name, code, _),) = compiled(exact_forward.attend, call_of(head_dim, "keys", 300, 512, causal))
+    assert name == "exact_forward" and code.instructions.spills == 0
+
+
 @pytest.fixture
 def multiprocessors(monkeypatch):
-    monkeypatch.setattr(split_forward, "_multiprocessors", lambda device: 132)
+    for module in (scattered_forward, split_forward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys"])

@@ -88,9 +88,9 @@ def test_it_serves_calls_without_a_mask(operator, facts):
 
 def test_without_a_package_it_serves_nothing(monkeypatch):
     monkeypatch.setattr(flash3, "find_spec", lambda package: None)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
 
 
 def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
@@ -99,9 +99,9 @@ def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(flash3, "find_spec", lambda package: package)
     monkeypatch.setattr(flash3, "import_module", fail)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash3._operator.cache_clear()
+    flash3._operators.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
@@ -124,3 +124,64 @@ def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(ope
     query, key = torch.randn(1, heads, queries, 16), torch.randn(1, heads, 130, 16)
     get_exact("fa3").attend(Call(query, key, key, get_recipe("exact")))
     assert operator == [(1.0, False, splits)]
+
+
+class Others:
+    """Stand-in for the kernel that counts keys: it has the operator attend in the first element alone."""
+
+    def attend_to_scattered(self, call, attend_to_first, row_blocks):
+        self.row_blocks, output = row_blocks, torch.zeros_like(call.query)
+        lengths = torch.tensor([5, 0], dtype=torch.int32)
+        which = (None, torch.tensor([1])) if row_blocks else (torch.tensor([3, 0]), None)
+        attend_to_first(call, which[0], lengths, which[1], output)
+        return output
+
+
+def planner(split=1, counter=0):
+    def plan(batch, q_len, kv_len, q_heads, kv_heads, *others, seqused_q=None, num_splits):
+        assert num_splits == 1
+        size, blocks = -(-batch // 4) * 4, q_heads // kv_heads * -(-q_len // 128)
+        numbers = torch.full((3 * size + 1,), 77, dtype=torch.int32)
+        numbers[:batch], numbers[size : size + batch] = split, blocks if seqused_q is None else seqused_q
+        numbers[2 * size : 2 * size + batch], numbers[-1] = torch.arange(batch).flip(0), counter
+        return numbers
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("planned_by", "ignores", "row_blocks"),
+    [
+        (None, False, 0),
+        (planner(), False, 4),
+        (planner(), True, 0),
+        (planner(split=2), False, 0),
+        (planner(counter=9), False, 0),
+    ],
+    ids=["no planner", "planner", "it ignores plans", "it splits", "another layout"],
+)
+def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, planned_by, ignores, row_blocks):
+    options = {}
+
+    def attend(query, key, value, out, **kwargs):
+        options.clear()
+        options.update(kwargs)
+        out[0] = 1.0
+        if ignores and "scheduler_metadata" in kwargs:
+            out[1] = 1.0
+
+    operators = SimpleNamespace(fwd=attend)
+    if planned_by is not None:
+        operators.get_scheduler_metadata = planned_by
+    monkeypatch.setattr(flash3, "_operators", lambda: operators)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(flash3, "_row_blocks_found", {})
+    flash3._takes_plans.cache_clear()
+    query, key = torch.randn(2, 128, 200, 64), torch.randn(2, 64, 10, 64)
+    others = Others()
+    output = flash3.PaddedFlashAttention3(others).attend(Call(query, key, key, get_recipe("exact"), scale=0.1))
+    assert others.row_blocks == row_blocks
+    assert options["seqused_k"].tolist() == [5, 0] and options["num_splits"] == 1
+    assert ("scheduler_metadata" in options) == bool(row_blocks) != ("seqused_q" in options)
+    assert output[0].any() and not output[1].any()
+    flash3._takes_plans.cache_clear()

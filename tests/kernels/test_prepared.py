@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,16 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels import dispatch, exact, prepared, prepared_training, registry, rehearsal, tape
-from sage_kernels.call import Call, Mask
+from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
+from sage_kernels.call import Call
 from sage_kernels.cuda import quantize, quantize_nvfp4
+from sage_kernels.prepared import Slot
 from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Plan
-from tests.helpers import fake_gpu
+from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
 
 SHAPE = (1, 2, 192, 64)
-HOPPER = {"kernel": "int8_forward_hopper", "quantizer": "int8_quantize_hopper", "backward": "int8_backward_hopper"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,109 +32,8 @@ def nothing_prepared():
     prepared.forget()
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """The driver of a GPU on which calls with tensors of the CPU are prepared, with Hopper's kernels."""
-    library = fake_gpu.install(monkeypatch)
-
-    def plan_of(call, grad):
-        return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
-
-    def prepare(call, plan, mask, tokens_first=False):
-        return prepared._prepare_launches(call, plan_of(call, False))
-
-    def prepare_training(query, key, value, mask, is_causal, scale, recipe, fallback):
-        call = Call(query, key, value, get_recipe(recipe), Mask.of(mask, key.shape[2]), is_causal, 0, 0.125)
-        return prepared_training._prepare(call, plan_of(call, True), scale, fallback)
-
-    monkeypatch.setattr(prepared, "prepare", prepare)
-    monkeypatch.setattr(prepared_training, "prepare", prepare_training)
-    return library
-
-
-@pytest.fixture
-def gluon(monkeypatch):
-    """Let Triton launches be packed without a compiler; skip the test where Triton is too old for the kernels."""
-    pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
-    from sage_kernels.language import backward_operands, launch, rotation
-
-    def matrix(channels, dtype, device):
-        return rotation.rotation_matrix(channels, dtype, torch.device("cpu"))
-
-    monkeypatch.setattr(launch, "pack", fake_gpu.pack)
-    monkeypatch.setattr(backward_operands, "rotation_matrix", matrix)
-
-
 def draw(*shape, count=3):
     return [torch.randn(shape or SHAPE, dtype=torch.bfloat16) for _ in range(count)]
-
-
-def python_calls(function) -> list[str]:
-    """The functions in Python of our own that a call runs."""
-    names = []
-
-    def trace(frame, event, argument):
-        if event == "call" and any(package in frame.f_code.co_filename for package in ("sage_kernels", "sage_hf")):
-            names.append(frame.f_code.co_qualname)
-
-    sys.setprofile(trace)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return names
-
-
-def allocations(function) -> int:
-    """Count the tensors that a call allocates."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return sum(event.count for event in profile.key_averages() if event.key in ("aten::empty", "aten::empty_strided"))
-
-
-def check_budget(call, library, *, python, allocated, launched):
-    for _ in range(3):
-        call()
-    names = python_calls(call)
-    assert len(names) <= python, "\n".join(names)
-    assert allocations(call) <= allocated
-    library.launched.clear()
-    call()
-    assert len(library.launched) == launched
-
-
-def test_a_repeated_call_costs_the_host_little(gpu):
-    query, key, value = draw()
-    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=11, allocated=2, launched=3)
-
-
-def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
-    query, key, value = draw()
-    mask = (torch.arange(SHAPE[2]) < 150)[None, None, None]
-    call = partial(sage_attention, query, key, value, mask, recipe="sage2")
-    check_budget(call, gpu, python=14, allocated=2, launched=3)
-
-
-def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
-    query, key, value = draw()
-    call = partial(torch.ops.sage_kernels.attention, query, key, value, None, False, 0, None, "sage2", "native", False)
-    check_budget(call, gpu, python=13, allocated=3, launched=3)
-
-
-def test_a_repeated_exact_call_costs_the_host_little(gpu):
-    query, key, value = draw()
-    own = allocations(partial(F.scaled_dot_product_attention, query, key, value))
-    check_budget(partial(sage_attention, query, key, value, recipe="exact"), gpu, python=10, allocated=own, launched=0)
-
-
-def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
-    inputs = [x.requires_grad_() for x in draw()]
-    gradient = torch.randn(SHAPE, dtype=torch.bfloat16)
-
-    def step():
-        torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd"), inputs, gradient)
-
-    check_budget(step, gpu, python=36, allocated=14, launched=7)
 
 
 def is_prepared(*tensors, **options) -> bool:
@@ -299,9 +196,7 @@ def test_calls_with_tokens_before_heads_are_those_of_their_transposes(recipe, ma
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
         assert torch.equal(call.output, expected) and torch.equal(call.query, transposed[0])
-    assert "TokensFirstCall.__call__" in python_calls(
-        partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True)
-    )
+    assert "Slot.run" in python_calls(partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True))
 
 
 def test_launches_with_tokens_before_heads_cost_no_views(gpu):
@@ -484,3 +379,42 @@ def test_keys_that_lie_where_they_lay_are_no_growing_caches(steps):
 def test_a_second_call_with_the_same_keys_says_that_their_length_is_fixed(steps):
     step, (key, *_) = steps
     assert [step(key) for _ in range(4)] == ["sdpa", "sdpa", "step", "step"]  # the second is what was prepared
+
+
+def test_steps_behind_a_cache_that_grows_are_planned_once_for_many_lengths(monkeypatch):
+    planned, seen, select = [], [], dispatch.select
+    monkeypatch.setattr(
+        dispatch, "select", lambda request, fallback: planned.append(request) or select(request, fallback)
+    )
+    prepared.forget()
+    lengths = range(prepared.STEP_KEYS - 4, prepared.STEP_KEYS + 4)
+    for tokens in lengths:
+        query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
+        with record.observe(seen.append):
+            output = sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
+        assert torch.equal(output, F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
+    assert [request.kv_len for request in planned] == [lengths[0], prepared.STEP_KEYS]
+    assert [call.plan.request.kv_len for call in seen] == list(lengths)
+    for other in ((1, 3, lengths[1], 64), (2, 2, lengths[1], 64), (1, 2, lengths[1], 32)):
+        with pytest.raises(ValueError, match=r"heads|batch|head_dim"):
+            sage_attention(query, *draw(*other, count=2), enable_gqa=True, recipe="sage2")
+    with pytest.raises(ValueError, match="tokens of key and value"):
+        sage_attention(
+            query, *draw(1, 2, lengths[1], 64, count=1), *draw(1, 2, lengths[2], 64, count=1), recipe="sage2"
+        )
+
+
+def test_steps_of_a_fixed_number_of_keys_are_no_model_for_those_that_grow(monkeypatch):
+    """A kernel that makes a plan for each number is the best for one, and the worst for many."""
+    planned = []
+
+    def select(request, fallback):
+        planned.append(request)
+        return registry.exact_plan(request, kernel="sdpa" if request.recurs else "sdpa_without_cudnn")
+
+    monkeypatch.setattr(dispatch, "select", select)
+    monkeypatch.setattr(Slot, "recurs", lambda self, query, key: key.shape[2] == 40)
+    for tokens in (40, 41, 42):
+        query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
+        sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
+    assert [(request.kv_len, request.recurs) for request in planned] == [(40, True), (41, False)]

@@ -12,11 +12,12 @@ from sage_kernels.rehearsal import (
     NotRepeatableError,
     Rehearsal,
     is_stand_in,
+    keeping,
     locate,
     rehearsing,
     relocatable,
 )
-from sage_kernels.tape import ALIGNMENT, Tape, place_buffers
+from sage_kernels.tape import ALIGNMENT, Bundle, Tape, place_buffers
 
 
 @pytest.fixture
@@ -101,3 +102,19 @@ def test_an_output_that_is_an_argument_cannot_be_repeated(rehearsal):
     x = rehearsal.stand_in(torch.empty(4))
     with pytest.raises(NotRepeatableError, match="shares"):
         Tape(rehearsal, [x], [x], torch.device("cpu"))
+
+
+def test_tensors_of_a_bundle_lie_one_behind_another(rehearsal):
+    given = [torch.randn(3, 5), torch.randn(0), torch.arange(70, dtype=torch.int8), torch.randn(2).bfloat16()]
+    bundle = Bundle.of(given)
+    assert bundle.starts == (0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT) and bundle.size == 3 * ALIGNMENT
+    memory = torch.empty(bundle.size, dtype=torch.uint8)
+    for view, x in zip(bundle.views(memory), given, strict=True):
+        assert (view.shape, view.dtype) == (x.shape, x.dtype)
+        view.copy_(x)
+    assert all(torch.equal(view, x) for view, x in zip(bundle.views(memory), given, strict=True))
+
+
+def test_what_is_kept_for_all_calls_may_be_allocated():
+    with FakeTensorMode(), rehearsing(), keeping():
+        torch.ones(4, device="cuda")

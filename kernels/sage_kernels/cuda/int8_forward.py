@@ -1,4 +1,7 @@
-"""Attend in INT8 on Hopper: operands of `quantize`, or of `triton.int8_forward`, by `int8_forward.cu`."""
+"""Attend in INT8 on Hopper: operands of `quantize`, or of `triton.int8_forward`, by `int8_forward.cu`.
+
+Block lists of 128 × 128 are sorted by `block_lists`; an item's rows are then those of a list.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ import torch
 from ..call import Call, late_keys_of
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
-from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
+from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
-from . import quantize, tokens
+from . import block_lists, quantize, tokens
+from .block_lists import SortedLists
 from .launch import Kernel, Source, compile_together, launch
-from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Map
+from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Ints, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
 
@@ -39,8 +43,9 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`:
-    K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised.
+    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`: K is
+    without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`: items attend to the
+    tiles of block lists, whose rows are those of two warpgroups.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -55,6 +60,7 @@ class Config:
     heavy: bool
     centred: bool
     quantizes_query: bool = False
+    lists: bool = False
 
     @classmethod
     def of(
@@ -67,18 +73,21 @@ class Config:
         heavy: bool,
         centred: bool,
         quantizes_query: bool = False,
+        lists: bool = False,
     ) -> Config:
         """Return the fastest one.
 
         Three warpgroups have no shared memory for Q in 16 bits beside 128 channels; beside P in float16 the compiler
         would wait for each matrix product.
         """
-        if head_dim == 128:
+        if lists:
+            warpgroups = block_lists.BLOCK_M // WARPGROUP_ROWS
+        elif head_dim == 128:
             warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
         else:
             warpgroups = 2 if padded and pv == "fp16" else 3
         quantizes_query &= warpgroups == 2 or (head_dim == 64 and pv == "fp8")
-        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query)
+        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query, lists)
 
     @property
     def block_m(self) -> int:
@@ -134,6 +143,9 @@ class Arguments:
         valid_stride, spans_stride: from batch element to batch element.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
+        lists, queue: those of `block_lists.SortedLists`, the first number of the queue written; None without lists.
+        list_stride: from list to list.
+        lists_of_batch, lists_of_head: lists from batch element to batch element, and from head to head.
     """
 
     query_scale: ConstFloats
@@ -161,6 +173,11 @@ class Arguments:
     query_factors_stride: Int
     head_dim: Int
     softmax_scale: Float
+    lists: ConstInts = None
+    queue: Ints = None
+    list_stride: Int = 0
+    lists_of_batch: Int = 0
+    lists_of_head: Int = 0
 
 
 @dataclass(slots=True)
@@ -214,6 +231,8 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "QUANTIZES_QUERY": config.quantizes_query,
         "HEAVY": config.heavy,
         "CENTRED": config.centred,
+        "LISTS": config.lists,
+        "LIST_HEAD": block_lists.LIST_HEAD,
         "HEAVY_KEYS": HEAVY_KEYS,
         "LATE_KEYS": late_keys,
         "MEAN_PARTS": MEAN_PARTS,
@@ -229,8 +248,9 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         request: the request.
         quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
     """
-    recipe, padded, return_lse = get_recipe(request.recipe), request.mask == "keys", request.return_lse or request.grad
-    heavy = 0 < recipe.heavy_keys < request.kv_len
+    recipe, lists = get_recipe(request.recipe), request.mask in ("blocks", "block_keys")
+    padded, return_lse = request.mask in ("keys", "block_keys"), request.return_lse or request.grad
+    heavy = 0 < recipe.heavy_keys < request.kv_len and not lists
     config = Config.of(
         power_of_two(request.head_dim),
         recipe.pv,
@@ -240,9 +260,11 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         heavy,
         recipe.smooth_k,
         quantizes_query and heavy and not return_lse and recipe.rotate,
+        lists,
     )
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    return kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.why_not()
+    reason = kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.why_not()
+    return reason or (block_lists.kernel(request.is_causal, padded).source.why_not() if lists else "")
 
 
 def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -266,25 +288,38 @@ def _quantize_and_attend(
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
     padded, return_lse = padding is not None, lse is not None
+    # Before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
+    lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
     if quantizer.name == "int8_quantize_hopper":
         leaves_query = _leaves_query(call, padded, return_lse)
         config = _config(call, padded, leaves_query)
         attend = kernel(config, call.is_causal, return_lse, output.dtype, call.late_keys)
-        compile_together((attend, *quantize.kernels_of(call, padded)), output.device)
+        sorts = () if call.mask.blocks is None else (block_lists.kernel(call.is_causal, padded),)
+        compile_together((attend, *sorts, *quantize.kernels_of(call, padded)), output.device)
         operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
-    forward(operands, output, lse, call, padding)
+    if lists is not None:
+        block_lists.sort_lists(call, padding, lists, _heads_at_once(call))
+    forward(operands, output, lse, call, padding, lists)
     return operands
+
+
+def _heads_at_once(call: Call) -> int:
+    """Return how many heads of Q have their K and V stay in the L2 cache together."""
+    _, kv_heads, kv_len, head_dim = call.key.shape
+    bytes_of_head = 2 * ceil_div(kv_len, BLOCK) * BLOCK * power_of_two(head_dim)
+    return max(1, L2_BYTES // bytes_of_head) * (call.query.shape[1] // kv_heads)
 
 
 def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
     recipe, channels = call.recipe, power_of_two(call.query.shape[3])
     return Config.of(
         *(channels, recipe.pv, call.kv_len, call.is_causal, padded),
-        heavy=0 < recipe.heavy_keys < call.kv_len,
+        heavy=call.heavy_keys > 0,
         centred=recipe.smooth_k,
         quantizes_query=quantizes_query,
+        lists=call.mask.blocks is not None,
     )
 
 
@@ -293,8 +328,7 @@ def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
 
     The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
     """
-    heavy = 0 < call.recipe.heavy_keys < call.kv_len
-    if return_lse or not (heavy and call.recipe.rotate) or 0 in call.query.stride():
+    if return_lse or not (call.heavy_keys and call.recipe.rotate) or 0 in call.query.stride():
         return False
     return _config(call, padded, quantizes_query=True).quantizes_query
 
@@ -305,6 +339,7 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     padding: KeyPadding | None = None,
+    lists: SortedLists | None = None,
 ) -> None:
     """Attend to quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
 
@@ -316,6 +351,7 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         padding: which keys exist; None: all.
+        lists: the call's block lists, whose queue has not been begun; None without them.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -334,6 +370,7 @@ def forward(
         heavy is not None,
         call.recipe.smooth_k,
         quantizes_query,
+        lists is not None,
     )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
@@ -343,7 +380,7 @@ def forward(
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     parts = 1
-    if (config.heavy or config.warpgroups == 2) and not is_causal:
+    if (config.heavy or config.warpgroups == 2) and not is_causal and lists is None:
         parts = last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if quantizes_query:
         query_map = tensor_map(query, box, LINE_BYTES)
@@ -374,7 +411,7 @@ def forward(
         q_rows=query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
-        heads_at_once=max(1, L2_BYTES // (2 * kv_rows * channels)) * (q_heads // kv_heads),
+        heads_at_once=_heads_at_once(call),
         parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
@@ -382,6 +419,10 @@ def forward(
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),
     )
+    if lists is not None:
+        arguments.lists, arguments.queue = lists.lists, lists.queue
+        arguments.list_stride = lists.lists.stride(2)
+        arguments.lists_of_batch, arguments.lists_of_head = lists.of_batch, lists.of_head
     parameters = Parameters(
         query=query_map,
         key=tensor_map(operands.key.view(-1, kv_rows, channels), (1, config.block_n, channels), channels),

@@ -7,7 +7,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -89,10 +89,15 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
         RuntimeError: the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
+    rehearsed = rehearsal.current()
+    if rehearsed is not None and rehearsed.compilations is not None:
+        arch = architecture(torch.cuda.get_device_capability(device))
+        rehearsed.compilations.append(partial(kernel.source.compile, arch))
+        return
     function = _function(kernel, index)
     if not blocks:
         return
-    if (rehearsed := rehearsal.current()) is not None:
+    if rehearsed is not None:
         rehearsed.launched(function.packed(blocks, parameters, dependent))
         return
     function.launch(blocks, parameters, dependent)

@@ -245,8 +245,8 @@ def signs(channels: int) -> dict[str, int]:
 def unavailable(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    features = Features.of(recipe, request.kv_len, request.mask == "keys", request.is_causal)
-    if request.mask == "blocks":
+    features = Features.of(recipe, request.kv_len, request.mask in ("keys", "block_keys"), request.is_causal)
+    if request.mask in ("blocks", "block_keys"):
         features = replace(features, heavy_keys=0, choice=False, late=False)
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ MASK_AXES = ("batch", "head", "row", "column")
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 _compiled: set[tuple[Any, ...]] = set()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,11 @@ def launch(
     if 0 in grid:
         return
     if (rehearsed := rehearsal.current()) is not None:
-        rehearsed.launched(pack(kernel, grid, arguments, options))
+        if rehearsed.compilations is None:
+            rehearsed.launched(pack(kernel, grid, arguments, options))
+        else:
+            run = partial(kernel.run, grid=grid, warmup=True, **arguments, **options)
+            rehearsed.compilations.append(partial(_compile, run))
         return
     device = next(iter(arguments.values())).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -146,3 +153,9 @@ def launch(
             kernel.__name__,
             time.perf_counter() - start,
         )
+
+
+def _compile(run: Callable[[], object]) -> None:
+    with _lock, contextlib.suppress(RuntimeError):  # without a driver, compiling says so
+        triton.runtime.driver.active.get_current_device()  # its first use compiles what all kernels need
+    run()

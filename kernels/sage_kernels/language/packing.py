@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ def pack(
         NotRepeatableError: the kernel needs more of a launch than parameters, or has others than are known here.
     """
     compiled = kernel.run(grid=grid, warmup=True, **arguments, **options)
-    _ = compiled[grid]  # loads it
-    metadata = compiled.metadata
+    function, metadata = _load(compiled), compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
         if getattr(metadata, name, 0):
             raise NotRepeatableError(f"{kernel.__name__} has a {name}")
@@ -51,7 +51,7 @@ def pack(
     ]
     parts += [("Q", 0), ("Q", 0)]  # two scratch buffers, which it has none of
     sizes = [MAP_BYTES if kind == "map" else struct.calcsize(kind) for kind, _ in parts]
-    if (found := driver.parameter_sizes(compiled.function)) != sizes:
+    if (found := driver.parameter_sizes(function)) != sizes:
         raise NotRepeatableError(f"{kernel.__name__} has parameters of {found} bytes, {sizes} are known of")
     parameters, starts, addresses = bytearray(), [], []
     for (kind, value), size in zip(parts, sizes, strict=True):
@@ -61,7 +61,7 @@ def pack(
             addresses.append(len(parameters))
         parameters += value if kind == "map" else struct.pack("=" + kind, value)
     return PackedLaunch(
-        function=compiled.function,
+        function=function,
         grid=(*grid, 1, 1)[:3],  # type: ignore[arg-type]
         threads=WARP * metadata.num_warps,
         shared_bytes=metadata.shared,
@@ -71,6 +71,21 @@ def pack(
         addresses=tuple(addresses),
         constants=tuple(x for x in values if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)),
     )
+
+
+@cache
+def _load(compiled: Any) -> int:
+    """Return the driver's handle of a kernel that is loaded without Triton's launcher, which a C compiler makes.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    if compiled.module is None:
+        active = triton.runtime.driver.active
+        device = active.get_current_device()
+        _, function, *_ = active.utils.load_binary(compiled.name, compiled.kernel, compiled.metadata.shared, device)
+        return function
+    return compiled.function
 
 
 def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:

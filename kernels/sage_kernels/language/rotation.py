@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import rehearsal
 from ..transforms import rotation_signs
 
 
@@ -20,11 +21,12 @@ def sign_bits(size: int) -> int:
 @lru_cache(maxsize=16)
 def rotation_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the rotation times size ** 0.5, (size, size) of ±1: x @ matrix is x rotated."""
-    index = torch.arange(size)
-    matrix = torch.ones(size, size)
-    for bit in range(size.bit_length() - 1):
-        matrix *= 1 - 2 * ((index[:, None] & index) >> bit & 1)
-    return (matrix * rotation_signs(size)[:, None]).to(dtype).to(device)
+    with rehearsal.keeping():
+        index = torch.arange(size)
+        matrix = torch.ones(size, size)
+        for bit in range(size.bit_length() - 1):
+            matrix *= 1 - 2 * ((index[:, None] & index) >> bit & 1)
+        return (matrix * rotation_signs(size)[:, None]).to(dtype).to(device)
 
 
 @triton.jit

@@ -79,6 +79,11 @@ def exact_forward_config(head_dim: int, mask: str) -> Config:
     return Config(64, 64, 4, 2 if head_dim <= 64 else 3)
 
 
+def scattered_forward_config(head_dim: int) -> Config:
+    """Return the configuration of `scattered_forward` on Hopper; head_dim as above: over 128 fewer rows spill none."""
+    return Config(64, 64, 8, 2) if head_dim > 128 else exact_forward_config(head_dim, "keys")
+
+
 def split_forward_config(head_dim: int, rows: int) -> Config:
     """Return the configuration of `split_forward` on Hopper for that many padded rows; head_dim as above.
 

@@ -6,8 +6,6 @@ row without a key gives. Here such rows are 0, and grouped queries share their k
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -18,27 +16,22 @@ from ..exact import unexpanded
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LOG2E, store_clamped
-from ..layout import ALIGNMENT, ceil_div, power_of_two
+from ..layout import ALIGNMENT, ceil_div, power_of_two, stride_of
 from .configs import Config, exact_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
 LISTED_ALONE = 2048  # of a mask of one row
+UNLISTED = 1024  # keys up to which each program reads a mask of keys itself
 WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
 
-AttendToFirst = Callable[[Call, torch.Tensor, torch.Tensor], None]
-"""(call, lengths, output) -> None: write the output of the batch elements whose length is not 0, each over its first
-keys, as many as its length says; other elements of the output may be written too. `lengths` is int32 (batch,)."""
 
-
-def attend(call: Call, config: Config | None = None, attend_to_first: AttendToFirst | None = None) -> torch.Tensor:
+def attend(call: Call, config: Config | None = None) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
         call: not empty, not packed, without a block list, in float16 or bfloat16; Q, K and V as `layout.is_aligned`.
         config: default `configs.exact_forward_config`; its block_n is 64.
-        attend_to_first: another kernel for those batch elements whose keys that exist come first, beside a mask of
-            keys without causality. The GPU finds out which they are, and computes the others here.
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
@@ -47,7 +40,7 @@ def attend(call: Call, config: Config | None = None, attend_to_first: AttendToFi
     # Below 64 channels the assembler of CUDA 12.8 gives some products a wrong address in shared memory.
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
     config = config or exact_forward_config(max(channels, v_channels), kind)
-    bits = tiles = bias = lengths = None
+    bits = tiles = bias = None
     mask_strides: tuple[int, ...] = (0, 0, 0)
     tile_strides: tuple[int, ...] = (0, 0, 0)
     bias_rows = 1
@@ -57,15 +50,17 @@ def attend(call: Call, config: Config | None = None, attend_to_first: AttendToFi
         bias_rows = 1 if stored.shape[2] == 1 else config.block_m
         bias = TensorDescriptor.from_tensor(stored, [1, 1, bias_rows, config.block_n])
         mask_strides = tuple(int(size > 1) for size in stored.shape[:3])
+    elif kind == "keys" and call.kv_len <= UNLISTED:
+        valid = call.mask.valid
+        assert valid is not None
+        bits, kind = valid.view(torch.uint8), "few keys"
+        mask_strides = stride_of(valid), 0, valid.stride(1)
     elif mask is not None:
-        bits, tiles, lengths = list_tiles(mask, call, config, attend_to_first is not None)
+        bits, tiles = list_tiles(mask, call, config)
         mask_strides, tile_strides = (
             tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False))
             for x in (bits, tiles)
         )
-    if attend_to_first is not None:
-        assert lengths is not None
-        attend_to_first(call, lengths, output)
     launch(
         exact_forward,
         (ceil_div(q_len, config.block_m), q_heads, batch),
@@ -75,7 +70,6 @@ def attend(call: Call, config: Config | None = None, attend_to_first: AttendToFi
         output=output,
         bits=bits,
         tiles=tiles,
-        lengths=lengths,
         bias=bias,
         q_len=q_len,
         kv_len=kv_len,
@@ -92,6 +86,7 @@ def attend(call: Call, config: Config | None = None, attend_to_first: AttendToFi
         V_CHANNELS=v_channels,
         CAUSAL=call.is_causal,
         MASK=kind,
+        WIDTH=max(config.block_n, power_of_two(kv_len)) if kind == "few keys" else 0,
         BIAS_ROWS=bias_rows,
         **config.constants,
     )
@@ -130,21 +125,17 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
     return copy
 
 
-def list_tiles(
-    mask: torch.Tensor, call: Call, config: Config, with_lengths: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a bool mask once: pack it, and list the tiles of scores in which some query may attend to some key.
 
     Args:
         mask: bool, the call's. Where it has more than one row, causality is applied to it.
-        with_lengths: find lengths too; of a mask of keys only.
 
     Returns:
-        (bits, tiles, lengths): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i;
+        (bits, tiles): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i;
         tiles int32 (mask batch, mask heads, row blocks, 2 + tiles), their number, then 2 · tile + (1 if some of its
         scores are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask is
         broadcast.
-        lengths int32 (batch,): how many keys exist if no other comes before them, else 0; None if not asked for.
     """
     kv_len = call.kv_len
     mask = mask.view(torch.uint8)
@@ -156,21 +147,18 @@ def list_tiles(
     )
     words = ceil_div(kv_len, width) * (width // WORD.value)
     bits = mask.new_empty((batches, heads, rows, words), dtype=torch.int32)
-    lengths = mask.new_empty((call.batch,), dtype=torch.int32) if with_lengths else None
     launch(
         list_allowed,
         (tiles.shape[2], heads, batches),
         mask=mask,
         bits=bits,
         tiles=tiles,
-        lengths=lengths,
         rows=rows,
         keys=kv_len,
         causal_offset=call.causal_offset,
         **strides("mask", mask.stride(), MASK_AXES),
         words=words,
         places=tiles.shape[3],
-        copies=call.batch // batches,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         WIDTH=width,
@@ -178,7 +166,7 @@ def list_tiles(
         CAUSAL=call.is_causal and rows > 1,
         num_warps=8 if rows > 1 else 4,
     )
-    return bits, tiles, lengths
+    return bits, tiles
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -206,12 +194,11 @@ def copy_rows(
         tl.store(target + column * target_stride_column, x, mask=column < kv_len)
 
 
-@triton.jit(do_not_specialize=["rows", "causal_offset", "words", "places", "copies"])
+@triton.jit(do_not_specialize=["rows", "causal_offset", "words", "places"])
 def list_allowed(
     mask,
     bits,
     tiles,
-    lengths,
     rows,
     keys,
     causal_offset,
@@ -221,23 +208,43 @@ def list_allowed(
     mask_stride_column,
     words,
     places,
-    copies,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Pack BLOCK_M rows of one (mask batch, mask head), and list their tiles; write each length `copies` times."""
+    """Pack BLOCK_M rows of one (mask batch, mask head), and list their tiles."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = batch * tl.num_programs(1) + head
     tiles += (pair * tl.num_programs(0) + block) * places
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside_row = (row < rows)[:, None]
     base = mask + batch * mask_stride_batch + head * mask_stride_head + row.to(tl.int64)[:, None] * mask_stride_row
     into = bits + (pair * rows + row)[:, None] * words
+    list_rows(
+        base, into, tiles, row, rows, keys, causal_offset, mask_stride_column, BLOCK_M, BLOCK_N, WIDTH, BITS, CAUSAL
+    )
+
+
+@triton.jit
+def list_rows(
+    base,
+    into,
+    tiles,
+    row,
+    rows,
+    keys,
+    causal_offset,
+    mask_stride_column,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Pack rows of a mask from `base` on into bits, and list their tiles; both as `list_tiles` returns them."""
+    inside_row = (row < rows)[:, None]
     number = 0
-    count, end = 0, 0
     lane = tl.arange(0, WIDTH)
     column = lane
     inside = inside_row & (column < keys)[None, :]
@@ -247,9 +254,6 @@ def list_allowed(
         if CAUSAL:
             allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         allowed = allowed.to(tl.int32)
-        if lengths is not None:
-            count += tl.sum(tl.sum(allowed, 1), 0)
-            end = tl.maximum(end, tl.max(tl.max(allowed * (column + 1)[None, :], 1), 0))
         # The next keys are read while these are packed.
         column = start + WIDTH + lane
         inside = inside_row & (column < keys)[None, :]
@@ -266,9 +270,6 @@ def list_allowed(
         tl.store(tiles + number + tl.cumsum(seen, 0), entry, mask=seen != 0)
         number += tl.sum(seen, 0)
     tl.store(tiles, number)
-    if lengths is not None:
-        for copy in range(0, copies):
-            tl.store(lengths + batch * copies + copy, tl.where(count == end, count, 0))
 
 
 @triton.jit
@@ -328,6 +329,9 @@ def attend_tile(
                     first, second = tl.load(at), tl.load(at + 1)
                 word = tl.where((place < WORD)[None, :], first, second)
                 allowed = ((word >> (place % WORD)[None, :]) & 1) != 0
+            elif MASK == "few keys":
+                exists = tl.load(bits + column * mask_stride_row, mask=column < kv_len, other=0)
+                allowed = (exists != 0)[None, :]
             else:
                 allowed = (column < kv_len)[None, :]
             if CAUSAL and MASK != "bool":
@@ -354,7 +358,6 @@ def exact_forward(
     output,
     bits,
     tiles,
-    lengths,
     bias,
     q_len,
     kv_len,
@@ -381,21 +384,19 @@ def exact_forward(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    WIDTH: tl.constexpr,
     BIAS_ROWS: tl.constexpr,
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    `key`, `value` and `bias` are tensor descriptors, `bits`, `tiles` and `lengths` of `list_tiles`; strides of the mask
-    are those of `bits`, or of the bias 1, 0 where it is broadcast. Batch elements with a length are left as they are.
+    `key`, `value` and `bias` are tensor descriptors, `bits` and `tiles` of `list_tiles`; strides of the mask are those
+    of `bits`, or of the bias 1, 0 where it is broadcast. With few keys `bits` is the mask itself, which WIDTH covers.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // (tl.num_programs(1) // kv_heads)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    if lengths is not None:  # noqa: SIM102 - the compiler decides this one, the GPU the next
-        if tl.load(lengths + batch) != 0:
-            return
     token = row.to(tl.int64)
     channel = tl.arange(0, CHANNELS)
     at = query + batch.to(tl.int64) * query_stride_batch + head.to(tl.int64) * query_stride_head
@@ -420,6 +421,21 @@ def exact_forward(
         for tile in range(full_end, tl.cdiv(columns, BLOCK_N)):
             row_max, row_sum, acc = attend_tile(
                 tile * BLOCK_N, 1, q, key, value, bits, bias, batch, kv_head, bias_batch, bias_head, bias_row, scale,
+                row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
+                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
+            )  # fmt: skip
+    elif MASK == "few keys":
+        bits += batch.to(tl.int64) * mask_stride_batch
+        lane = tl.arange(0, WIDTH)
+        exists = tl.load(bits + lane * mask_stride_row, mask=lane < kv_len, other=0)
+        end, whole = tl.max(tl.where(exists != 0, lane + 1, 0), 0), tl.min(tl.where(exists != 0, WIDTH, lane), 0)
+        if CAUSAL:
+            end = tl.minimum(end, block * BLOCK_M + BLOCK_M + causal_offset)
+            whole = tl.minimum(whole, block * BLOCK_M + causal_offset + 1)
+        for tile in range(0, tl.cdiv(tl.maximum(end, 0), BLOCK_N)):
+            needs_mask = (tile * BLOCK_N + BLOCK_N > whole).to(tl.int32)
+            row_max, row_sum, acc = attend_tile(
+                tile * BLOCK_N, needs_mask, q, key, value, bits, bias, batch, kv_head, 0, 0, 0, scale,
                 row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
                 CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
             )  # fmt: skip

@@ -66,6 +66,8 @@ def _quantize_and_attend(
         channels = max(padded_channels(call.query.shape[3]), padded_channels(call.value.shape[3]))
         tiles = block_tiles(call, choose_config(call, channels, call.recipe.pv, capability).block_n)
         valid = tiles.valid
+        if call.mask.valid is not None:  # the quantiser may ask for spans, though tiles say which keys count
+            padding = quantizer.read_padding(call.mask.valid)
     elif call.mask.valid is not None:
         padding = quantizer.read_padding(call.mask.valid)
         valid = padding.valid

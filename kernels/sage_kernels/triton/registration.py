@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -16,6 +15,7 @@ from ..recipe import Recipe, get_recipe
 from ..registry import (
     MAX_HEAD_DIM,
     SUPPORTED_DTYPES,
+    AttendToFirst,
     Quantizer,
     Request,
     register_backward,
@@ -198,11 +198,13 @@ class ExactForward:
             return reason
         return "no block lists" if request.mask.startswith("block") else ""
 
-    def attend(
-        self, call: Call, attend_to_first: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """Attend; see `exact_forward.attend`."""
-        return _load("exact_forward").attend(call, attend_to_first=attend_to_first)
+        return _load("exact_forward").attend(call)
+
+    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `scattered_forward.attend`."""
+        return _load("scattered_forward").attend(call, attend_to_first, row_blocks)
 
 
 class SplitForward:

@@ -42,7 +42,7 @@ def attend(call: Call) -> torch.Tensor:
     channels, v_channels = max(16, power_of_two(head_dim)), max(16, power_of_two(v_head_dim))
     config = split_forward_config(max(channels, v_channels), max(MIN_ROWS, power_of_two(rows)))
     tiles = ceil_div(kv_len, config.block_n)
-    at_once = PROGRAMS[max(64, channels, v_channels)] * _multiprocessors(query.get_device())
+    at_once = PROGRAMS[max(64, channels, v_channels)] * multiprocessors(query.get_device())
     tiles_of_part = ceil_div(tiles, parts_of(tiles, batch * kv_heads, at_once))
     parts = ceil_div(tiles, tiles_of_part)
     sums = maxima = None
@@ -113,7 +113,8 @@ def parts_of(tiles: int, sequences: int, programs: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
+    """Return the number of a GPU's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -24,10 +24,14 @@ ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
 ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
 ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
+ASSERT_FLAG(LISTS, "an item attends to the tiles of a list, or to all that its rows may see");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
 static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY && CAUSAL, "LATE_KEYS must be 0, or 16 of a causal call's");
 static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8: see SHARED_16BIT_PRODUCT");
 static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
+static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
+static_assert(!LISTS || WARPGROUPS == 2 && BLOCK_N == 128 && !HEAVY,
+              "LISTS are of 128 rows and tiles of 128 keys, and beside them no key is heavy");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
@@ -62,11 +66,12 @@ constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a 
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
 // scores of keys without their mean have mean 0; and their weights are erased before these are summed.
-constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED;
+// Those of some tiles have any mean.
+constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && !LISTS;
 // An item's last tile of half as many keys, which heavy keys leave of a multiple of BLOCK_N, takes half of the softmax.
 constexpr bool HALVES = ERASES && BLOCK_N == 128;
 // Warpgroups whose rows see none of the item's last tiles leave them to the others.
-constexpr bool SKIPS = CAUSAL && !PADDED;
+constexpr bool SKIPS = CAUSAL && !PADDED && !LISTS;
 static_assert(!SKIPS || ((WARPGROUPS - 1) * WARPGROUP_ROWS + BLOCK_N - 1) / BLOCK_N <= STAGES,
               "a warpgroup must leave at most STAGES of an item's tiles: the last waits for the first one to be free");
 // Warpgroups without rows of an item leave it to the others; three without heavy keys have no registers for that, and
@@ -97,15 +102,27 @@ struct alignas(16) ValueScales {
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
-  int warpgroups;       // that have rows of it, the first ones
-  int tiles;            // of keys; at least 1, of which a row may see nothing
-  int first, in_order;  // the tile to begin with, and how many follow one another; the one before it comes last
+  int warpgroups;  // that have rows of it, the first ones
+  int tiles;       // of keys; at least 1, of which a row may see nothing
+  // The tile to begin with, and how many follow one another; the one before it comes last. Of LISTS: the number of the
+  // item's list, and how many of its tiles need no mask, which come first.
+  int first, in_order;
 
   DEVICE int tile(int number) const {
     return !PADDED ? number : number < in_order ? first + number : max(0, first - 1);
   }
+  // Return where the item's list has its tiles.
+  DEVICE const int* listed(const Arguments& a) const {
+    return a.lists + first * static_cast<int64>(a.list_stride) + LIST_HEAD;
+  }
   DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+};
+
+// What comes with a tile of K that a list names: its number, and the scales of its keys, four of each segment.
+struct alignas(16) ListedTile {
+  uint16 scale[BLOCK_N / KEYS_PER_SCALE];
+  int number;
 };
 
 // What lies in shared memory behind the tiles.
@@ -115,6 +132,7 @@ struct alignas(256) Control {
   ValueScales value_scales;
   Factors factors[QUERY_STAGES];
   Item items[QUERY_STAGES];
+  ListedTile listed[STAGES];
 };
 static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
@@ -160,4 +178,23 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   }
   item.tiles = max(1, max(0, item.in_order) + before);
   return item.warpgroups > 0;
+}
+
+// Take the next item of the queue, which all blocks share: lists differ in length, so a block that is done with its own
+// takes more. The first ones are shared out by number.
+DEVICE bool take_item(const Arguments& a, int round, Item& item) {
+  const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M;
+  const int place = round == 0 ? blockIdx.x : gridDim.x + atomicAdd(a.queue, 1);
+  if (place >= blocks * a.batch * a.q_heads) return false;
+  const int index = a.queue[1 + place], pair = index / blocks, block = index - pair * blocks;
+  item.batch = pair / a.q_heads;
+  item.head = pair - item.batch * a.q_heads;
+  item.kv_head = item.head / (a.q_heads / a.kv_heads);
+  item.first_row = block * BLOCK_M;
+  item.warpgroups = min(WARPGROUPS, (a.q_len - item.first_row + WARPGROUP_ROWS - 1) / WARPGROUP_ROWS);
+  item.first = item.batch * a.lists_of_batch + item.head * a.lists_of_head + block;
+  const int* head = item.listed(a) - LIST_HEAD;
+  item.in_order = head[0];
+  item.tiles = max(1, head[1]);
+  return true;
 }

@@ -21,9 +21,10 @@ DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, F
   Item item;
 #pragma unroll 1
   for (int round = 0;; round++) {
-    const bool exists = next_item(a, round, item);
+    bool exists = !LISTS && next_item(a, round, item);
     const int stage = round % STAGES;
     wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
+    if (LISTS) exists = take_item(a, round, item);
     show_item(exists, item, items[stage], b.q_full[stage]);
     if (!exists) return;
     const int row = item.pair(a) * a.q_rows + item.first_row;
@@ -62,34 +63,66 @@ DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* token
   }
 }
 
-// Bring tiles of K, or of V: `load` begins to bring an item's tile of that number to a stage, `end` follows the last.
+// Return whether there is an item `round` of this block; of LISTS, that which `load_queries` shows.
+DEVICE bool find_item(const Arguments& a, int round, const Item* items, Barriers& b, Item& item) {
+  if (!LISTS) return next_item(a, round, item);
+  const int stage = round % STAGES;
+  wait(b.q_full[stage], round / STAGES & 1);
+  item = items[stage];
+  arrive(b.q_empty[stage]);
+  return item.tiles > 0;
+}
+
+// Return the first key of a tile that `produce_tiles` names.
+DEVICE int first_key(const Item& item, int tile) { return (LISTS ? tile : item.tile(tile)) * BLOCK_N; }
+
+// Bring tiles of K, or of V: `load` begins to bring an item's tile to a stage, `end` follows the last. Tiles have their
+// numbers in the item, or those that its list names; behind a list an empty stage completes a round.
 // It does not follow the tile that completes a round: the stage of that is free only when all warpgroups have left what
 // they do not attend to, and they wait for what `end` brings before they do.
 template <typename Load, typename End>
-DEVICE void produce_tiles(const Arguments& a, int bytes, uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load,
-                          End end) {
+DEVICE void produce_tiles(const Arguments& a, const Item* items, Barriers& b, uint64 (&full)[STAGES],
+                          uint64 (&empty)[STAGES], Load load, End end) {
   Item item;
   int uses = 0;
 #pragma unroll 1
-  for (int round = 0; next_item(a, round, item); round++) {
+  for (int round = 0; find_item(a, round, items, b, item); round++) {
+    const int* listed = LISTS ? item.listed(a) : nullptr;
+    int following = LISTS ? listed[0] : 0;
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
-      const int stage = uses % STAGES;
+      const int stage = uses % STAGES, named = following;
+      if (LISTS) following = listed[tile + 1];  // ahead of the wait
       wait(empty[stage], uses / STAGES & 1 ^ 1);
-      arrive_expecting(full[stage], bytes);
-      load(item, tile, stage);
+      if (LISTS && tile == item.tiles) {
+        arrive(full[stage]);
+        continue;
+      }
+      load(item, LISTS ? named : tile, stage);
       if (tile == item.tiles - 1) end(item, round);
     }
   }
 }
 
-// Bring tiles of K, and what an item's outputs need in the end: the scales of V, and heavy keys with their values.
+// Bring tiles of K, those of LISTS with their scales, and what an item's outputs need in the end: the scales of V, and
+// heavy keys with their values.
 DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorMap& heavy_key,
-                         const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, Barriers& b) {
+                         const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, const Item* items,
+                         ListedTile* listed, Barriers& b) {
   produce_tiles(
-      a, K_BYTES, b.k_full, b.k_empty,
+      a, items, b, b.k_full, b.k_empty,
       [&](const Item& item, int tile, int stage) {
-        load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a), item.tile(tile) * BLOCK_N, 0);
+        if constexpr (LISTS) {
+          constexpr int SCALES = BLOCK_N / KEYS_PER_SCALE;
+          const int tiles = a.kv_rows / BLOCK_N, existing = min(tile, tiles - 1);  // an empty list names one behind
+          listed[stage].number = tile;
+          arrive_expecting(b.k_full[stage], K_BYTES + SCALES * 2);
+          load_bytes(a.key_scale + (item.kv_pair(a) * static_cast<int64>(tiles) + existing) * SCALES,
+                     listed[stage].scale, b.k_full[stage], SCALES * 2);
+        } else {
+          arrive_expecting(b.k_full[stage], K_BYTES);
+        }
+        load_box(key, k + stage * K_BYTES, b.k_full[stage], item.kv_pair(a), first_key(item, tile), 0);
       },
       [&](const Item& item, int round) {
         const int64 of_head = static_cast<int64>(item.kv_pair(a)) * CHANNELS;
@@ -109,19 +142,20 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
       });
 }
 
-DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, Barriers& b) {
+DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, const Item* items, Barriers& b) {
   const auto load = [&](const Item& item, int tile, int stage) {
+    arrive_expecting(b.v_full[stage], V_BYTES);
     if (PV_FLOAT16) {
 #pragma unroll
       for (int i = 0; i < CHANNELS / LINE_CHANNELS; i++)
         load_box(value, v + stage * V_BYTES + i * BLOCK_N * LINE_BYTES, b.v_full[stage], item.kv_pair(a),
-                 item.tile(tile) * BLOCK_N, i * LINE_CHANNELS);
+                 first_key(item, tile), i * LINE_CHANNELS);
     } else {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / VALUE_WIDTH; i++)
         load_box(value, v + stage * V_BYTES + i * CHANNELS * VALUE_WIDTH, b.v_full[stage], item.kv_pair(a) * CHANNELS,
-                 item.tile(tile) * BLOCK_N + i * VALUE_WIDTH);
+                 first_key(item, tile) + i * VALUE_WIDTH);
     }
   };
-  produce_tiles(a, V_BYTES, b.v_full, b.v_empty, load, [](const Item&, int) {});
+  produce_tiles(a, items, b, b.v_full, b.v_empty, load, [](const Item&, int) {});
 }

@@ -36,6 +36,8 @@ struct Rows {
   float tile_sum[4];  // of the weights: by the matrix product, two equal ones of `row`, then of `row` + 8
   bool grows, has_sums;
   int q_stage, parity;
+  int named;                 // of LISTS: the tile at hand
+  const ListedTile* listed;  // of the stages of K
 
   DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
@@ -50,9 +52,16 @@ struct Rows {
           from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / KEY_BLOCK + i) * 4, last_key_scale)]);
   }
 
+  // Load what comes with the tile of K in a stage, behind the wait for it.
+  DEVICE void load_listed(int stage) {
+#pragma unroll
+    for (int i = 0; i < SEGMENTS; i++) next_key_scale[i] = from_bfloat16(listed[stage].scale[i * 4 + quad]);
+    named = listed[stage].number;
+  }
+
   // Find the keys that a masked tile allows.
   DEVICE void load_mask(int number) {
-    const int first = item.tile(number) * BLOCK_N + quad * 2;
+    const int first = (LISTS ? named : item.tile(number)) * BLOCK_N + quad * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
       left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
@@ -80,7 +89,7 @@ struct Rows {
       scale[0][i] = row_scale[0] * next_key_scale[i];
       scale[1][i] = row_scale[1] * next_key_scale[i];
     }
-    load_key_scale(number + 1);
+    if (!LISTS) load_key_scale(number + 1);
     constexpr int NO_KEY = -2147483647 - 1;
     if (MASKED) {
       load_mask(number);
@@ -271,6 +280,7 @@ struct Rows {
     begin_scores(ODD);
     fence_products();
     begin_outputs<true>(ODD ^ 1);
+    if (LISTS) load_listed(ODD);
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);

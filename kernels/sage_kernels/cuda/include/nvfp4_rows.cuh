@@ -13,6 +13,10 @@ constexpr int QK_STEPS = CHANNELS / 64;       // products in the depth of Q·K�
 constexpr int PV_STEPS = BLOCK / 64;          // and of P·V
 constexpr int SECTIONS = BLOCK / 32;          // of 32 keys, of which a thread has 8 scores of each of its two rows
 constexpr bool TOTAL = LSE || !QUANTIZED_DENOMINATOR;  // weights are summed before they are quantised
+// Quantised weights are summed by a product with ones, or by the lanes: where weights are summed before, too, the
+// instructions that it saves count for more than the matrix units' clocks.
+constexpr bool SUMS_BY_PRODUCT = QUANTIZED_DENOMINATOR && TOTAL, SUMS_BY_LANES = QUANTIZED_DENOMINATOR && !TOTAL;
+constexpr uint32 ONES = 0x22222222, SCALES_OF_1 = 0x38383838;  // in e2m1 and in e4m3
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float P_LOG2 = LARGEST_P_LOG2, E2M1_LARGEST_LOG2 = 2.584962500721156f;
 constexpr float E4M3_ROUNDS_TO_0 = 0.0009765625f;  // the largest number that e4m3 rounds to 0
@@ -44,8 +48,8 @@ struct Consumer {
   uint32 q[QK_STEPS][4], q_scales;
   float q_factor;
   float row_max;      // of the own row, in base 2
-  float denominator;  // twice the sum of its quantised weights in the lane's groups of 16
-  float total;        // the sum of those before they are quantised
+  float denominator;  // the sum of its quantised weights; SUMS_BY_LANES: twice that, in the lane's groups of 16
+  float total;        // the sum of those before they are quantised, in the lane's groups
   float outputs[CHANNEL_BLOCKS][4];
 
   DEVICE bool is_odd() const { return lane & 1; }
@@ -197,11 +201,12 @@ struct Consumer {
     }
 
     uint32 doubled_sums[2] = {};
+    float sums[4] = {};
     const int part = lane / 8 % 2, line = lane % 8 + lane / 16 * 8;
 #pragma unroll
     for (int half = 0; half < PV_STEPS; half++) {
       uint32 p[4];
-      float sums[4];
+      float of_eight[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int r = i % 2, section = 2 * half + i / 2;
@@ -209,16 +214,17 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < 8; j++)
           x[j] = exp2_approximate(__fmaf_rn(scores[4 * section + j / 2][2 * r + j % 2], factor, -offsets[r][section]));
-        if (TOTAL) sums[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+        if (TOTAL) of_eight[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
         p[i] = to_e2m1(x);
         // Sums of 16 keys are below 2⁸.
-        if (QUANTIZED_DENOMINATOR) doubled_sums[r] += doubled_sum(p[i]) << 8 * section;
+        if (SUMS_BY_LANES) doubled_sums[r] += doubled_sum(p[i]) << 8 * section;
       }
       if (TOTAL) {
 #pragma unroll
         for (int i = 0; i < 4; i += 2)
-          total = __fmaf_rn(of_own_row(sums[i], sums[i + 1]), divisor[2 * half + i / 2], total);
+          total = __fmaf_rn(of_own_row(of_eight[i], of_eight[i + 1]), divisor[2 * half + i / 2], total);
       }
+      if (SUMS_BY_PRODUCT) add_product(sums, p, ONES, ONES, p_scales, SCALES_OF_1, half, 0);
       // Rows of V in 64 bytes, whose 16-byte parts are exchanged every two rows.
       const uint32 values = stage + VALUE + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
 #pragma unroll
@@ -236,11 +242,13 @@ struct Consumer {
         }
       }
     }
-    if (QUANTIZED_DENOMINATOR) {
-      const uint32 sums = of_own_row(doubled_sums[0], doubled_sums[1]);
+    if (SUMS_BY_LANES) {
+      const uint32 of_row = of_own_row(doubled_sums[0], doubled_sums[1]);
 #pragma unroll
       for (int section = 0; section < SECTIONS; section++)
-        denominator = __fmaf_rn(static_cast<float>(byte_of(sums, section)), step[section], denominator);
+        denominator = __fmaf_rn(static_cast<float>(byte_of(of_row, section)), step[section], denominator);
+    } else if (SUMS_BY_PRODUCT) {
+      denominator += is_odd() ? sums[2] : sums[0];
     }
   }
 
@@ -295,7 +303,7 @@ struct Consumer {
     asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
     float maxima[2], totals[2], divisors[2];
     if (TOTAL) total += from_neighbour(total, 2);
-    if (QUANTIZED_DENOMINATOR) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
+    if (SUMS_BY_LANES) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
     share(row_max, maxima[0], maxima[1]);
     share(total, totals[0], totals[1]);
     share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);

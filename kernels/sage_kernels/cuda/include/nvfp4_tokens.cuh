@@ -100,13 +100,11 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   const int length = of.length;
   last = min(last, of.blocks());
   if (PACKED && first >= last) return;
-  auto bring = [&](uint32 block) {
-    bring_tokens(tokens, PACKED ? 0 : batch, head, of.start + block * BLOCK, of.start + length, s.head_dim, raw);
-  };
+  Reader next = token_reader(tokens, PACKED ? 0 : batch, head, of.start + first * BLOCK, of.start + length, s.head_dim);
   const int token = threadIdx.x / TOKEN_THREADS, channel = threadIdx.x % TOKEN_THREADS * 32;
   const float* factors = s.factors + static_cast<int64>(pair_of_key) * FACTORS * CHANNELS;
   constexpr bool SMOOTH = IS_QUERY ? SMOOTH_Q : SMOOTH_K;
-  bring(first);
+  bring_tokens(next, raw);
   wait_for_previous_kernel();
   if (threadIdx.x < CHANNELS) {
     const int at = spread_out(threadIdx.x);
@@ -116,11 +114,12 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   }
   const Search search{reinterpret_cast<const SearchRow*>(IS_QUERY ? o.search : o.key_search), rows};
   load_search<!IS_QUERY>(search.table, rows);
+  const int chosen = IS_QUERY ? -1 : chosen_at(s, pair, token);
 #pragma unroll 1
   for (uint32 block = first; block < last; block++) {
     const int64 first_row = first_of_head(pair, heads, IS_QUERY ? o.q_rows : o.kv_rows) + of.row + block * BLOCK;
     const int number = block * BLOCK + token;
-    const bool moved = CHOICE && !IS_QUERY && is_chosen(s, pair, number);
+    const bool moved = CHOICE && !IS_QUERY && number == chosen;
     bool exists = number < length;
     if (PADDED && !IS_QUERY) exists = exists && counts(s, batch, (moved ? exchanged(number) : number) + FIRST_KEYS);
     uint32 words[4][4];
@@ -152,7 +151,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     } else {
       __syncwarp();
     }
-    if (block + 1 < last) bring(block + 1);
+    if (block + 1 < last) bring_tokens(next, raw);
     if (IS_QUERY && MEAN_SCORE) {
       const float* means = s.key_mean + static_cast<int64>(pair_of_key) * CHANNELS + channel;
       float score = 0.0f;

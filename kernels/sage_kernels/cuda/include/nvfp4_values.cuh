@@ -18,10 +18,10 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   const Sequence of = tail_of(s, batch);
   last = min(last, of.blocks());
   if (PACKED && first >= last) return;
-  auto bring = [&](uint32 block) {
-    bring_values(tokens, PACKED ? 0 : batch, head, of.start + block * BLOCK, of.start + of.length, s.v_head_dim, raw);
-  };
-  bring(first);
+  Reader next =
+      value_reader(tokens, PACKED ? 0 : batch, head, of.start + first * BLOCK, of.start + of.length, s.v_head_dim);
+  uint32* own_words = reinterpret_cast<uint32*>(raw.value_at(threadIdx.x / 32, 0)) + threadIdx.x % 32;  // of its tokens
+  bring_values(next, raw);
   wait_for_previous_kernel();
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
@@ -29,33 +29,32 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   const float shifts[2] = {__fmaf_rn(-mean.x, inverse, 0.0f), __fmaf_rn(-mean.y, inverse, 0.0f)};  // not -0
   const Search search{reinterpret_cast<const SearchRow*>(o.search), rows};
   load_search<false>(search.table, rows);
+  const int chosen = chosen_at(s, pair, part * GROUP + threadIdx.x % GROUP);
 #pragma unroll 1
   for (uint32 block = first; block < last; block++) {
     const int first_token = block * BLOCK + part * GROUP, left = of.length - first_token;
-    uint32 words[GROUP];
     wait_for_tokens();
-#pragma unroll
-    for (int i = 0; i < GROUP; i++)
-      words[i] = reinterpret_cast<const uint32*>(raw.value_at(threadIdx.x / 32, i))[threadIdx.x % 32];
-    __syncwarp();
-    if (block + 1 < last) bring(block + 1);
     uint32 present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;  // tokens that are there, and count
     if constexpr (CHOICE || PADDED) {
       // A warp has the same tokens: each lane looks after one.
       const int token = first_token + threadIdx.x % GROUP;
-      const bool leaves = CHOICE && is_chosen(s, pair, token);
-      const uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
+      const bool leaves = CHOICE && token == chosen;
+      uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
       if (PADDED)
         present &=
             __ballot_sync(~0u, token < of.length && counts(s, batch, (leaves ? exchanged(token) : token) + FIRST_KEYS));
-      if (moved != 0) {
-        const uint16* from = read(tokens, batch, head, of, 0, channel, s.v_head_dim).from;
-#pragma unroll
-        for (int i = 0; i < GROUP; i++)
-          if (moved >> i & 1 && channel < s.v_head_dim)
-            words[i] = *reinterpret_cast<const uint32*>(from + exchanged(first_token + i) * tokens.token_stride);
+#pragma unroll 1
+      for (; moved != 0 && channel < s.v_head_dim; moved &= moved - 1) {
+        const int i = __ffs(moved) - 1;
+        const uint16* from = read(tokens, batch, head, of, exchanged(first_token + i), channel, s.v_head_dim).from;
+        own_words[i * 32] = *reinterpret_cast<const uint32*>(from);
       }
     }
+    uint32 words[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) words[i] = own_words[i * 32];
+    __syncwarp();
+    if (block + 1 < last) bring_values(next, raw);
     float x[2][GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {

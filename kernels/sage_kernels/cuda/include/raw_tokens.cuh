@@ -27,24 +27,33 @@ DEVICE void copy_part(uint4* into, const uint16* from, bool exists) {
                : "memory");
 }
 
-// Bring a warp's tokens of Q or K of a block whose first one is `first`, before `end`.
-DEVICE void bring_tokens(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels, RawTokens& raw) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, number = lane % LANES;
-  const Reader reader(x, batch, head, first + warp * WARP_TOKENS + lane / LANES, end, number * 8, channels);
+// Return a lane's reader of a warp's tokens of Q or K, of a block whose first one is `first`, before `end`.
+DEVICE Reader token_reader(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  return Reader(x, batch, head, first + warp * WARP_TOKENS + lane / LANES, end, lane % LANES * 8, channels);
+}
+// Bring these, and let the reader go on to the next block.
+DEVICE void bring_tokens(Reader& reader, RawTokens& raw) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < WARP_TOKENS; i += ROWS)
-    copy_part(raw.at(warp, lane / LANES + i, number), reader.from + i * reader.stride, reader.has(i));
+    copy_part(raw.at(warp, lane / LANES + i, lane % LANES), reader.from + i * reader.stride, reader.has(i));
+  reader.skip(128);
 }
 
-// Bring a warp's 16 tokens of 64 channels of V.
-DEVICE void bring_values(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels, RawTokens& raw) {
+// Likewise of a warp's 16 tokens of 64 channels of V.
+DEVICE Reader value_reader(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels) {
   constexpr int SHARERS = CHANNELS / 64;  // warps that have the same tokens
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Reader reader(x, batch, head, first + warp / SHARERS * 16 + lane / 8, end, warp % SHARERS * 64 + lane % 8 * 8,
-                      channels);
+  return Reader(x, batch, head, first + warp / SHARERS * 16 + lane / 8, end, warp % SHARERS * 64 + lane % 8 * 8,
+                channels);
+}
+DEVICE void bring_values(Reader& reader, RawTokens& raw) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 16; i += 4)
     copy_part(raw.value_at(warp, lane / 8 + i) + lane % 8, reader.from + i * reader.stride, reader.has(i));
+  reader.skip(128);
 }
 
 // Wait until what the warp brought is there.
@@ -66,7 +75,13 @@ struct RawReader {
 
   template <bool LAST>
   DEVICE void load(int number, bool, uint32 (&x)[4]) const {
-    const uint4 y = from[number / WARP_TOKENS * (sizeof(RawTokens::parts[0]) / sizeof(uint4))];
+    const uint4 y = part(number);
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  }
+  DEVICE uint32 load_word(int number, int word) const { return reinterpret_cast<const uint32*>(&part(number))[word]; }
+
+ private:
+  DEVICE const uint4& part(int number) const {
+    return from[number / WARP_TOKENS * (sizeof(RawTokens::parts[0]) / sizeof(uint4))];
   }
 };

@@ -59,25 +59,24 @@ struct Reduced {
   bool finite;
 };
 
-// CAREFUL leaves out what is not there or not finite; otherwise there are 128 tokens, all finite.
-template <bool CAREFUL, typename AnyReader, int WARPS, bool SQUARES, bool EXTREMA>
-DEVICE void reduce_tokens(const AnyReader& reader, Partial<WARPS, SQUARES, EXTREMA>& partial) {
-  using Shape = Partial<WARPS, SQUARES, EXTREMA>;
-  constexpr int LOADS = Shape::LOADS, APART = Shape::ROWS_AT_ONCE;
+// Reduce WORDS of the four that a thread has of each of its tokens, from number `first_word` on; `has` tells which
+// tokens are there, by number. CAREFUL leaves out what is not there or not finite; otherwise there are 128 tokens:
+// return whether all that the warp has is finite, or false if the sums are too large to tell.
+template <bool CAREFUL, int WORDS, typename Has, int LOADS, int WARPS, bool SQUARES, bool EXTREMA>
+DEVICE bool reduce_words(const uint32 (&x)[LOADS][WORDS], int first_word, Has has,
+                         Partial<WARPS, SQUARES, EXTREMA>& partial) {
+  static_assert(LOADS == Partial<WARPS, SQUARES, EXTREMA>::LOADS, "LOADS must be a thread's tokens");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32 x[LOADS][4];
+  float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < LOADS; i++)
-    reader.load<false>(i * APART, CAREFUL ? reader.has(i * APART) : reader.left > 0, x[i]);
-#pragma unroll
-  for (int w = 0; w < 4; w++) {
+  for (int w = 0; w < WORDS; w++) {
     float first[LOADS], second[LOADS];
     uint32 largest, smallest, rejected = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
       uint32 pair = x[i][w], low = pair, high = pair;
       if (CAREFUL) {
-        const uint32 bad = not_finite(pair), absent = reader.has(i * APART) ? bad : ~0u;
+        const uint32 bad = not_finite(pair), absent = has(i) ? bad : ~0u;
         rejected |= bad;
         pair &= ~bad;
         high = pair & ~absent | (EXPONENTS | 0x80008000) & absent;
@@ -87,7 +86,7 @@ DEVICE void reduce_tokens(const AnyReader& reader, Partial<WARPS, SQUARES, EXTRE
       largest = i == 0 ? high : larger(largest, high);
       smallest = i == 0 ? low : smaller(smallest, low);
     }
-    const int at = lane * 4 + w;
+    const int at = lane * 4 + first_word + w;
     auto sum = [&](const float (&y)[LOADS]) { return sum_of_warp_tokens(sum_of_halves(y)); };
     const float2 sums = make_float2(sum(first), sum(second));
     if (lane < LANES) reinterpret_cast<float2*>(partial.sums[warp])[at] = sums;
@@ -100,6 +99,9 @@ DEVICE void reduce_tokens(const AnyReader& reader, Partial<WARPS, SQUARES, EXTRE
       for (int i = 0; i < LOADS; i++) first[i] = square(first[i]), second[i] = square(second[i]);
       const float2 squares = make_float2(sum(first), sum(second));
       if (lane < LANES) reinterpret_cast<float2*>(partial.squares[warp])[at] = squares;
+      total += squares.x + squares.y;
+    } else {
+      total += sums.x + sums.y;
     }
     if constexpr (EXTREMA) {
 #pragma unroll
@@ -114,6 +116,7 @@ DEVICE void reduce_tokens(const AnyReader& reader, Partial<WARPS, SQUARES, EXTRE
       }
     }
   }
+  return is_finite(total);
 }
 
 template <int WARPS>
@@ -127,25 +130,31 @@ DEVICE float sum_of_warps(const float (&x)[WARPS][CHANNELS]) {
 // Reduce 128 tokens, of which the reader is at the thread's first; all threads call, those of channels get the result.
 template <typename AnyReader, int WARPS, bool SQUARES, bool EXTREMA>
 DEVICE Reduced reduce_block(const AnyReader& reader, bool careful, Partial<WARPS, SQUARES, EXTREMA>& partial) {
-  const int channel = threadIdx.x;
-  Reduced found = {};
-  auto add_warps = [&] {
-    __syncthreads();
-    if (channel >= CHANNELS) return;
-    found.sum = sum_of_warps(partial.sums);
-    if constexpr (SQUARES) found.squares = sum_of_warps(partial.squares);
-  };
+  using Shape = Partial<WARPS, SQUARES, EXTREMA>;
+  constexpr int LOADS = Shape::LOADS, APART = Shape::ROWS_AT_ONCE;
+  auto has = [&](int number) { return reader.has(number * APART); };
   if (!careful) {
-    reduce_tokens<false>(reader, partial);
-    add_warps();
-    careful = __syncthreads_or(!is_finite(found.sum) || !is_finite(found.squares));
+    uint32 x[LOADS][4];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) reader.load<false>(i * APART, reader.left > 0, x[i]);
+    careful = __syncthreads_or(!reduce_words<false>(x, 0, has, partial));
   }
   if (careful) {
-    reduce_tokens<true>(reader, partial);
-    add_warps();
+#pragma unroll 1
+    for (int word = 0; word < 4; word++) {
+      uint32 x[LOADS][1];
+#pragma unroll
+      for (int i = 0; i < LOADS; i++) x[i][0] = has(i) ? reader.load_word(i * APART, word) : 0;
+      reduce_words<true>(x, word, has, partial);
+    }
+    __syncthreads();
   }
+  const int channel = threadIdx.x;
+  Reduced found = {};
+  if (channel >= CHANNELS) return found;
+  found.sum = sum_of_warps(partial.sums);
+  if constexpr (SQUARES) found.squares = sum_of_warps(partial.squares);
   if constexpr (EXTREMA) {
-    if (channel >= CHANNELS) return found;
     auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
     found.largest = half(partial.largest[0]), found.smallest = half(partial.smallest[0]);
     uint32 rejected = partial.rejected[0][channel / 2];

@@ -58,6 +58,11 @@ struct Reader {
     const uint4 y = !exists ? make_uint4(0, 0, 0, 0) : LAST ? __ldcs(at) : *at;
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
+
+  // Return word `word` of the four of token `number`, which exists.
+  DEVICE uint32 load_word(int number, int word) const {
+    return reinterpret_cast<const uint32*>(from + number * stride)[word];
+  }
 };
 
 // ---- Numbers that are not finite ----

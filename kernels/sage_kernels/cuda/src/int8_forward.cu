@@ -6,6 +6,9 @@
 // If Q comes in 16 bits it rotates and quantises its rows. Its matrix products of a tile's scores and of the last
 // tile's P·V are begun together; while P·V runs, the scores become the next P.
 //
+// Over LISTS, an item's rows attend to the tiles of keys that `sort_lists.cu` leaves of theirs, those without a mask
+// first.
+//
 // Heavy keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
 // in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
 //
@@ -78,9 +81,11 @@ struct Consumer : HeavyRows {
 
   // Begin an item with its first tile; return how many tiles need no mask.
   DEVICE int begin_item() {
-    first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
-    last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
-    load_key_scale(0);
+    if (!LISTS) {
+      first_key_scale = item.kv_pair(a) * (a.kv_rows / KEYS_PER_SCALE) + quad;
+      last_key_scale = first_key_scale + a.kv_rows / KEYS_PER_SCALE - 4;
+      load_key_scale(0);
+    }
     if constexpr (QUANTIZES_QUERY) quantize_query();
     wait(barriers.k_full[0], parity);
     fence_products();
@@ -98,6 +103,8 @@ struct Consumer : HeavyRows {
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - FIRST_KEYS, 0) / BLOCK_N;
     if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
     if (PADDED) whole -= item.first;
+    if (LISTS) whole = item.in_order;
+    if (LISTS) load_listed(0);
     wait_products<0>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[0]);
@@ -231,6 +238,13 @@ struct Consumer : HeavyRows {
         parity ^= 1;
         step<0, false>(tile + 1);
       }
+      if (LISTS && tile < whole) {
+        step<1, false>(tile++);
+        if (tile < end) {
+          parity ^= 1;
+          step<0, true>(tile++);
+        }
+      }
 #pragma unroll 1
       for (; tile < end; tile++) {
         step<1, !ERASES>(tile);
@@ -265,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   if (threadIdx.x == 0) {
     constexpr int WARPS = 4 * WARPGROUPS;
     for (int i = 0; i < STAGES; i++) {
-      init(barriers.q_full[i], 1), init(barriers.q_empty[i], WARPS * WARP_ARRIVALS);
+      init(barriers.q_full[i], 1), init(barriers.q_empty[i], WARPS * WARP_ARRIVALS + 2 * LISTS);
       init(barriers.k_full[i], 1), init(barriers.k_empty[i], WARPS * WARP_ARRIVALS);
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], WARPS * WARP_ARRIVALS);
     }
@@ -281,11 +295,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
       load_tokens(arguments, query, tokens, control.factors[0], control.items, barriers);
     else
       load_queries(arguments, query, q, control.factors, control.items, barriers);
-    if (thread == 32) produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, control.value_scales, barriers);
-    if (thread == 64) produce_values(arguments, value, v, barriers);
+    if (thread == 32)
+      produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, control.value_scales, control.items,
+                   control.listed, barriers);
+    if (thread == 64) produce_values(arguments, value, v, control.items, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{arguments, query_tokens, output, barriers, control.value_scales, control.factors, control.items};
+    consumer.listed = control.listed;
     consumer.shared_sums = sums + warpgroup * SUMS_BYTES;
     consumer.tokens = tokens + warpgroup * TOKENS_BYTES;
     consumer.tokens_descriptor = descriptor(consumer.tokens);

@@ -1,0 +1,97 @@
+"""Compilation in threads of kernels that a call will need only later: those of its backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from .call import BackwardCall, Call, Mask
+from .operands import Saved
+from .recipe import get_recipe
+from .registry import Plan, get_backward
+from .rehearsal import rehearsing
+from .saving import empty_saved
+
+_begun: set[tuple[object, ...]] = set()
+_running: list[threading.Thread] = []
+
+
+def compile_backward(call: Call, plan: Plan) -> None:
+    """Begin to compile the kernels of a call's backward pass, each in a thread of its own, and return at once.
+
+    They are those of an output's gradient that is laid out as the output. Nothing is begun twice for one kind of call,
+    nor where the call tells too little: of packed sequences, block lists and empty calls, and off the GPU. What does
+    not compile says so when it is launched.
+
+    Args:
+        call: of the forward pass.
+        plan: whose backward kernel will run.
+    """
+    if call.query.device.type != "cuda" or call.is_empty or call.lengths is not None or call.mask.blocks is not None:
+        return
+    sizes = call.query.shape[3], call.value.shape[3]
+    kind = (plan.backward, plan.recipe, call.query.dtype, call.query.device, *sizes, call.mask.kind, call.is_causal)
+    if kind in _begun or torch.cuda.is_current_stream_capturing():
+        return
+    _begun.add(kind)
+    backward, device, valid = get_backward(plan.backward), call.query.device, call.mask.valid
+    query, key, value = (_without_memory(x) for x in (call.query, call.key, call.value))
+    mask = Mask.of_keys(None if valid is None else _without_memory(valid))
+    alike = replace(call, query=query, key=key, value=value, mask=mask, recipe=get_recipe(plan.recipe))
+
+    def compile_all() -> None:
+        with torch.cuda.device(device), rehearsing(compiles_only=True) as rehearsed:
+            stand_in = partial(rehearsed.stand_in, device=device)
+            output, lse = alike.new_outputs(saves_lse=True)
+            assert lse is not None
+            backward.backward(
+                BackwardCall(
+                    stand_in(output),
+                    stand_in(value),
+                    stand_in(output),
+                    Saved(*map(stand_in, empty_saved(alike, lse))),
+                    sizes[0],
+                    alike.recipe,
+                    Mask.of_keys(None if mask.valid is None else stand_in(mask.valid)),
+                    call.is_causal,
+                    call.causal_offset,
+                    call.scale,
+                )
+            )
+        threads = [_begin(partial(_compile_on, device, one)) for one in rehearsed.compilations or ()]
+        for thread in threads:
+            thread.join()
+
+    _running.append(_begin(compile_all))
+
+
+def finish() -> None:
+    """Wait until all that was begun is compiled: its first launch would compile it once more."""
+    while _running:
+        _running[-1].join()
+        with contextlib.suppress(IndexError):  # another thread waited for it too
+            _running.pop()
+
+
+def _compile_on(device: torch.device, compile: Callable[[], object]) -> None:
+    with torch.cuda.device(device):
+        compile()
+
+
+def _begin(work: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=run, name="sage-kernels-compile")
+    thread.start()
+    return thread
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

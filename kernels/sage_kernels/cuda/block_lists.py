@@ -1,0 +1,180 @@
+"""Sort block lists for the forward kernel by `sort_lists.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ..call import Call
+from ..layout import ceil_div
+from ..operands import KeyPadding
+from .launch import Kernel, Source, launch
+from .parameters import ConstInts, Int, Int64, Ints
+
+BLOCK_M = BLOCK_N = 128  # of the lists that the forward kernel takes
+LIST_HEAD = 2  # numbers before the tiles of a list: how many need no mask, and how many there are
+THREADS = 1024
+WARPS = THREADS // 32
+
+
+@dataclass(frozen=True)
+class SortedLists:
+    """The lists of a call as `int8_forward.cu` reads them.
+
+    Attributes:
+        lists: int32 (list batch, list heads, blocks of rows, places): the number of tiles that need no mask, that of
+            all tiles some of whose scores count, then the tiles, those first; an empty list has one that no row sees.
+            Sizes are 1 where the list is broadcast. A further place is read, which holds anything.
+        queue: int32 (1 + batch · q_heads · blocks of rows,): 0, which the forward kernel counts up, and the items by
+            their numbers (batch · q_heads + head) · blocks + block, in the order in which they begin.
+    """
+
+    lists: torch.Tensor
+    queue: torch.Tensor
+
+    @classmethod
+    def empty(cls, call: Call, padding: KeyPadding | None) -> SortedLists:
+        """Allocate those of a call; `padding` says which keys exist, None: all do."""
+        blocks, (batch, q_heads, _, _) = call.mask.blocks, call.query.shape
+        assert blocks is not None
+        batches, heads, row_blocks, places = blocks.tiles.shape
+        if padding is not None:
+            batches = max(batches, padding.spans.shape[0])
+        list_stride = ceil_div(LIST_HEAD + places + 2, 4) * 4
+        return cls(
+            call.query.new_empty((batches, heads, row_blocks, list_stride), dtype=torch.int32),
+            call.query.new_empty((1 + batch * q_heads * row_blocks,), dtype=torch.int32),
+        )
+
+    @property
+    def of_batch(self) -> int:
+        """Return how many lists a batch element is behind the one before, 0 where it has the same."""
+        return 0 if self.lists.shape[0] == 1 else self.lists.shape[1] * self.lists.shape[2]
+
+    @property
+    def of_head(self) -> int:
+        """Return how many lists a head is behind the one before, 0 where it has the same."""
+        return 0 if self.lists.shape[1] == 1 else self.lists.shape[2]
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The lists as a call has them, which keys exist, what is written, and sizes.
+
+    Attributes:
+        counts, tiles: those of `blocks.BlockList`.
+        spans: those of `operands.KeyPadding`; None: all keys exist.
+        lists, queue: those of `SortedLists`, written.
+        places: of `tiles`.
+        list_batches, list_heads: of `lists`.
+        blocks: of rows.
+        list_stride: from list to list in `lists`.
+        heads_at_once: as for `int8_forward.Arguments`.
+        blocks_at_once: how many items are worked through at the same time.
+    """
+
+    counts: ConstInts
+    tiles: ConstInts
+    spans: ConstInts
+    lists: Ints
+    queue: Ints
+    counts_stride_batch: Int64
+    counts_stride_head: Int64
+    counts_stride_row: Int64
+    tiles_stride_batch: Int64
+    tiles_stride_head: Int64
+    tiles_stride_row: Int64
+    tiles_stride_place: Int64
+    places: Int
+    list_batches: Int
+    list_heads: Int
+    blocks: Int
+    list_stride: Int
+    spans_stride: Int
+    batch: Int
+    q_heads: Int
+    q_len: Int
+    kv_len: Int
+    causal_offset: Int
+    heads_at_once: Int
+    blocks_at_once: Int
+
+
+@dataclass(slots=True)
+class Parameters:
+    """Parameters of the kernel."""
+
+    arguments: Arguments
+
+
+@cache
+def kernel(is_causal: bool, padded: bool) -> Kernel:
+    """Return `sort_lists`."""
+    macros = {
+        "THREADS": THREADS,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "LIST_HEAD": LIST_HEAD,
+        "CAUSAL": is_causal,
+        "PADDED": padded,
+    }
+    return Kernel(Source("sort_lists.cu", {"sort_lists": Parameters}, macros), "sort_lists", THREADS)
+
+
+def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_at_once: int) -> None:
+    """Sort the lists of a call, of BLOCK_M rows and tiles of BLOCK_N keys.
+
+    The kernel starts, and lets the stream's next one start, while the last one ends. It waits for that one's results
+    only where these are spans, so no lists may be what it writes.
+
+    Args:
+        call: one of `Call.for_kernel`.
+        padding: which keys exist, with spans that are written; None: all do.
+        into: what is written, in memory that the stream's last kernel does not use.
+        heads_at_once: whose causal items are worked through together.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
+    blocks = call.mask.blocks
+    assert blocks is not None
+    batches, heads, row_blocks, list_stride = into.lists.shape
+    counts, tiles = (x.expand(batches, *x.shape[1:]) for x in (blocks.counts, blocks.tiles))
+    batch, q_heads, _, _ = call.query.shape
+    arguments = Arguments(
+        counts=counts,
+        tiles=tiles,
+        spans=None if padding is None else padding.spans,
+        lists=into.lists,
+        queue=into.queue,
+        counts_stride_batch=_stride(counts, 0),
+        counts_stride_head=_stride(counts, 1),
+        counts_stride_row=counts.stride(2),
+        tiles_stride_batch=tiles.stride(0),
+        tiles_stride_head=tiles.stride(1),
+        tiles_stride_row=tiles.stride(2),
+        tiles_stride_place=tiles.stride(3),
+        places=tiles.shape[3],
+        list_batches=batches,
+        list_heads=heads,
+        blocks=row_blocks,
+        list_stride=list_stride,
+        spans_stride=0 if padding is None else padding.strides[1],
+        batch=batch,
+        q_heads=q_heads,
+        q_len=call.q_len,
+        kv_len=call.kv_len,
+        causal_offset=call.causal_offset,
+        heads_at_once=heads_at_once,
+        blocks_at_once=torch.cuda.get_device_properties(call.query.device).multi_processor_count,
+    )
+    grid = 1 + ceil_div(batches * heads * row_blocks, WARPS)
+    sort = kernel(call.is_causal, padding is not None)
+    launch(sort, grid, Parameters(arguments), call.query.device, dependent=True)
+
+
+def _stride(x: torch.Tensor, dim: int) -> int:
+    """Return the stride along a dimension, 0 where one list is for all."""
+    return 0 if x.shape[dim] == 1 else x.stride(dim)

@@ -1,0 +1,158 @@
+// Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those
+// that need no mask first, and put the items that attend to them into a queue.
+//
+// The first block of the grid makes the queue. A warp of the others has a list. Unless spans are needed, all this is
+// done while the stream's previous kernel, a quantiser, ends; the first block waits for that, so that who waits for
+// this kernel has waited for both.
+#include "barrier.cuh"
+#include "parameters.cuh"
+
+static_assert(THREADS == 1024, "THREADS must be those of a whole block");
+static_assert(BLOCK_M == 128 && BLOCK_N == 128, "BLOCK_M and BLOCK_N must be 128, those of the forward kernel's lists");
+static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
+ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(PADDED, "keys may not exist, or all do");
+
+constexpr int WARPS = THREADS / 32;
+
+// Return how many tiles a list has, as it is given.
+DEVICE int given_tiles(const Arguments& a, int batch, int head, int block) {
+  return min(
+      max(a.counts[batch * a.counts_stride_batch + head * a.counts_stride_head + block * a.counts_stride_row], 0),
+      a.places);
+}
+
+// An item at its place in order: the blocks of rows of one head after another; causal ones as the dense kernel has
+// them.
+struct Place {
+  int pair, block;
+
+  DEVICE Place(const Arguments& a, int index) {
+    if (CAUSAL) {
+      const int group = index / (a.blocks * a.heads_at_once), within = index - group * a.blocks * a.heads_at_once;
+      const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
+      block = a.blocks - 1 - within / heads;
+      pair = group * a.heads_at_once + within % heads;
+    } else {
+      pair = index / a.blocks;
+      block = index - pair * a.blocks;
+    }
+  }
+  DEVICE int tiles(const Arguments& a) const {
+    const int batch = pair / a.q_heads;
+    return given_tiles(a, batch, pair - batch * a.q_heads, block);
+  }
+};
+
+// Return the sum of x over the threads before this one, and add all of them to `sum`; `sums` is shared memory.
+DEVICE int64 add_threads(int64 x, int64* sums, int64& sum) {
+  const int lane = threadIdx.x % 32;
+  int64 before = x;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int64 other = __shfl_up_sync(~0u, before, distance);
+    if (lane >= distance) before += other;
+  }
+  __syncthreads();
+  if (lane == 31) sums[threadIdx.x / 32] = before;
+  __syncthreads();
+  before -= x;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) {
+    if (i < threadIdx.x / 32) before += sums[i];
+    sum += sums[i];
+  }
+  return before;
+}
+
+// Queue the items in order, in which heads' keys stay in the L2 cache, but first of all those that would end alone:
+// much longer than most, with less work behind them than keeps all blocks busy twice as long.
+DEVICE void make_queue(const Arguments& a) {
+  __shared__ int64 sums[WARPS];
+  const int items = a.blocks * a.batch * a.q_heads, run = (items + THREADS - 1) / THREADS;
+  const int first = min(static_cast<int>(threadIdx.x) * run, items), end = min(first + run, items);
+  int64 own = 0, all = 0;
+  for (int index = first; index < end; index++) own += Place(a, index).tiles(a);
+  const int64 before = add_threads(own, sums, all);
+  const auto visit = [&](auto queue_item) {
+    int64 left = all - before;
+    for (int index = first; index < end; index++) {
+      const Place place(a, index);
+      const int64 tiles = place.tiles(a);
+      queue_item(place, tiles * items > 2 * all && left < 2 * tiles * a.blocks_at_once);
+      left -= tiles;
+    }
+  };
+  int64 own_late = 0, all_late = 0;
+  visit([&](const Place&, bool late) { own_late += late; });
+  int64 next_late = add_threads(own_late, sums, all_late), next = all_late + first - next_late;
+  int* const queue = a.queue + 1;
+  visit(
+      [&](const Place& place, bool late) { queue[late ? next_late++ : next++] = place.pair * a.blocks + place.block; });
+  if (threadIdx.x == 0) a.queue[0] = 0;
+}
+
+// The tiles of a list that are at hand, one for each lane.
+struct Tile {
+  int number;
+  bool seen, whole;  // some of its scores count, or all
+
+  DEVICE Tile(const Arguments& a, const int* tiles, int place, int places, int first_row, int last_row,
+              const int* spans) {
+    number = place < places ? tiles[place * a.tiles_stride_place] : -1;
+    const int64 first = number * static_cast<int64>(BLOCK_N), last = first + BLOCK_N - 1;
+    seen = number >= 0 && first < a.kv_len;
+    whole = last < a.kv_len;
+    if (CAUSAL) {
+      seen &= first <= last_row + a.causal_offset;
+      whole &= last <= first_row + a.causal_offset;
+    }
+    if (PADDED) {
+      seen &= first < spans[2] && last >= spans[0];
+      whole &= first >= spans[0] && last < spans[1];
+    }
+    whole &= seen;
+  }
+};
+
+DEVICE void sort_list(const Arguments& a, int list) {
+  const int block = list % a.blocks, pair = list / a.blocks, head = pair % a.list_heads, batch = pair / a.list_heads;
+  const int places = given_tiles(a, batch, head, block), lane = threadIdx.x % 32;
+  const int* tiles = a.tiles + batch * a.tiles_stride_batch + head * a.tiles_stride_head + block * a.tiles_stride_row;
+  const int first_row = block * BLOCK_M, last_row = min(first_row + BLOCK_M, a.q_len) - 1;
+  int spans[3] = {};
+  if (PADDED) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) spans[i] = a.spans[batch * a.spans_stride + i];
+  }
+  int whole = 0;
+#pragma unroll 2
+  for (int start = 0; start < places; start += 32)
+    whole += __popc(__ballot_sync(~0u, Tile(a, tiles, start + lane, places, first_row, last_row, spans).whole));
+  int* const into = a.lists + list * static_cast<int64>(a.list_stride);
+  const uint32 before = (1u << lane) - 1;
+  int next_whole = 0, next = whole;
+  for (int start = 0; start < places; start += 32) {
+    const Tile tile(a, tiles, start + lane, places, first_row, last_row, spans);
+    const uint32 wholes = __ballot_sync(~0u, tile.whole), rest = __ballot_sync(~0u, tile.seen && !tile.whole);
+    const int at = tile.whole ? next_whole + __popc(wholes & before) : next + __popc(rest & before);
+    if (tile.seen) into[LIST_HEAD + at] = tile.number;
+    next_whole += __popc(wholes);
+    next += __popc(rest);
+  }
+  if (lane == 0) {
+    into[0] = whole, into[1] = next;
+    if (next == 0) into[LIST_HEAD] = (a.kv_len + BLOCK_N - 1) / BLOCK_N;  // behind the last tile: no row sees it
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_lists(SORT_LISTS_PARAMETERS) {
+  let_next_kernel_start();
+  const int list = (blockIdx.x - 1) * WARPS + threadIdx.x / 32;
+  if (PADDED) wait_for_previous_kernel();
+  if (blockIdx.x == 0)
+    make_queue(arguments);
+  else if (list < arguments.list_batches * arguments.list_heads * arguments.blocks)
+    sort_list(arguments, list);
+  if (!PADDED && blockIdx.x == 0) wait_for_previous_kernel();
+}

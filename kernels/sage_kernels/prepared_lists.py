@@ -1,0 +1,110 @@
+"""Prepared calls over block lists (`prepared`): the list's tensors are among what is compared, and repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import torch
+
+from . import registry
+from .blocks import BlockList
+from .call import Call, Mask
+from .prepared import CALLS, attempt, is_plain, modes_are_active
+from .recipe import get_recipe
+from .registry import Plan, get_forward, get_quantizer
+from .rehearsal import Rehearsal
+from .tape import Tape
+
+
+@dataclass(slots=True, eq=False)
+class ListCall:
+    """Call over a block list by kernels whose launches were rehearsed.
+
+    Attributes:
+        plan: as in `prepared.Prepared`.
+        tape: its launches; the arguments are Q, K, V, the list's counts and tiles, and the mask, if there is one.
+        return_lse: the LSE is wanted.
+    """
+
+    plan: Plan
+    tape: Tape
+    return_lse: bool
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        output, *others = self.tape.run(*[x.data_ptr() for x in tensors], arguments=tensors)
+        return output, others[0] if self.return_lse else None
+
+
+@dataclass(slots=True, eq=False)
+class ListSlot:
+    """Knowledge of calls over block lists that agree in all but addresses and values.
+
+    Attributes:
+        prepared: the call, if it is prepared.
+        calls: how many there were before.
+    """
+
+    prepared: ListCall | None = None
+    calls: int = 0
+
+    def prepare(self, call: Call, plan: Plan) -> None:
+        """Count a call that was not prepared; prepare the second one, if its launches can be repeated."""
+        self.calls += 1
+        if self.calls == 2:
+            self.prepared = prepare(call, plan)
+
+
+@lru_cache(maxsize=CALLS)
+def _slot(*facts: object) -> ListSlot:
+    return ListSlot()
+
+
+registry.forgetters.append(_slot.cache_clear)
+
+
+def find(tensors: tuple[torch.Tensor, ...], *options: object) -> ListSlot | None:
+    """Return what is known of a call, or None if such a call is never prepared.
+
+    Args:
+        tensors: Q, K, V, the list's counts and tiles, and the mask, if there is one.
+        options: all else that decides what runs.
+    """
+    if modes_are_active() or not is_plain(*tensors):
+        return None
+    return _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
+
+
+def prepare(call: Call, plan: Plan) -> ListCall | None:
+    """Prepare a call, or return None if it runs no kernels, or such whose launches cannot be rehearsed."""
+    if not call.query.is_cuda or plan.numerics == "exact" or call.is_empty:
+        return None
+    return prepare_launches(call, plan)
+
+
+def prepare_launches(call: Call, plan: Plan) -> ListCall | None:
+    """Prepare a call that a GPU's kernels serve; None if their launches cannot be rehearsed."""
+    return attempt(partial(_rehearse, call=call, plan=plan), call.query.device)
+
+
+def _rehearse(rehearsal: Rehearsal, call: Call, plan: Plan) -> ListCall:
+    blocks, mask = call.mask.blocks, call.mask.tensor
+    assert blocks is not None
+    given = [call.query, call.key, call.value, blocks.counts, blocks.tiles, *([] if mask is None else [mask])]
+    query, key, value, counts, tiles, *masks = inputs = [rehearsal.stand_in(x) for x in given]
+    lists = BlockList(counts, tiles, blocks.block_m, blocks.block_n)
+    stand_in = replace(
+        call,
+        query=query,
+        key=key,
+        value=value,
+        mask=Mask.of_blocks(lists, masks[0] if masks else None, call.key.shape[2]),
+        recipe=get_recipe(plan.recipe),
+    )
+    output, lse = get_forward(plan.kernel).attend(stand_in, get_quantizer(plan.quantizer))
+    outputs = [output.transpose(1, 2).contiguous().transpose(1, 2)]
+    if call.return_lse:
+        assert lse is not None
+        outputs.append(lse)
+    return ListCall(plan, Tape(rehearsal, inputs, outputs, call.query.device), call.return_lse)

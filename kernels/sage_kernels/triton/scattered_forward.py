@@ -1,0 +1,199 @@
+"""Exact attention beside masks of keys for two kernels: one takes right padding as lengths, this one all other masks.
+
+Batch elements whose keys come first, as right padding leaves them, are only counted, for a kernel that follows on the
+GPU. In one launch, because it stands before each such call: no list of tiles is made where no program needs one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..call import Call
+from ..language.launch import UNSPECIALIZED, launch, strides
+from ..language.scores import LOG2E, store_clamped
+from ..layout import ceil_div, power_of_two, stride_of
+from ..registry import AttendToFirst
+from .configs import scattered_forward_config
+from .exact_forward import LISTED_ALONE, WORD, attend_tile, list_rows
+from .split_forward import multiprocessors
+
+PROGRAMS = 2
+"""Programs that a multiprocessor has room for; few, because most of them only find that there is nothing to do."""
+LEAST_LISTED = 512  # keys that are read at once
+PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `registry.AttendToFirst`'s plan
+
+
+def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
+    """Return the output, 0 in rows without a key.
+
+    Args:
+        call: as of `exact_forward.attend`, with a mask of keys and without causality.
+        attend_to_first: the kernel for the batch elements whose keys that exist come first.
+        row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a plan; else 0.
+    """
+    output, _ = call.new_outputs()
+    call = call.for_kernel()
+    query, key, value, valid = call.query, call.key, call.value, call.mask.valid
+    assert valid is not None
+    valid = valid.view(torch.uint8)
+    (batch, q_heads, q_len, head_dim), kv_len, v_head_dim = query.shape, call.kv_len, value.shape[3]
+    channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
+    config = scattered_forward_config(max(channels, v_channels))
+    width = min(LISTED_ALONE, max(LEAST_LISTED, power_of_two(kv_len)))
+    blocks = ceil_div(q_len, config.block_m)
+    programs = min(ceil_div(PROGRAMS * multiprocessors(query.get_device()), batch), blocks * q_heads)
+    words = ceil_div(kv_len, width) * (width // WORD.value)
+    places = 2 + ceil_div(kv_len, config.block_n)
+    bits = query.new_empty((batch, programs, words), dtype=torch.int32)
+    tiles = query.new_empty((batch, programs, places), dtype=torch.int32)
+    kv_lengths = query.new_empty((batch,), dtype=torch.int32)
+    q_lengths = None if row_blocks else query.new_empty((batch,), dtype=torch.int32)
+    plan = query.new_empty((plan_size(batch),), dtype=torch.int32) if row_blocks else None
+    launch(
+        scattered_forward,
+        (programs, batch),
+        query=query,
+        key=TensorDescriptor.from_tensor(key, [1, 1, config.block_n, channels]),
+        value=TensorDescriptor.from_tensor(value, [1, 1, config.block_n, v_channels]),
+        output=output,
+        valid=valid,
+        bits=bits,
+        tiles=tiles,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        plan=plan,
+        row_blocks=row_blocks,
+        part_size=plan_size(batch) // PLAN_PARTS,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=q_heads,
+        blocks=blocks,
+        group=q_heads // key.shape[1],
+        words=words,
+        places=places,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        softmax_scale=call.scale,
+        **strides("query", query.stride()[:3]),
+        **strides("output", output.stride()[:3]),
+        valid_stride=stride_of(valid),
+        valid_stride_key=valid.stride(1),
+        CHANNELS=channels,
+        V_CHANNELS=v_channels,
+        WIDTH=width,
+        BITS=WORD.value,
+        **config.constants,
+    )
+    attend_to_first(call, q_lengths, kv_lengths, plan, output)
+    return output
+
+
+def plan_size(batch: int) -> int:
+    """Return the size of `registry.AttendToFirst`'s plan."""
+    return PLAN_PARTS * (ceil_div(batch, PLAN_MULTIPLE) * PLAN_MULTIPLE) + 1
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "words", "places", "row_blocks", "part_size"])
+def scattered_forward(
+    query,
+    key,
+    value,
+    output,
+    valid,
+    bits,
+    tiles,
+    q_lengths,
+    kv_lengths,
+    plan,
+    row_blocks,
+    part_size,
+    q_len,
+    kv_len,
+    q_heads,
+    blocks,
+    group,
+    words,
+    places,
+    head_dim,
+    v_head_dim,
+    softmax_scale,
+    query_stride_batch,
+    query_stride_head,
+    query_stride_token,
+    output_stride_batch,
+    output_stride_head,
+    output_stride_token,
+    valid_stride,
+    valid_stride_key,
+    CHANNELS: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Attend in one batch element unless its keys come first; write the lengths, or the plan, for those where they do.
+
+    `bits` and `tiles` are each program's own: as of `exact_forward.list_tiles`, of one row of a mask.
+    """
+    part, batch = tl.program_id(0), tl.program_id(1)
+    base = valid + batch.to(tl.int64) * valid_stride
+    lane = tl.arange(0, WIDTH)
+    counts, ends = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
+    for start in range(0, kv_len, WIDTH):
+        column = start + lane
+        exists = tl.load(base + column.to(tl.int64) * valid_stride_key, mask=column < kv_len, other=0) != 0
+        counts += exists.to(tl.int32)
+        ends = tl.where(exists, column + 1, ends)
+    count, end = tl.sum(counts, 0), tl.max(ends, 0)
+    come_first = (count == end) & (count != 0)
+    if part == 0:
+        tl.store(kv_lengths + batch, tl.where(come_first, count, 0))
+        if plan is None:
+            tl.store(q_lengths + batch, tl.where(come_first, q_len, 0))
+        else:
+            tl.store(plan + batch, 1)
+            tl.store(plan + part_size + batch, tl.where(come_first, row_blocks, 0))
+            tl.store(plan + 2 * part_size + batch, batch)
+            if batch == 0:
+                tl.store(plan + 3 * part_size, 0)
+    if come_first:
+        return
+    own = batch.to(tl.int64) * tl.num_programs(0) + part
+    bits += own * words
+    tiles += own * places
+    first_row = tl.arange(0, 1)
+    list_rows(
+        base + first_row[:, None], bits + first_row[:, None], tiles, first_row, 1, kv_len, 0, valid_stride_key,
+        1, BLOCK_N, WIDTH, BITS, False,
+    )  # fmt: skip
+    tl.debug_barrier()  # what one thread listed others read
+    number = tl.load(tiles)
+    scale = softmax_scale * LOG2E
+    for item in range(part, q_heads * blocks, tl.num_programs(0)):
+        head, block = item // blocks, item % blocks
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        token, channel = row.to(tl.int64), tl.arange(0, CHANNELS)
+        at = query + batch.to(tl.int64) * query_stride_batch + head.to(tl.int64) * query_stride_head
+        at += token[:, None] * query_stride_token + channel[None, :]
+        q = tl.load(at, mask=(row < q_len)[:, None] & (channel < head_dim)[None, :], other=0.0)
+        acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
+        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((BLOCK_M,), tl.float32)
+        entry = tl.load(tiles + 1)
+        for index in range(0, number):
+            following = tl.load(tiles + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
+            row_max, row_sum, acc = attend_tile(
+                entry // 2 * BLOCK_N, entry % 2, q, key, value, bits, bits, batch, head // group, 0, 0, 0, scale,
+                row, q_len, kv_len, 0, 0, row_max, row_sum, acc,
+                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, False, "keys", 1, True,
+            )  # fmt: skip
+            entry = following
+        acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+        channel = tl.arange(0, V_CHANNELS)
+        into = output + batch.to(tl.int64) * output_stride_batch + head.to(tl.int64) * output_stride_head
+        into += token[:, None] * output_stride_token + channel[None, :]
+        store_clamped(into, acc, (row < q_len)[:, None] & (channel < v_head_dim)[None, :])

@@ -1,0 +1,149 @@
+"""Kernels of a backward pass are compiled while its forward pass is: each once, and as the launches want them."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_hf import sage_attention
+from sage_kernels import ahead, backends, dispatch, rehearsal  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.call import Call, Mask
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import Plan
+from tests.helpers import fake_gpu
+
+pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The names of the kernels that are compiled, with the thread of each."""
+    from sage_kernels.language import backward_operands, rotation
+
+    class Kernel:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def run(self, grid, warmup, **options):
+            assert warmup
+            found.append((self.kernel.__name__, threading.current_thread()))
+
+    found = []
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ahead, "_begun", set())
+    real = backward_operands.launch
+
+    def launch(kernel, grid, **arguments):
+        real(Kernel(kernel), grid, **arguments)
+
+    from sage_kernels.gluon import int8_backward as gluon
+    from sage_kernels.language import padding
+    from sage_kernels.triton import int8_backward as triton
+
+    for module in (backward_operands, gluon, padding, triton):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(
+        backward_operands, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
+    )
+    return found
+
+
+def draw(rehearsed, valid=None, **options):
+    query = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    tensors = [rehearsed.stand_in(query) for _ in range(3)]
+    mask = Mask.of_keys(None if valid is None else rehearsed.stand_in(valid))
+    return Call(*tensors, get_recipe("sage_bwd"), mask, **{"scale": 0.125, **options})
+
+
+def plan_of(call, backward):
+    request = dispatch.request_of(call, grad=True)
+    return Plan(request, "int8_forward", "sage_bwd", "native", backward=backward)
+
+
+BOTH = ["prepare_keys", "prepare_queries"]
+LAUNCHED = {
+    "int8_backward_hopper": [*BOTH, "hopper_backward_key", "hopper_backward_query"],
+    "int8_backward": [*BOTH, "int8_backward_key", "int8_backward_query"],
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("backward", LAUNCHED)
+def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, backward, padded):
+    with rehearsal.rehearsing() as rehearsed:
+        call = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None)
+    for _ in range(2):  # the second call begins nothing
+        ahead.compile_backward(call, plan_of(call, backward))
+        ahead.finish()
+    assert sorted(name for name, _ in compiled) == sorted(LAUNCHED[backward] + ["find_spans"] * padded)
+    threads = {thread for _, thread in compiled}
+    assert len(threads) == len(compiled) and threading.main_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (False, True)])
+def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypatch, causal, padded):
+    """The output's gradient comes from a linear layer, so it is laid out as the output."""
+    from sage_kernels.language import launch
+
+    def described(value):
+        if hasattr(value, "block_shape"):
+            return described(value.base), value.shape, value.strides, value.block_shape
+        return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def seen(kernel, arguments, options):
+        return kernel.__name__, {name: described(value) for name, value in arguments.items()}, options
+
+    def pack(kernel, grid, arguments, options):
+        launched.append(seen(kernel, arguments, options))
+        return fake_gpu.pack(kernel, grid, arguments, options)
+
+    def run(self, grid, warmup, num_warps, num_stages, enable_fp_fusion, maxnreg, **arguments):
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled.append(seen(self, arguments, options | {"enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}))
+
+    launched, compiled = [], []
+    monkeypatch.setattr(launch, "pack", pack)
+    monkeypatch.setattr(launch.triton.JITFunction, "run", run)
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    inputs = [torch.randn(1, 192, 2, 64).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
+    mask = (torch.arange(192) < 150)[None, None, None] if padded else None
+    with rehearsal.rehearsing() as rehearsed:
+        on_gpu = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None, is_causal=causal)
+    ahead.compile_backward(on_gpu, plan_of(on_gpu, "int8_backward_hopper"))
+    ahead.finish()
+    output = sage_attention(*inputs, mask, is_causal=causal, recipe="sage_bwd")
+    output.transpose(1, 2).flatten(2).backward(torch.randn(1, 192, 128).bfloat16())
+    assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
+
+
+def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
+    with rehearsal.rehearsing() as rehearsed:
+        call = draw(rehearsed)
+        plan = plan_of(call, "int8_backward")
+        ahead.compile_backward(replace(call, query=torch.empty(1, 2, 192, 64)), plan)  # on the CPU
+        ahead.compile_backward(replace(call, key=call.key[:, :, :0], value=call.value[:, :, :0]), plan)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        ahead.compile_backward(call, plan)
+    ahead.finish()
+    assert not compiled and not ahead._begun
+
+
+def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compiled, monkeypatch):
+    class Refused:
+        def run(self, **options):
+            raise RuntimeError("refused")
+
+    with rehearsal.rehearsing() as rehearsed:
+        call = draw(rehearsed)
+
+    def backward(call):
+        rehearsal.current().compilations.append(Refused().run)
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(ahead, "get_backward", lambda name: type("Backward", (), {"backward": staticmethod(backward)}))
+    ahead.compile_backward(call, plan_of(call, "int8_backward"))
+    ahead.finish()

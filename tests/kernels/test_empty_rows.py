@@ -1,0 +1,70 @@
+"""Exact attention with gradients beside padding: batch elements without a key give zeros, and get no gradient."""
+
+import pytest
+import torch
+
+from sage_kernels import empty_rows, exact
+
+
+@pytest.fixture(params=["a pass over all", "zeros where there is no key"])
+def on_gpu(request, monkeypatch):
+    """Have the call run as without a GPU, and as on one, with a stand-in for the kernel."""
+    if request.param == "a pass over all":
+        return
+
+    def clear(valid, *tensors):
+        for x in tensors:
+            x.data[~valid.any(1).expand(x.shape[0])] = 0.0
+
+    monkeypatch.setattr(empty_rows, "_keys_of", lambda mask, query, key, value: exact.key_mask(mask, key.shape[2]))
+    monkeypatch.setattr(empty_rows, "_clear", clear)
+
+
+def draw(wanted=(True, True, True)):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (3, 4, 50, 16), (3, 2, 40, 16), (3, 2, 40, 16)
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_(one)
+        for size, one in zip(sizes, wanted, strict=True)
+    ]
+
+
+MASK = (torch.arange(40) < torch.tensor([40, 0, 7])[:, None])[:, None, None]
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, False, True)], ids=str)
+def test_output_and_gradients_are_those_of_rows_that_have_a_key(on_gpu, wanted):
+    inputs = draw(wanted)
+    output = empty_rows.attend(*inputs, mask=MASK, enable_gqa=True)
+    expected, _ = exact.attention(*inputs, mask=MASK)
+    torch.testing.assert_close(output, expected)
+    there = [x for x in inputs if x.requires_grad]
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    kept = weights.clone()
+    gradients = torch.autograd.grad(output, there, weights)
+    assert torch.equal(weights, kept)
+    for found, truth in zip(gradients, torch.autograd.grad(expected, there, weights), strict=True):
+        torch.testing.assert_close(found, truth)
+        assert not found[1].any()
+
+
+def test_without_gradients_the_output_is_the_same(on_gpu):
+    inputs = draw((False, False, False))
+    expected, _ = exact.attention(*inputs, mask=MASK)
+    torch.testing.assert_close(empty_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(empty_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
+
+
+def test_without_a_mask_it_is_pytorchs_attention():
+    inputs = draw()
+    expected = exact.sdpa(*inputs, enable_gqa=True)
+    assert torch.equal(empty_rows.attend(*inputs, enable_gqa=True), expected)
+
+
+def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
+    query, key, value = draw()
+    mask = torch.rand(50, 40, generator=torch.Generator().manual_seed(2)) < 0.3
+    mask[3] = False
+    expected, _ = exact.attention(query, key, value, mask=mask[None, None])
+    torch.testing.assert_close(empty_rows.attend(query, key, value, mask=mask, enable_gqa=True), expected)
