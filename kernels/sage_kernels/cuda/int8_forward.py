@@ -43,9 +43,9 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`:
-    K is without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`: items attend
-    to the tiles of block lists, whose rows are those of two warpgroups.
+    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`: K is
+    without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`: items attend to the
+    tiles of block lists, whose rows are those of two warpgroups.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels

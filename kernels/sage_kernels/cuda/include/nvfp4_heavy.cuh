@@ -105,11 +105,11 @@ DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
 }
 
 // Return which key has the place of a token, both counted from the first behind the first keys: where it is the token,
-// that is heavy, and another key gives way to it. All tokens that lie PLACES apart have the same place.
+// that is heavy. All tokens that lie PLACES apart have the same place.
 DEVICE int chosen_at(const Statistics& s, uint32 pair, int token) {
   return CHOICE ? s.chosen[pair * PLACES + token % PLACES] - FIRST_KEYS : -1;
 }
-// Return which key has a heavy token's place instead.
+// Return which key gave way to a heavy token.
 DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
 
 // Round two numbers to the tokens' 16 bits, beyond the largest to infinity; the first is in the lower half.
