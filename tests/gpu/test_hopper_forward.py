@@ -77,8 +77,10 @@ class Operands:
         return triton_calls.new_call(*inputs, self.recipe, return_lse=self.return_lse, **options)
 
     def quantize(self, valid=None):
+        """For calls without and with causality, whose heavy keys differ."""
         self.padding = None if valid is None else read_padding(valid)
-        self.quantized = triton_calls.quantize(self.call(), None if valid is None else self.padding.valid)
+        calls = [self.call(is_causal=is_causal) for is_causal in (False, True)]
+        self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in calls]
         return self
 
     def attend(self, kernel, is_causal=False, causal_offset=0):
@@ -87,10 +89,11 @@ class Operands:
         output = self.query.new_full(shape, torch.nan).transpose(1, 2)
         lse = self.query.new_full(output.shape[:3], torch.nan, dtype=torch.float32) if self.return_lse else None
         call = self.call(is_causal=is_causal, causal_offset=causal_offset).for_kernel()
+        operands = self.quantized[is_causal]
         if kernel is hopper:
-            hopper.forward(self.quantized, output, lse, call, self.padding)
+            hopper.forward(operands, output, lse, call, self.padding)
         else:
-            int8_forward.forward(self.quantized, output, lse, call, (9, 0), padding=self.padding)
+            int8_forward.forward(operands, output, lse, call, (9, 0), padding=self.padding)
         return output, lse
 
 

@@ -8,6 +8,7 @@ from sage_kernels.blocks import BlockList
 from sage_kernels.cuda import block_lists, compiler
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.language.padding import read_padding
+from sage_kernels.layout import padded_channels
 from sage_kernels.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from sage_kernels.triton.block_tiles import block_tiles
@@ -96,7 +97,9 @@ class Operands:
             change(lists)
             hopper.forward(self.quantized, output, lse, call, self.padding, lists)
         else:
-            int8_forward.forward(self.quantized, output, lse, call, (9, 0), tiles=block_tiles(call, 128))
+            channels = padded_channels(max(query.shape[3], value.shape[3]))
+            block_n = int8_forward.choose_config(call, channels, call.recipe.pv, (9, 0)).block_n
+            int8_forward.forward(self.quantized, output, lse, call, (9, 0), tiles=block_tiles(call, block_n))
         return output, lse
 
 
