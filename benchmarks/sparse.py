@@ -2,9 +2,10 @@
 
 python benchmarks/sparse.py --output benchmarks/results
 
-Lists are drawn at random, with the same number of tiles for each block of rows. A row's speed counts the operations of
-kept tiles alone, quantising and sorting of lists included in its time. "training" has such rows of forward and backward
-pass together, whose operations are 3.5 times those of the forward. "routing" has the times of what comes before:
+Lists are drawn at random, or chosen by a router on tensors whose neighbours are alike ("lists": "drawn", "subblock"),
+with the same number of tiles for each block of rows. A row's speed counts the operations of kept tiles alone; its time
+includes quantising and sorting of lists, but not routing. "training" has such rows of forward and backward pass
+together, whose operations are 3.5 times those of the forward. "routing" has the times of what comes before:
 choosing tiles, and putting tokens into 4×4×4 order and back, each beside the dense `sage2` call of as many tokens.
 Kernels are compiled first, each shape's in a process of its own.
 """
@@ -42,13 +43,15 @@ GRIDS = ((4, 64, 64), (8, 64, 64), (21, 45, 80))
 """Grids of tokens: 16,384, 32,768, and the 75,600 of Wan 2.1 at 720p."""
 DENSE, DENSE_TRAINING = "sage_hf:sage2 dense", "sage_hf:sage_bwd dense"
 """Names of the providers that attend to all tiles by the same doors, so by the kernels that are best for that."""
+LISTS = DRAWN, ROUTED = "drawn", "subblock"
+"""Where lists come from: drawn at random, or chosen by `SubBlockRouter`."""
 BACKWARD = 3.5
 """Operations of forward and backward pass together, in those of the forward."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A self-attention call with random lists: batch 1, as many heads of K and V as of Q."""
+    """A self-attention call with lists: batch 1, as many heads of K and V as of Q; `lists` is one of LISTS."""
 
     heads: int
     tokens: int
@@ -56,11 +59,12 @@ class Case:
     skipped: float
     block_m: int = 128
     block_n: int = 128
+    lists: str = DRAWN
 
     @property
     def measures_dense(self) -> bool:
         """Return whether attention to all tiles is measured too: once for each shape."""
-        return self.block_m == 128 and self.skipped == SKIPPED[0]
+        return self.block_m == 128 and self.skipped == SKIPPED[0] and self.lists == DRAWN
 
     @property
     def places(self) -> int:
@@ -82,7 +86,7 @@ CASES = [
     Case(24, tokens, head_dim, skipped, size, size)
     for tokens, head_dim, size in ((32768, 128, 128), (32768, 128, 64), (32768, 64, 128), (109568, 128, 128))
     for skipped in SKIPPED
-]
+] + [Case(24, tokens, 128, skipped, lists=ROUTED) for tokens in (32768, 109568) for skipped in SKIPPED]
 
 
 TRAINING_CASES = [
@@ -93,10 +97,22 @@ TRAINING_CASES = [
 
 
 def draw(case: Case, device: torch.device) -> tuple[list[torch.Tensor], BlockList]:
-    """Return query, key and value, standard normal bfloat16, and a list with `case.places` tiles per block of rows."""
+    """Return query, key and value in bfloat16, and a list with `case.places` tiles per block of rows.
+
+    Tensors are standard normal. Where a router chooses, each block of Q and K has a mean of unit variance, which walks
+    from block to block, so that near tiles weigh more than far ones, as they do in a video.
+    """
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, case.heads, case.tokens, case.head_dim)
     inputs = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    if case.lists == ROUTED:
+        number = case.tokens // case.block_n
+        steps = torch.randn(1, case.heads, number, case.head_dim, generator=generator, device=device)
+        means = torch.nn.functional.normalize(steps.cumsum(2), dim=-1) * case.head_dim**0.5
+        walk = means.bfloat16().repeat_interleave(case.block_n, 2)
+        query, key, value = inputs[0] + walk, inputs[1] + walk, inputs[2]
+        router = SubBlockRouter((case.places - 0.5) / number, case.block_m, case.block_n)  # which rounds up
+        return [query, key, value], router.route(query, key)
     blocks = (1, case.heads, case.tokens // case.block_m, case.tokens // case.block_n)
     places = torch.rand(blocks, generator=generator, device=device).topk(case.places).indices
     tiles = places.sort().values.int()
@@ -136,6 +152,7 @@ def new_row(case: Case, provider: str) -> dict[str, Any]:
         "head_dim": case.head_dim,
         "block_m": case.block_m,
         "block_n": case.block_n,
+        "lists": case.lists,
         "skipped": 0.0 if provider in (DENSE, DENSE_TRAINING) else case.skipped,
         "provider": provider,
         "scope": "end_to_end",
@@ -330,7 +347,7 @@ def compile_ahead() -> None:
 
 def describe(row: dict[str, Any]) -> str:
     """Return a row as one line of text."""
-    sizes = f"{row['head_dim']} {row['block_m']}x{row['block_n']} {row['skipped']:.2f} {row['provider']}"
+    sizes = f"{row['head_dim']} {row['block_m']}x{row['block_n']} {row['lists']} {row['skipped']:.2f} {row['provider']}"
     if "unavailable" in row:
         return f"{sizes}: {row['unavailable']}"
     errors = " ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
@@ -339,8 +356,8 @@ def describe(row: dict[str, Any]) -> str:
 
 def is_measured(case: Case, rows: list[dict[str, Any]]) -> bool:
     """Return whether rows hold a case."""
-    wanted = (case.tokens, case.head_dim, case.block_m, case.block_n, case.skipped)
-    names = ("q_len", "head_dim", "block_m", "block_n", "skipped")
+    wanted = (case.tokens, case.head_dim, case.block_m, case.block_n, case.lists, case.skipped)
+    names = ("q_len", "head_dim", "block_m", "block_n", "lists", "skipped")
     return any(tuple(row[name] for name in names) == wanted for row in rows)
 
 

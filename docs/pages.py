@@ -171,7 +171,7 @@ def sparse_speed() -> str:
     if not (RESULTS / f"{SPARSE}.json").exists():
         return "The speed over block lists is not in a results file yet."
     result = read_result(SPARSE)
-    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random"
+    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, lists drawn at random or chosen by the router named"
     head = f"{where}; quantising and sorting of lists included, routing not:"
     tables = [head, sparse_table(result["rows"])]
     if "training" in result:
@@ -190,10 +190,11 @@ def sparse_speed() -> str:
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
     """Return a table of providers over block lists."""
-    columns = ("tokens", "head_dim", "list of", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    columns = ("tokens", "head_dim", "list of", "lists", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        sizes = (f"{row['q_len']:,}", row["head_dim"], f"{row['block_m']}×{row['block_n']}", f"{row['skipped']:.0%}")
+        tiles = f"{row['block_m']}×{row['block_n']}"
+        sizes = (f"{row['q_len']:,}", row["head_dim"], tiles, row["lists"], f"{row['skipped']:.0%}")
         speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
         errors = " / ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
         cells = (*sizes, f"`{row['provider']}`", *speed, errors or "–")
