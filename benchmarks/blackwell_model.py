@@ -34,8 +34,8 @@ from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, 
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.registration import NVFP4Quantizer, nvfp4_unsupported
 
-OUR_KERNELS = ("triton", "cuda")  # in that file, which has public SageAttention3's too
 PREPARATION = Path(__file__).parent / "results/nvidia-h200-sage3.json"
+OUR_KERNELS = ("triton", "cuda")  # in that file, which has public SageAttention3's too
 TILE = 128  # rows, and keys
 WARPS = 8  # of a program, one of which a multiprocessor holds
 SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction a clock

@@ -1,4 +1,4 @@
-"""The request of a nominal call, by which it is told what runs on a device before there is a call."""
+"""The request of a nominal call, which tells what runs on a device before there is a call."""
 
 from __future__ import annotations
 

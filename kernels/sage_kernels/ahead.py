@@ -24,9 +24,9 @@ _running: list[threading.Thread] = []
 def compile_backward(call: Call, plan: Plan) -> None:
     """Begin to compile the kernels of a call's backward pass, each in a thread of its own, and return at once.
 
-    They are those of an output's gradient that is laid out as the output. Nothing is begun twice for one kind of call,
-    nor where the call tells too little: of packed sequences, block lists and empty calls, and off the GPU. What does
-    not compile says so when it is launched.
+    They are compiled for an output's gradient that is laid out as the output. Nothing is begun twice for one kind of
+    call, nor while a graph is captured, nor for calls with packed sequences or block lists, empty ones, and those off
+    the GPU. A kernel that does not compile raises no error before it is launched.
 
     Args:
         call: of the forward pass.
@@ -71,7 +71,7 @@ def compile_backward(call: Call, plan: Plan) -> None:
 
 
 def finish() -> None:
-    """Wait until all that was begun is compiled: its first launch would compile it once more."""
+    """Wait until all that was begun is compiled: to launch a kernel before that would compile it a second time."""
     while _running:
         _running[-1].join()
         with contextlib.suppress(IndexError):  # another thread waited for it too

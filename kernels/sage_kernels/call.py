@@ -167,7 +167,7 @@ class Call:
 
     @property
     def first_keys(self) -> int:
-        """Return the number of keys from the first one on that are heavy, or whose places are those of heavy keys."""
+        """Return the number of keys from the first one on whose places quantised K and V lack: heavy keys have them."""
         return self.heavy_keys - self.late_keys
 
     @property

@@ -46,7 +46,8 @@ EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
 """Share of exact attention's time from which low bits are not worth their error."""
 LONG_US, LONG_MARGIN = 500.0, 1.01
-"""The same for long calls: a model's matrix products share the power limit with them, of which low bits need less."""
+"""Exact attention's time from which calls are long, and that share for them: they need less of the power that a model's
+matrix products share."""
 
 OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
 """Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""

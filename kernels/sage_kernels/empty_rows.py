@@ -1,7 +1,8 @@
 """Exact attention with gradients whose rows without a key are 0, whatever the backend gives.
 
-cuDNN's kernel gives them the mean of V, and its gradients. To choose between output and zeros takes a pass over the
-output and another one over its gradient; to write zeros where there is no key, a look at the mask.
+cuDNN's kernel gives them the mean of V, and its gradients. Choosing between the output and zeros would be a pass over
+the output, and another one over its gradient. A kernel that writes zeros only where there is no key reads no more than
+the mask.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _clear(valid: torch.Tensor, *tensors: torch.Tensor) -> None:
 
 
 class _Cleared(torch.autograd.Function):
-    """The output, zeros written to where it is no mean of anything. The backward pass, which has it, hears nothing."""
+    """The output with zeros written, in place, to batch elements without a key; its gradient is handed on as it is."""
 
     @staticmethod
     def forward(ctx: Any, valid: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ class _Cleared(torch.autograd.Function):
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """Q, K and V; their gradients, which nothing else has, are 0 in batch elements without a key."""
+    """Q, K and V as they are; zeros are written, in place, to their gradients in batch elements without a key."""
 
     @staticmethod
     def forward(ctx: Any, valid: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -147,8 +147,8 @@ _row_blocks_found: dict[tuple[Any, ...], int] = {}
 def _row_blocks(call: Call) -> int:
     """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
 
-    It does so by one more launch, which has to wait for the lengths, and finds no more than the order of the elements.
-    To find out takes a look at the GPU's memory, so not while a graph is captured.
+    Its own plan takes one more launch, which waits for the lengths, and differs only in the order of the elements. The
+    number is read from the GPU's memory once for calls of a size, so never while a graph is captured.
     """
     if call.batch > PLANNED_AT_ONCE:
         return 0

@@ -49,6 +49,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 PlanAnew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "Prepared | None"]
+"""(query, key, value) -> a prepared step of decoding, or None if such calls cannot be prepared."""
 
 
 class Prepared(Protocol):

@@ -1,4 +1,4 @@
-"""Prepared calls over block lists (`prepared`): the list's tensors are among what is compared, and repeated."""
+"""Prepared calls over block lists: as in `prepared`, with the list's tensors among the arguments."""
 
 from __future__ import annotations
 

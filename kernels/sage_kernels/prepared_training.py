@@ -1,7 +1,7 @@
 """Prepared calls with gradients: both passes repeat their launches (`prepared`).
 
-They are prepared at once: checkpointing compares what a forward pass saves to what its repetition does, and a prepared
-one saves the parts of `operands.Saved` in one tensor.
+The first call of a kind is prepared already: checkpointing compares what a forward pass saves to what its repetition
+saves, and a prepared one saves the parts of `operands.Saved` in one tensor.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None
 
 
-# As `_Attention.apply`, which undoes transforms of torch.func first: inside those no call is prepared.
+# `_Attention.apply` without its look for transforms of torch.func, inside which no call is prepared.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 

@@ -51,8 +51,9 @@ class Recipe:
         heavy_keys: number of keys of a sequence that are attended to in the caller's dtype. If sinks, keys that hold
             much of every row's weight, are among them, P of the other keys has a scale of its own. A call without more
             keys than that has none, nor has one with a block list. Not with `backward`.
-        heavy_choice: which they are. "first": the first ones. "heaviest": those whose places keys with much larger
-            scores take (transforms.heavy_places), in calls in which the order of keys does not matter.
+        heavy_choice: which they are. "first": the first ones. "heaviest": those, but keys with much larger scores take
+            the places of some (transforms.heavy_places), and with causality of a few, for rows that see such a key
+            (transforms.late_keys); not beside masks that say more than which keys exist.
         recent_keys: number of keys, the latest that a causal row sees, that are attended to in the caller's dtype. Rows
             of language models give their own key and its neighbours so much weight that the rounding of these alone
             carries most of the error. Not beside a block list, nor with `backward`.

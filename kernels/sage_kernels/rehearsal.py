@@ -101,7 +101,8 @@ class Rehearsal:
         steps: its launches in order, each with whether it runs beside the stream (`language.launch.overlapping`);
             "fork" and "join", between which it may; and operators, which run on the stream.
         beside: whether launches run beside the stream now.
-        compilations: where kernels shall only be compiled, what compiles each that would be launched.
+        compilations: functions that compile the kernels that would be launched, where only that is wanted; None:
+            launches are noted.
     """
 
     memories: list[Memory] = field(default_factory=list)

@@ -7,8 +7,8 @@ rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, w
         and spreads channels of large magnitude over all channels.
 balance Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
 exchange Let heavy keys change places with the first keys, which are attended to in 16 bits: the order of keys does not
-        matter where no query is kept from a key that another one sees. With causality, where it matters, rows that see
-        a late heavy key find the first key in its place, and earlier rows find that among the heavy ones.
+        matter where no query is kept from a key that another one sees. With causality a late key changes places only
+        for the rows that see it: for earlier ones the first key is heavy.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Timed:
     Attributes:
         provider: who.
         output: of its first call.
-        call: calls it.
+        call: makes one call.
         once_ms: the GPU's time of a call (`Queue.once_ms`).
         replay: replays a graph of `calls` calls; it returns at once.
         marks: events around each timed replay.

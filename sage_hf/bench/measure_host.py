@@ -21,7 +21,7 @@ Route = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward
 ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled")
 PROVIDERS = ("sage", "sdpa", "sageattention")
 RECIPES: dict[Route, str] = {"forward_backward": "sage_bwd", "exact_forward_backward": "exact"}
-"""Of ours, with gradients."""
+"""Our recipes on the routes with gradients."""
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 128, 64
 """The tensors' shape: so small that the GPU always waits for the host."""

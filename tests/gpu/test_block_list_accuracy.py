@@ -123,7 +123,11 @@ def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, monkeypatch, 
     select.cache_clear()
     repeated = []
     original = prepared_lists.ListCall.__call__
-    count = lambda self, *tensors: repeated.append(self) or original(self, *tensors)  # noqa: E731
+
+    def count(self, *tensors):
+        repeated.append(self)
+        return original(self, *tensors)
+
     monkeypatch.setattr(prepared_lists.ListCall, "__call__", count)
     for (tensors, options), wanted in zip(calls * 2, expected * 2, strict=True):
         found = ops.attention(*tensors, **options, return_lse=True)

@@ -169,7 +169,8 @@ def test_tiles_that_do_not_exist_are_left_out():
     output, lse = operands.attend(hopper)
     expected, expected_lse = operands.attend(int8_forward)
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    assert error(output, expected) <= 0.05 * expected.double().abs().sum().item()
+    # Each is at most 0.036 off exact attention, in another direction; a wrong number of tiles moves rows by far more.
+    assert error(output, expected) <= 2**0.5 * 0.036 * expected.double().abs().sum().item()
 
 
 def test_outputs_do_not_depend_on_the_order_of_items():
@@ -198,11 +199,11 @@ def test_the_queue_has_each_item_once_and_first_the_long_ones_that_would_end_alo
     assert queue[0] == 0
     assert torch.equal(queue[1:].sort().values, torch.arange(2 * 50 * 60, dtype=torch.int32))
     listed = counts.flatten()[queue[1:].long()]
-    late = int((listed > 8).int().cumprod(0).sum())
-    assert 0 < late < int((counts > 8).sum())
-    rest = listed[late:]
+    moved = int((listed > 8).int().cumprod(0).sum())
+    assert 0 < moved < int((counts > 8).sum())
+    rest = listed[moved:]
     assert (rest[-1000:] <= 8).all()
-    left = listed[:late].sum() + rest.flip(0).cumsum(0).flip(0)
+    left = listed[:moved].sum() + rest.flip(0).cumsum(0).flip(0)
     blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
     assert (left >= 2 * rest * blocks)[rest > 8].all()
 

@@ -13,6 +13,14 @@ HOPPER = {"kernel": "int8_forward_hopper", "quantizer": "int8_quantize_hopper", 
 
 
 @pytest.fixture
+def nothing_prepared():
+    """Forget prepared calls before and after a test."""
+    prepared.forget()
+    yield
+    prepared.forget()
+
+
+@pytest.fixture
 def gpu(monkeypatch):
     """The driver of a GPU on which calls with tensors of the CPU are prepared, with Hopper's kernels."""
     library = fake_gpu.install(monkeypatch)

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,18 +133,24 @@ def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
     assert not compiled and not ahead._begun
 
 
-def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compiled, monkeypatch):
-    class Refused:
-        def run(self, **options):
-            raise RuntimeError("refused")
+@pytest.mark.parametrize("refused_by", ["the host code", "the compiler"])
+def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compiled, monkeypatch, refused_by):
+    begun, raised = [], []
 
-    with rehearsal.rehearsing() as rehearsed:
-        call = draw(rehearsed)
-
-    def backward(call):
-        rehearsal.current().compilations.append(Refused().run)
+    def refuse():
+        begun.append(threading.current_thread())
         raise RuntimeError("refused")
 
-    monkeypatch.setattr(ahead, "get_backward", lambda name: type("Backward", (), {"backward": staticmethod(backward)}))
+    def backward(call):
+        if refused_by == "the host code":
+            refuse()
+        rehearsal.current().compilations.extend((refuse, refuse))
+
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(ahead, "get_backward", lambda name: SimpleNamespace(backward=backward))
+    with rehearsal.rehearsing() as rehearsed:
+        call = draw(rehearsed)
     ahead.compile_backward(call, plan_of(call, "int8_backward"))
     ahead.finish()
+    assert len(begun) == (1 if refused_by == "the host code" else 2)
+    assert not raised and threading.main_thread() not in begun

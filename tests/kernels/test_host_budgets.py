@@ -8,17 +8,11 @@ import torch.nn.functional as F
 
 from sage_hf import sage_attention
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_kernels import dispatch, exact, flash3, prepared, registry
+from sage_kernels import dispatch, exact, flash3, registry
 from tests.helpers.host_cost import allocations, python_calls
 
 SHAPE = (1, 2, 192, 64)
-
-
-@pytest.fixture(autouse=True)
-def nothing_prepared():
-    prepared.forget()
-    yield
-    prepared.forget()
+pytestmark = pytest.mark.usefixtures("nothing_prepared")
 
 
 def draw(*shape, count=3):

@@ -23,13 +23,7 @@ from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
 
 SHAPE = (1, 2, 192, 64)
-
-
-@pytest.fixture(autouse=True)
-def nothing_prepared():
-    prepared.forget()
-    yield
-    prepared.forget()
+pytestmark = pytest.mark.usefixtures("nothing_prepared")
 
 
 def draw(*shape, count=3):

@@ -50,12 +50,12 @@ class SortedLists:
 
     @property
     def of_batch(self) -> int:
-        """Return how many lists a batch element is behind the one before, 0 where it has the same."""
+        """Return the distance in lists from a batch element to the next, 0 where all have the same."""
         return 0 if self.lists.shape[0] == 1 else self.lists.shape[1] * self.lists.shape[2]
 
     @property
     def of_head(self) -> int:
-        """Return how many lists a head is behind the one before, 0 where it has the same."""
+        """Return the distance in lists from a head to the next, 0 where all have the same."""
         return 0 if self.lists.shape[1] == 1 else self.lists.shape[2]
 
 
@@ -126,13 +126,13 @@ def kernel(is_causal: bool, padded: bool) -> Kernel:
 def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_at_once: int) -> None:
     """Sort the lists of a call, of BLOCK_M rows and tiles of BLOCK_N keys.
 
-    The kernel starts, and lets the stream's next one start, while the last one ends. It waits for that one's results
-    only where these are spans, so no lists may be what it writes.
+    The kernel starts, and lets the stream's next one start, while the previous one ends. It waits for that one's
+    results only if it reads spans: the previous kernel must not write the lists.
 
     Args:
         call: one of `Call.for_kernel`.
         padding: which keys exist, with spans that are written; None: all do.
-        into: what is written, in memory that the stream's last kernel does not use.
+        into: what is written, in memory that the stream's previous kernel does not use.
         heads_at_once: whose causal items are worked through together.
 
     Raises:

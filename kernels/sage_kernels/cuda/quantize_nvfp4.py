@@ -52,12 +52,12 @@ class Statistics:
             keys, and of all of K and V; None unless packed.
         chosen: as in `operands.Statistics`, or None.
         pairs: batch · kv_heads.
-        blocks: of BLOCK tokens of K and V of the longest sequence, those in the places of heavy keys left out.
+        blocks: of BLOCK tokens of K and V of the longest sequence, behind the first keys.
         sums: of BLOCK tokens of all of K and V of an (operand batch, kv head).
         sum_run: blocks that a block of the grid reduces at most.
         sum_runs: blocks of the grid for K, or V, of a pair.
         q_len: queries of the longest sequence.
-        kv_len: its keys, those in the places of heavy ones left out.
+        kv_len: its keys behind the first ones.
         keys: all.
         valid: (batch or 1, keys), 0 for keys that do not count; None: all do.
         valid_stride: from batch element to batch element.

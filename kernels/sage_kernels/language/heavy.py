@@ -50,7 +50,7 @@ def attend_heavy_keys(
         query, mask: pointers to the caller's Q of a (batch, head), and its mask as in `mask_scores`.
         key, value, late: pointers to the `HeavyKeys` of a (batch, kv head), the last LATE of which are late ones.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
-        q_len, kv_len, causal_offset: of the sequence, which begins with the heavy keys.
+        q_len, kv_len, causal_offset: of the sequence, its heavy keys included.
         stride_token, stride_channel: of Q.
         mean_score: pointer to the products of the sequence's queries with K's mean, which these keys have and the
             others do not; None: none has it.

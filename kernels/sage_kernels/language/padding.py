@@ -72,19 +72,19 @@ def key_tiles(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
-    HEAVY: tl.constexpr = 0,
+    FIRST: tl.constexpr = 0,
 ):
     """Return the keys that a block of BLOCK_M rows sees: (begin, full_begin, full_end, columns).
 
     Tiles full_begin…full_end - 1 need no mask; tiles begin…full_begin - 1, and those from full_end on with keys below
-    `columns`, do. Of HEAVY keys at the front only `spans` know: all else is counted from the first key behind them.
+    `columns`, do. Of FIRST keys at the front only `spans` know: all else is counted from the first key behind them.
     """
     begin, full_begin, full_end, columns = 0, 0, kv_len // BLOCK_N, kv_len
     if PADDED:
         spans += batch * stride
         first, hole, columns = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
-        if HEAVY > 0:
-            first, hole, columns = tl.maximum(first - HEAVY, 0), tl.maximum(hole - HEAVY, 0), columns - HEAVY
+        if FIRST > 0:
+            first, hole, columns = tl.maximum(first - FIRST, 0), tl.maximum(hole - FIRST, 0), columns - FIRST
         begin, full_begin, full_end = first // BLOCK_N, tl.cdiv(first, BLOCK_N), hole // BLOCK_N
     if CAUSAL:
         columns = tl.minimum(columns, (row_block + 1) * BLOCK_M + causal_offset)

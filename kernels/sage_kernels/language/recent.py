@@ -42,7 +42,7 @@ def attend_recent_keys(
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
     LATE: tl.constexpr,
     MASK: tl.constexpr,
 ):
@@ -54,9 +54,9 @@ def attend_recent_keys(
         query, key, value, mask: pointers to the caller's Q, K and V of a (batch, head), and its mask as in
             `mask_scores`.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
-        late: as in `attend_heavy_keys`; where one of these LATE keys is, the first key is that gave way to it.
+        late: as in `attend_heavy_keys`; in place of such a key a row attends to the first key that gave way to it.
         kv_start: index in K of the sequence's first key.
-        q_len, kv_len, causal_offset: of the sequence, which begins with HEAVY heavy keys.
+        q_len, kv_len, causal_offset: of the sequence, which begins with FIRST keys that are heavy, or gave way.
         mean_score: the rows' products with K's mean, which the other scores are without, (rows,).
         row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
             and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
@@ -68,10 +68,10 @@ def attend_recent_keys(
     query += token.to(tl.int64)[:, None] * query_stride_token
     for age in tl.range(0, KEYS, num_stages=1):
         column = row + causal_offset - age
-        exists = (row < q_len) & (column >= HEAVY) & (column < kv_len)
+        exists = (row < q_len) & (column >= FIRST) & (column < kv_len)
         source = column
         if LATE > 0:
-            source = HEAVY + tail_source(tl.maximum(column - HEAVY, 0), late, HEAVY, LATE)
+            source = FIRST + tail_source(tl.maximum(column - FIRST, 0), late, FIRST, LATE)
         key_token = (kv_start + source).to(tl.int64)[:, None]
         x = -mean_score
         for first in tl.range(0, CHANNELS, WIDTH, num_stages=1):

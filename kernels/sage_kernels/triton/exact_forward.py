@@ -222,13 +222,13 @@ def list_allowed(
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     base = mask + batch * mask_stride_batch + head * mask_stride_head + row.to(tl.int64)[:, None] * mask_stride_row
     into = bits + (pair * rows + row)[:, None] * words
-    list_rows(
+    pack_rows(
         base, into, tiles, row, rows, keys, causal_offset, mask_stride_column, BLOCK_M, BLOCK_N, WIDTH, BITS, CAUSAL
     )
 
 
 @triton.jit
-def list_rows(
+def pack_rows(
     base,
     into,
     tiles,

@@ -177,7 +177,7 @@ def forward(
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         TMA=tma,
-        HEAVY=call.first_keys,
+        FIRST=call.first_keys,
         LATE=call.late_keys,
         LIST_M=list_m,
         num_warps=config.num_warps,
@@ -397,17 +397,17 @@ def int8_forward(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
     LATE: tl.constexpr,
     LIST_M: tl.constexpr,
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
     A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
-    HEAVY is 0.
+    FIRST is 0.
 
-    `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count HEAVY keys, which `key` and `value` do not have.
-    Where one of LATE keys was, these have a first key.
+    `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count FIRST keys, which `key` and `value` do not have.
+    In place of each of the LATE keys these have the first key that gave way to it.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -417,8 +417,8 @@ def int8_forward(
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     _, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     tail_len, tail_offset = kv_len, causal_offset
-    if HEAVY > 0:
-        tail_len, tail_offset = tl.maximum(kv_len - HEAVY, 0), causal_offset - HEAVY
+    if FIRST > 0:
+        tail_len, tail_offset = tl.maximum(kv_len - FIRST, 0), causal_offset - FIRST
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if block * BLOCK_M < q_len:
         q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
@@ -436,10 +436,10 @@ def int8_forward(
                 mask += batch * mask_stride_batch
             tail_mask = mask
             if MASK == "keys":
-                tail_mask += HEAVY
+                tail_mask += FIRST
             begin, full_begin, full_end, columns = key_tiles(
                 tiles, batch, tiles_stride_batch, tail_len, block, tail_offset,
-                BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys", HEAVY,
+                BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys", FIRST,
             )  # fmt: skip
             for tile in range(full_begin, full_end):
                 row_max, row_sum, acc = attend_tile(
@@ -484,7 +484,7 @@ def int8_forward(
         else:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
-            tail_mask = mask + HEAVY * mask_stride_column
+            tail_mask = mask + FIRST * mask_stride_column
             for index in range(0, tl.load(tiles)):
                 entry = tl.load(tiles + 1 + index)
                 row_max, row_sum, acc = attend_tile(
@@ -498,22 +498,22 @@ def int8_forward(
         v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
         acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
         acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
-        if HEAVY > 0:
+        if FIRST > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
-        if HEAVY > 0:
+        if FIRST > 0:
             kv_pair = batch * kv_heads + kv_head
             if LATE > 0:
                 late += kv_pair * LATE
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
             scores_of_mean = mean_score + operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
             row_max, total, acc = attend_heavy_keys(
-                heavy_query, heavy_key + kv_pair * ((HEAVY + LATE) * CHANNELS),
-                heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
+                heavy_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
+                heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
                 causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row,
                 mask_stride_column, scores_of_mean, row_max, total, total, acc, p_scale_log2(PV), CHANNELS,
-                V_CHANNELS, HEAVY + LATE, LATE, CAUSAL, MASK, RAGGED,
+                V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel

@@ -48,14 +48,14 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     """Read the mask of a call once, for tiles of (block_m, block_n) scores."""
     mask = call.mask.tensor
     assert mask is not None
-    shape, heavy = (*call.query.shape[:3], call.key.shape[2]), call.first_keys
+    shape, first_keys = (*call.query.shape[:3], call.key.shape[2]), call.first_keys
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     stored = unexpanded(mask)
     batches, heads, rows, columns = (stored.shape[0], stored.shape[1], stored.shape[2], shape[3])
     mask = mask.expand(shape)
     block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if call.is_causal or rows > 1 else (16, 1)
-    tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns - heavy, block_n)), dtype=torch.int32)
+    tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns - first_keys, block_n)), dtype=torch.int32)
     # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: and no bias says that it is padding),
     # then a flag that is not 0 where some query has no key but padding.
     keys = mask.new_zeros((batches, columns + 1), dtype=torch.int32)
@@ -72,7 +72,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         tiles_per_row=tiles.shape[3],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        HEAVY=heavy,
+        FIRST=first_keys,
         BOOL=mask.dtype == torch.uint8,
         CAUSAL=call.is_causal,
         num_warps=max(4, block_m // 16),
@@ -107,7 +107,7 @@ def list_tiles(
     tiles_per_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
     BOOL: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
@@ -120,13 +120,13 @@ def list_tiles(
     tiles += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tiles_per_row
     count = 0
     row_has_key = tl.zeros((BLOCK_M,), tl.int32)
-    # Of heavy keys, which lie in tiles below 0, only the bits are wanted.
-    for tile in range(-((HEAVY + BLOCK_N - 1) // BLOCK_N), tl.cdiv(kv_len - HEAVY, BLOCK_N)):
+    # Of the first keys, which lie in tiles below 0, only the bits are wanted.
+    for tile in range(-((FIRST + BLOCK_N - 1) // BLOCK_N), tl.cdiv(kv_len - FIRST, BLOCK_N)):
         tile_bits = 0
         for part in tl.static_range(BLOCK_N // WIDTH):
-            column = HEAVY + tile * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
+            column = FIRST + tile * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
             exists = column < kv_len
-            if HEAVY % BLOCK_N > 0:
+            if FIRST % BLOCK_N > 0:
                 exists = exists & (column >= 0)
             inside = inside_row[:, None] & exists[None, :]
             at = base + column.to(tl.int64)[None, :] * stride_column
@@ -156,7 +156,7 @@ def list_tiles(
             tl.atomic_or(keys + column, bits & (ALLOWED | UNPADDED), mask=news)
             tile_bits |= part_bits
         listed = (tile_bits & SEEN) != 0
-        if HEAVY > 0:
+        if FIRST > 0:
             listed = listed & (tile >= 0)
         if listed:
             tl.store(tiles + 1 + count, 2 * tile + ((tile_bits & MASKED) != 0).to(tl.int32))

@@ -179,7 +179,7 @@ def forward(
             PACKED=q_sequences.packed,
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
-            HEAVY=call.first_keys,
+            FIRST=call.first_keys,
             LATE=call.late_keys,
             RECENT=recent_keys,
             LIST_M=list_m,
@@ -367,7 +367,7 @@ def nvfp4_forward(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
     NATIVE: tl.constexpr,
-    HEAVY: tl.constexpr,
+    FIRST: tl.constexpr,
     LATE: tl.constexpr,
     RECENT: tl.constexpr,
     LIST_M: tl.constexpr,
@@ -376,9 +376,9 @@ def nvfp4_forward(
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
     A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
-    HEAVY and RECENT are 0. `kv_len`, `causal_offset` and `mask` count HEAVY keys, which `key`, `value` and `delta` do
-    not have; where one of LATE keys was, these have a first key. `source_query`, `source_key` and `source_value` are
-    the caller's tensors.
+    FIRST and RECENT are 0. `kv_len`, `causal_offset` and `mask` count FIRST keys, which `key`, `value` and `delta` do
+    not have; in place of each of the LATE keys these have the first key that gave way to it. `source_query`,
+    `source_key` and `source_value` are the caller's tensors.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -388,9 +388,9 @@ def nvfp4_forward(
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     kv_start, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     q_rows, kv_rows = q_blocks * BLOCK_ROWS, kv_blocks * BLOCK_ROWS
-    tail_len, tail_offset = kv_len, causal_offset - (HEAVY + RECENT)
-    if HEAVY > 0:
-        tail_len = tl.maximum(kv_len - HEAVY, 0)
+    tail_len, tail_offset = kv_len, causal_offset - (FIRST + RECENT)
+    if FIRST > 0:
+        tail_len = tl.maximum(kv_len - FIRST, 0)
     delta_block = block * BLOCK_M // BLOCK_ROWS
     block += first_row // BLOCK_M
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -465,7 +465,7 @@ def nvfp4_forward(
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
-            tail_mask = mask + HEAVY * mask_stride_column
+            tail_mask = mask + FIRST * mask_stride_column
             # Pipelined, the native kernel adds wrong biases: Triton 3.6 puts their loads, and what brings them to the
             # layout of the scores, before the wait for the copies of the tile.
             MASKED_STAGES: tl.constexpr = 1 if NATIVE and MASK == "additive" else STAGES
@@ -486,7 +486,7 @@ def nvfp4_forward(
         factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
-        if HEAVY + RECENT > 0:
+        if FIRST + RECENT > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
             source_query += batch * source_query_stride_batch + head * source_query_stride_head
             if LATE > 0:
@@ -502,17 +502,17 @@ def nvfp4_forward(
                 source_query_stride_token, source_query_stride_channel, source_key_stride_token,
                 source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
                 mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, RECENT, HEAVY, LATE, MASK,
+                CHANNELS, V_CHANNELS, RECENT, FIRST, LATE, MASK,
             )  # fmt: skip
             if TOTAL:
                 row_sum = recent_total
-        if HEAVY > 0:
+        if FIRST > 0:
             row_max, heavy_total, accumulator = attend_heavy_keys(
-                source_query, heavy_key + kv_pair * ((HEAVY + LATE) * CHANNELS),
-                heavy_value + kv_pair * ((HEAVY + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
+                source_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
+                heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
                 causal_offset, softmax_scale, source_query_stride_token, source_query_stride_channel, mask_stride_row,
                 mask_stride_column, None, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, HEAVY + LATE, LATE, CAUSAL, MASK, RAGGED,
+                CHANNELS, V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
             if TOTAL:
                 row_sum = heavy_total

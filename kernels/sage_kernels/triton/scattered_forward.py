@@ -17,7 +17,7 @@ from ..language.scores import LOG2E, store_clamped
 from ..layout import ceil_div, power_of_two, stride_of
 from ..registry import AttendToFirst
 from .configs import scattered_forward_config
-from .exact_forward import LISTED_ALONE, WORD, attend_tile, list_rows
+from .exact_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
 from .split_forward import multiprocessors
 
 PROGRAMS = 2
@@ -166,7 +166,7 @@ def scattered_forward(
     bits += own * words
     tiles += own * places
     first_row = tl.arange(0, 1)
-    list_rows(
+    pack_rows(
         base + first_row[:, None], bits + first_row[:, None], tiles, first_row, 1, kv_len, 0, valid_stride_key,
         1, BLOCK_N, WIDTH, BITS, False,
     )  # fmt: skip

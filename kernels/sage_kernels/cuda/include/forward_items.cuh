@@ -23,7 +23,7 @@ ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
 ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
-ASSERT_FLAG(HEAVY, "the first keys are heavy, or none is");
+ASSERT_FLAG(HEAVY, "some keys are heavy, or none is");
 ASSERT_FLAG(LISTS, "an item attends to the tiles of a list, or to all that its rows may see");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
 static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY && CAUSAL, "LATE_KEYS must be 0, or 16 of a causal call's");
@@ -65,8 +65,8 @@ constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a 
 // float16 makes of the weights: of e4m3's, the LSE asks for more.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
-// scores of keys without their mean have mean 0; and their weights are erased before these are summed.
-// Those of some tiles have any mean.
+// scores of keys without their mean have mean 0; and their weights are erased before these are summed. Scores of a
+// list's tiles may have any mean.
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && !LISTS;
 // An item's last tile of half as many keys, which heavy keys leave of a multiple of BLOCK_N, takes half of the softmax.
 constexpr bool HALVES = ERASES && BLOCK_N == 128;
@@ -104,8 +104,8 @@ struct Item {
   int batch, head, kv_head, first_row;
   int warpgroups;  // that have rows of it, the first ones
   int tiles;       // of keys; at least 1, of which a row may see nothing
-  // The tile to begin with, and how many follow one another; the one before it comes last. Of LISTS: the number of the
-  // item's list, and how many of its tiles need no mask, which come first.
+  // The tile to begin with, and how many follow one another; the one before it comes last. With LISTS: the number of
+  // the item's list, and how many of its tiles need no mask, which come first.
   int first, in_order;
 
   DEVICE int tile(int number) const {

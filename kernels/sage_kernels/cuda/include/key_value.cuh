@@ -30,7 +30,7 @@ DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
   return s.valid + batch * static_cast<int64>(s.valid_stride);
 }
 
-// Reads keys, or values, of which some may not exist: those behind the places of heavy ones, or all with `before` 0.
+// Reads keys, or values, of which some may not exist: those behind the first keys, or all with `before` 0.
 struct KeyReader : Reader {
   const uint8* valid;
 

@@ -18,7 +18,7 @@ DEVICE Sequence sequence_of(const int* ranges, uint32 batch, int tokens) {
   return {ranges[3 * batch], ranges[3 * batch + 1], ranges[3 * batch + 2]};
 }
 DEVICE Sequence queries_of(const Statistics& s, uint32 batch) { return sequence_of(s.q_ranges, batch, s.q_len); }
-// Without those in the places of heavy keys.
+// Those behind the first keys.
 DEVICE Sequence tail_of(const Statistics& s, uint32 batch) { return sequence_of(s.kv_ranges, batch, s.kv_len); }
 DEVICE Sequence keys_of(const Statistics& s, uint32 batch) { return sequence_of(s.key_ranges, batch, s.keys); }
 

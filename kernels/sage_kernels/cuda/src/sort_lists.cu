@@ -83,12 +83,13 @@ DEVICE void make_queue(const Arguments& a) {
       left -= tiles;
     }
   };
-  int64 own_late = 0, all_late = 0;
-  visit([&](const Place&, bool late) { own_late += late; });
-  int64 next_late = add_threads(own_late, sums, all_late), next = all_late + first - next_late;
+  int64 own_alone = 0, all_alone = 0;
+  visit([&](const Place&, bool ends_alone) { own_alone += ends_alone; });
+  int64 next_alone = add_threads(own_alone, sums, all_alone), next = all_alone + first - next_alone;
   int* const queue = a.queue + 1;
-  visit(
-      [&](const Place& place, bool late) { queue[late ? next_late++ : next++] = place.pair * a.blocks + place.block; });
+  visit([&](const Place& place, bool ends_alone) {
+    queue[ends_alone ? next_alone++ : next++] = place.pair * a.blocks + place.block;
+  });
   if (threadIdx.x == 0) a.queue[0] = 0;
 }
 

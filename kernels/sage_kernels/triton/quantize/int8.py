@@ -140,7 +140,7 @@ def quantize_key(
     Args:
         key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: K's mean, the balance, and the heavy keys, whose places others have here.
+        statistics: K's mean, the balance, and which keys are heavy: here others have their places.
         rotates: rotate channels.
         valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
 

@@ -47,7 +47,7 @@ def quantize_value(
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: V's mean and extrema, and the heavy keys, whose places others have here.
+        statistics: V's mean and extrema, and which keys are heavy: here others have their places.
         valid: int32 or uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
         pv: "fp8" (e4m3) or "int8", with a scale per channel; or "fp16", with one per (batch, head).
 
