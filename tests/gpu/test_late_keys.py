@@ -105,12 +105,11 @@ def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["all", "left", "holes"])
 def test_the_cuda_nvfp4_kernel_has_the_references_error(kind, sizes):
-    recipe = replace(UNSEARCHED, recent_keys=0)  # it has none
     inputs, options = draw(sizes)
     valid = keys_that_exist(kind, sizes)
-    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
-    quantizer = CudaNVFP4Quantizer() if valid is None else triton_calls.quantizer_of(recipe)
-    check(inputs, recipe, nvfp4_forward.attend(call, quantizer, native=False), valid, options)
+    call = triton_calls.new_call(*inputs, UNSEARCHED, valid=valid, return_lse=True, **options)
+    quantizer = CudaNVFP4Quantizer() if valid is None else triton_calls.quantizer_of(UNSEARCHED)
+    check(inputs, UNSEARCHED, nvfp4_forward.attend(call, quantizer, native=False), valid, options)
 
 
 def assert_same(actual, expected):

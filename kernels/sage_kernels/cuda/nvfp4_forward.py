@@ -40,7 +40,8 @@ class Config:
     """Compile-time choices: those of the call and of its recipe.
 
     Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
-    the last `late_keys` of which are late ones; `native`: products in NVFP4 are instructions, otherwise emulated.
+    the last `late_keys` of which are late ones, and so are each row's `recent_keys` latest ones; `native`: products in
+    NVFP4 are instructions, otherwise emulated.
     """
 
     channels: int
@@ -52,6 +53,7 @@ class Config:
     heavy: bool
     native: bool
     late_keys: int = 0
+    recent_keys: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -67,14 +69,15 @@ class Arguments:
     """The tensors that the kernel reads by address, and writes, and numbers.
 
     Attributes:
-        query to value_mean, mean_score: as in `operands.NVFP4Operands`; mean_score is None without the LSE.
+        query to value_mean, mean_score: as in `operands.NVFP4Operands`.
         delta: (sequences, q_heads, delta_blocks, kv_rows) scores of Q's means, or None.
         output: (batch, q_heads, q_len, v_head_dim), channels contiguous.
         lse: (batch, q_heads, q_len), contiguous, or None.
         late: as in `operands.HeavyKeys`, or None.
         valid, spans: as in `operands.KeyPadding`, or None. They count all keys.
         valid_stride, spans_stride: from batch element to batch element.
-        first_sequence, sequences: of this launch. kv_len and causal_offset are those behind the first keys.
+        first_sequence, sequences: of this launch.
+        kv_len, causal_offset: of the keys behind the first ones; recent keys are beyond causal_offset.
         first_block, blocks: of BLOCK rows of each sequence, of this launch.
         head_dim: of Q.
     """
@@ -125,7 +128,8 @@ class Parameters:
         key: boxes (BLOCK, CHANNELS / 2).
         value: boxes (CHANNELS, BLOCK / 2).
         heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
-        query_tokens: Q in 16 bits beside heavy keys, or NO_TOKENS.
+        query_tokens: Q in 16 bits beside heavy or recent keys, or NO_TOKENS.
+        key_tokens, value_tokens: K and V in 16 bits beside recent keys, or NO_TOKENS.
         arguments: the others.
     """
 
@@ -134,6 +138,8 @@ class Parameters:
     heavy_key: Map
     heavy_value: Map
     query_tokens: Tokens
+    key_tokens: Tokens
+    value_tokens: Tokens
     arguments: Arguments
 
 
@@ -151,6 +157,7 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
         "LARGEST_P_LOG2": f"{math.log2(P_SCALE['nvfp4'])}f",
         "HEAVY_KEYS": HEAVY_KEYS if config.heavy else 0,
         "LATE_KEYS": config.late_keys,
+        "RECENT_KEYS": config.recent_keys,
         "CAUSAL": config.is_causal,
         "PADDED": config.padded,
         "LSE": config.return_lse,
@@ -175,6 +182,7 @@ def unavailable(request: Request) -> str:
         0 < recipe.heavy_keys < request.kv_len,
         native=True,
         late_keys=late_keys_of(recipe, request.kv_len, request.mask, request.is_causal),
+        recent_keys=recipe.recent_keys if request.is_causal else 0,
     )
     assert request.capability is not None  # of a GPU
     kernels = [kernel(config, request.dtype)]
@@ -229,7 +237,7 @@ def forward(
     Raises:
         CompileError: see `launch.launch`.
     """
-    tail, heavy, device = call.tail, operands.heavy, output.device
+    tail, heavy, recent, device = call.tail, operands.heavy, call.recent_keys > 0, output.device
     batch, q_heads, q_len, v_head_dim = output.shape
     kv_heads, kv_rows = operands.key.shape[1:3]
     q_rows, channels = operands.query.shape[2], 2 * operands.query.shape[3]
@@ -251,6 +259,7 @@ def forward(
         heavy is not None,
         native,
         call.late_keys,
+        call.recent_keys,
     )
     key = tensor_map(operands.key.view(-1, channels // 2), (BLOCK, channels // 2), channels // 2)
     value = tensor_map(operands.value.view(-1, kv_rows // 2), (channels, BLOCK // 2), BLOCK // 2)
@@ -294,7 +303,7 @@ def forward(
             kv_len=tail.kv_len,
             q_rows=q_rows,
             kv_rows=kv_rows,
-            causal_offset=tail.causal_offset,
+            causal_offset=tail.causal_offset - call.recent_keys,
             head_dim=call.query.shape[3],
             v_head_dim=v_head_dim,
             mean_channels=operands.value_mean.shape[-1],
@@ -307,7 +316,9 @@ def forward(
             value=value,
             heavy_key=heavy_key,
             heavy_value=heavy_value,
-            query_tokens=NO_TOKENS if heavy is None else Tokens.of(call.query),
+            query_tokens=Tokens.of(call.query) if recent or heavy is not None else NO_TOKENS,
+            key_tokens=Tokens.of(call.key) if recent else NO_TOKENS,
+            value_tokens=Tokens.of(call.value) if recent else NO_TOKENS,
             arguments=arguments,
         )
         items = present * q_heads * arguments.blocks

@@ -176,8 +176,6 @@ class NVFP4Forward:
             return reason
         if request.mask not in ("none", "keys"):
             return "no masks but those of keys"
-        if request.is_causal and get_recipe(request.recipe).recent_keys:
-            return "no recent keys in 16 bits"
         if not request.aligned or request.v_head_dim % 8:
             return "addresses and strides of Q, K and V must be multiples of 16 bytes"
         rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK

@@ -6,6 +6,7 @@
 #include "nvfp4_items.cuh"
 #include "tokens.cuh"
 #include "warp_heavy_keys.cuh"
+#include "warp_recent_keys.cuh"
 
 constexpr int KEY_BLOCKS = BLOCK / 8;         // of a matrix product's columns, in a tile
 constexpr int CHANNEL_BLOCKS = CHANNELS / 8;  // likewise of V
@@ -39,7 +40,7 @@ DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0
 // which are the lane's own row: so a warp computes each scale twice only.
 struct Consumer {
   const Arguments& a;
-  const Tokens& query_tokens;
+  const Tokens &query_tokens, &key_tokens, &value_tokens;
   Shared& shared;
   Barriers& barriers;
   int warp, lane, quad, row;  // row: the first of the thread's two, in the item
@@ -279,25 +280,58 @@ struct Consumer {
       }
   }
 
+  // Return the number, of all keys, of the latest one that the thread's first row may attend to.
+  DEVICE int latest_key() const { return item.first_row + row + a.causal_offset + RECENT_KEYS + FIRST_KEYS; }
+
+  // Return where Q in 16 bits has a channel of the thread's first row.
+  DEVICE const uint16* query_at(int channel) const {
+    return query_tokens.first + item.batch * query_tokens.batch_stride + item.head * query_tokens.head_stride +
+           (item.first_row + row) * query_tokens.token_stride + channel;
+  }
+
+  // Return where K or V in 16 bits have a channel of the first key.
+  DEVICE const uint16* first_token(const Tokens& x, int channel) const {
+    return x.first + item.batch * x.batch_stride + item.kv_head * x.head_stride + channel;
+  }
+
+  DEVICE const int* late_keys() const { return LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr; }
+
   // Return the heavy keys, as those of the item's rows.
   DEVICE HeavyKeys heavy_keys() const {
-    const int first_row = item.first_row + row;
     HeavyKeys heavy;
     heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
-    heavy.query = query_tokens.first + item.batch * query_tokens.batch_stride + item.head * query_tokens.head_stride +
-                  first_row * query_tokens.token_stride + 8 * quad;
+    heavy.query = query_at(8 * quad);
     heavy.stride = query_tokens.token_stride;
-    heavy.rows = a.q_len - first_row;
+    heavy.rows = a.q_len - (item.first_row + row);
     heavy.channels = a.head_dim - 8 * quad;
-    heavy.seen = first_row + a.causal_offset + FIRST_KEYS + 1;
-    heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
+    heavy.seen = latest_key() + 1;
+    heavy.late = late_keys();
     heavy.valid = PADDED ? valid() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
     heavy.weight_log2 = P_LOG2;
     return heavy;
   }
 
-  // Write the outputs of an item, heavy keys included, and its log-sum-exp.
+  // Return the recent keys, as those of the item's rows.
+  DEVICE RecentKeys recent_keys() const {
+    RecentKeys recent;
+    recent.query = query_at(8 * quad);
+    recent.key = first_token(key_tokens, 8 * quad), recent.value = first_token(value_tokens, 2 * quad);
+    recent.query_stride = query_tokens.token_stride;
+    recent.key_stride = key_tokens.token_stride, recent.value_stride = value_tokens.token_stride;
+    recent.rows = a.q_len - (item.first_row + row);
+    recent.channels = a.head_dim - 8 * quad, recent.value_channels = a.v_head_dim - 2 * quad;
+    recent.latest = latest_key();
+    recent.keys = a.kv_len + FIRST_KEYS;
+    recent.late = late_keys();
+    recent.valid = PADDED ? valid() : nullptr;
+    recent.mean_score = a.mean_score + item.pair(a) * a.q_rows + item.first_row + row;
+    recent.scale = a.softmax_scale * LOG2E;
+    recent.weight_log2 = P_LOG2;
+    return recent;
+  }
+
+  // Write the outputs of an item, recent and heavy keys included, and its log-sum-exp.
   DEVICE void end_item(int round) {
     // What the main loop does not need is computed here, not kept in registers all along.
     asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
@@ -308,6 +342,9 @@ struct Consumer {
     share(total, totals[0], totals[1]);
     share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);
     finish(divisors);
+    if constexpr (RECENT_KEYS > 0)
+      attend_to_recent_keys<RECENT_KEYS, FIRST_KEYS, LATE_KEYS, PADDED>(recent_keys(), outputs, maxima, totals,
+                                                                        divisors);
     if constexpr (HEAVY_KEYS > 0) {
       wait(barriers.heavy_full, round & 1);
       attend_to_heavy_keys<HEAVY_KEYS, LATE_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);

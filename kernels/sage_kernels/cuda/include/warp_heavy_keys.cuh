@@ -29,9 +29,8 @@ DEVICE float larger_or_nan(float x, float y) {
 
 // Compute Q·Kᵀ of KEYS heavy keys.
 template <int KEYS>
-DEVICE void find_heavy_scores(const HeavyKeys& heavy, float (&x)[KEYS / 8][4]) {
+DEVICE void find_heavy_scores(const HeavyKeys& heavy, int lane, float (&x)[KEYS / 8][4]) {
   constexpr int LINE = 128 * KEYS;  // bytes of 64 channels
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int section = 0; section < CHANNELS / 32; section++) {
     uint32 words[2][4];
@@ -66,7 +65,9 @@ template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
 DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS][4], float (&maxima)[2],
                                  float (&totals)[2], const float (&divisors)[2]) {
   constexpr int LINE = 128 * KEYS;
-  const int lane = threadIdx.x % 32, quad = lane % 4;
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // so that addresses are computed here, not kept in registers from item to item
+  const int quad = lane % 4;
   [[maybe_unused]] uint32 sees_late = 0;  // bits of the thread's late keys, a quarter of them, for each row
   if constexpr (LATE > 0) {
 #pragma unroll
@@ -77,7 +78,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, float (&outputs)[BLOCKS
     asm volatile("" : "+r"(sees_late));  // one register, not the numbers of the keys
   }
   float x[KEYS / 8][4] = {};
-  find_heavy_scores<KEYS>(heavy, x);
+  find_heavy_scores<KEYS>(heavy, lane, x);
   uint32 exists[2] = {~0u, ~0u};
   if (HAS_VALID) {
 #pragma unroll
