@@ -171,9 +171,9 @@ def sparse_speed() -> str:
     if not (RESULTS / f"{SPARSE}.json").exists():
         return "The speed over block lists is not in a results file yet."
     result = read_result(SPARSE)
-    heads = result["rows"][0]["q_heads"]
-    where = f"On one {result['gpu']}, {heads} heads, lists drawn at random or chosen by the router named"
-    head = f"{where}; quantising and sorting of lists included, routing not:"
+    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads"
+    head = f"{where}, lists drawn at random or chosen by the router named; quantising and sorting of lists included, "
+    head += "routing not:"
     tables = [head, sparse_table(result["rows"])]
     if "training" in result:
         caption = "Forward and backward pass together, errors of dQ / dK / dV in one head:"

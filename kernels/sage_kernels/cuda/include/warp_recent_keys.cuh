@@ -30,8 +30,8 @@ struct RecentKeys {
 // Attend to the KEYS latest keys of each row that are not among the FIRST ones.
 //
 // outputs: of the others, divided by `divisors`, 0 where that is. maxima, totals: of both rows, to base 2 and sums of
-// weights. All become those of all these keys. HAS_VALID: `valid` counts. Where one of LATE late keys is, the first key
-// is that gave way to it: one of the last of the FIRST ones.
+// weights. All become those of all these keys. HAS_VALID: `valid` counts. In place of each of the LATE late keys a row
+// attends to the first key that gave way to it: one of the last of the FIRST ones.
 template <int KEYS, int FIRST, int LATE, bool HAS_VALID, int BLOCKS>
 DEVICE void attend_to_recent_keys(const RecentKeys& recent, float (&outputs)[BLOCKS][4], float (&maxima)[2],
                                   float (&totals)[2], float (&divisors)[2]) {
