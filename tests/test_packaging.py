@@ -114,6 +114,7 @@ def test_a_plain_install_from_source_imports(source: Path, environment: Path, tm
     assert str(tmp_path) in imports_from(environment, tmp_path)
 
 
+@pytest.mark.audit
 def test_an_editable_install_imports_from_the_source(source: Path, environment: Path, tmp_path: Path) -> None:
     run(
         *(sys.executable, "-m", "pip", "--python", environment),

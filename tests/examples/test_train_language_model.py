@@ -211,6 +211,7 @@ def test_operations_count_the_products_of_weights_and_of_attention():
     assert operations_per_token(build_model("llama", size, 0), size) == expected
 
 
+@pytest.mark.audit
 def test_diffusers_is_not_needed(tmp_path):
     code = "import sys; sys.modules['diffusers'] = None; import train_language_model as t; t.main()"
     options = ["pretrain", "--size", "tiny", "--recipes", "sage_bwd", "--seeds", "0", "--pretrain-steps", "2"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import sage_hf
@@ -13,6 +14,7 @@ from tests.helpers import distributed_training
 from tests.helpers.distributed_training import MODELS, WORLD, gradient
 
 
+@pytest.mark.audit
 def test_gradients_are_those_of_the_whole_batch(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -269,6 +269,7 @@ def test_the_kernels_of_a_call_compile_at_the_same_time(folder, tmp_path, monkey
     assert len(cached_files(tmp_path)) == 2
 
 
+@pytest.mark.audit
 def test_processes_compile_a_source_once(folder):
     command = [sys.executable, "-c", COMPILE_SLOWLY, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

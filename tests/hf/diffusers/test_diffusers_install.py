@@ -35,7 +35,7 @@ ORDERS = {
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(first, id=order, marks=[pytest.mark.audit] if order == "processor-first" else [])
+        pytest.param(first, id=order, marks=[] if order == "sage_hf-first" else [pytest.mark.audit])
         for order, first in ORDERS.items()
     ],
 )

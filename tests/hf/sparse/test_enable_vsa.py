@@ -356,6 +356,7 @@ def test_blocks_compile_whole():
     assert torch.allclose(run(model, inputs), expected, atol=1e-5)
 
 
+@pytest.mark.audit
 @pytest.mark.usefixtures("compilable_dispatch")
 def test_a_compiled_model_follows_its_grid():
     """In parts: the grid is read between them."""

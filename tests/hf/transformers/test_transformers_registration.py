@@ -55,7 +55,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("sage_hf", "transformers.modeling_utils"), ("transformers.modeling_utils", "sage_hf")]
+    ("first", "second"),
+    [
+        ("sage_hf", "transformers.modeling_utils"),
+        pytest.param("transformers.modeling_utils", "sage_hf", marks=pytest.mark.audit),
+    ],
 )
 def test_import_order_does_not_matter_and_sage_hf_imports_no_transformers(
     first: str, second: str, forks: Forks
