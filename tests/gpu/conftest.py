@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_kernels.cuda import compiler
+
 FOLDER = Path(__file__).parent
 MOST_CACHED_BYTES = 2**31
 
@@ -21,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda")
+
+
+@pytest.fixture
+def needs_hopper(device: torch.device) -> None:
+    """Skip a test of Hopper's CUDA kernels on another GPU, and where nothing compiles them."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    if reason := compiler.why_not():
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import torch
 
 from sage_hf import record, sage_attention
 from sage_kernels import exact
-from sage_kernels.cuda import compiler
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.language.padding import read_padding
 from sage_kernels.recipe import RECIPES
@@ -46,12 +45,7 @@ HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.fl
 SAGE1, SAGE2 = RECIPES["sage1"], RECIPES["sage2"]
 
 
-@pytest.fixture(autouse=True)
-def needs_hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    if reason := compiler.why_not():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("needs_hopper")
 
 
 class Operands:

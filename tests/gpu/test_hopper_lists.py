@@ -5,7 +5,7 @@ import torch
 
 from sage_kernels import exact
 from sage_kernels.blocks import BlockList
-from sage_kernels.cuda import block_lists, compiler
+from sage_kernels.cuda import block_lists
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.language.padding import read_padding
 from sage_kernels.layout import padded_channels
@@ -36,12 +36,7 @@ HEADS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def needs_hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    if reason := compiler.why_not():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("needs_hopper")
 
 
 def one_tile(blocks: BlockList) -> BlockList:

@@ -1,4 +1,4 @@
-"""What a call does on its host: functions in Python, tensors that it allocates."""
+"""Count what a call does on its host: functions in Python, tensors that it allocates."""
 
 import sys
 

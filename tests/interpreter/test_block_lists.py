@@ -218,7 +218,7 @@ def test_gradients_are_the_references(recipe, case, heads):
 @pytest.mark.parametrize("causal_offset", [None, pytest.param(60, marks=pytest.mark.audit)])
 @pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
 def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, causal_offset, list_batch):
-    """As each has alone; rows, tiles and blocks that one does not have are others' in memory."""
+    """Compare with each alone; rows, tiles and blocks that one does not have are others' in memory."""
     q_lengths, k_lengths, used = (150, 70, 20), (330, 140, 0), (330, 100, 0)
     generator = torch.Generator().manual_seed(0)
     tokens = ((q_lengths, 2), (k_lengths, 1), (k_lengths, 1), (q_lengths, 2))

@@ -1,4 +1,4 @@
-"""What a repeated call does on its host stays within a budget, on every route."""
+"""Hold what a repeated call does on its host to a budget, on every route."""
 
 from functools import partial
 

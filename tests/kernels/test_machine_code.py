@@ -381,7 +381,7 @@ def test_a_backward_program_fits_a_multiprocessor(case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in HOPPER_BACKWARD], ids=name)
 def test_hoppers_backward_multiplies_each_tile_once_and_lets_products_overlap(case):
-    """Of 64 × 64 scores, or 64 × 32, in matrix instructions 32 channels deep in INT8 and 16 in 16 bit."""
+    """Count those of 64 × 64 scores, or 64 × 32, in matrix instructions 32 channels deep in INT8 and 16 in 16 bit."""
     skip_unsupported(case)
     loop = inner_loop(case)
     kernel, channels = case[0], padded_channels(case[2])
