@@ -1,16 +1,17 @@
-"""Random calls with gradients, in groups that share what a kernel is compiled for.
+"""Random calls with gradients, in groups that share what a kernel is compiled for, and in forms that share layouts.
 
-What failed as "GROUPS[3], valid, 17" is rerun by `run(GROUPS[3], "valid", 17, device)`.
+What failed as "GROUPS[3], valid, 17, 6" is rerun by `run(GROUPS[3], "valid", 17, 6, device)`.
 """
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from tests.helpers.judge_training import Draw, GradientErrors, judge_training
-from tests.helpers.layouts import LAYOUTS, lay_out
-from tests.helpers.random_calls import HEADS, LENGTHS, Group
+from tests.helpers.layouts import lay_out
+from tests.helpers.random_calls import HEADS, LENGTHS, Group, draw_layouts
 
 KINDS = ("plain", "causal", "valid", "valid, causal", "packed", "packed, causal")
 GROUPS = [
@@ -22,7 +23,13 @@ GROUPS = [
 ]
 
 
-def run(group: Group, kind: str, index: int, device: torch.device, backward: str = "") -> GradientErrors:
+@cache
+def draw_forms(group: Group, kind: str, count: int) -> list[tuple[str, ...]]:
+    """Draw the layouts of Q, K, V and dO of so many forms."""
+    return draw_layouts(random.Random(f"{group} {kind} {count}"), 4, count)
+
+
+def run(group: Group, kind: str, index: int, forms: int, device: torch.device, backward: str = "") -> GradientErrors:
     """Judge one call, with gradients by the kernels that serve it or by the backward kernel of that name."""
     choose, draw = random.Random(f"{group} {kind} {index}"), Draw(device, index, group.dtype)
 
@@ -45,11 +52,11 @@ def run(group: Group, kind: str, index: int, device: torch.device, backward: str
         batch, q_len, kv_len = 1, sum(q_lengths), sum(k_lengths)
         options["lengths"] = draw.lengths(q_lengths, k_lengths, used)
     call = draw.call(group.recipe, batch, q_heads, kv_heads, q_len, kv_len, group.head_dim, group.v_head_dim, **options)
-    layouts = [choose.choice(LAYOUTS) for _ in range(4)]
+    layouts = draw_forms(group, kind, forms)[index % forms]
     names = ("query", "key", "value", "output_gradient")
     tensors = {name: lay_out(getattr(call, name), layout) for name, layout in zip(names, layouts, strict=True)}
     try:
         return judge_training(replace(call, **tensors), backward)
     except AssertionError as error:
         sizes = f"{batch}×{q_heads}/{kv_heads}×{q_len}/{kv_len}, {options}, {layouts}"
-        raise AssertionError(f"GROUPS[{GROUPS.index(group)}], {kind}, {index}: {sizes}") from error
+        raise AssertionError(f"GROUPS[{GROUPS.index(group)}], {kind}, {index}, {forms}: {sizes}") from error
