@@ -1,7 +1,7 @@
 """More than two thousand random requests, each judged by its recipe's reference and by exact attention.
 
-Drawn in groups that share what a kernel is compiled for, and in forms that share layouts and the shape of the mask.
-What failed as "GROUPS[3], 17, 12" is rerun by `run(GROUPS[3], 17, 12, device)`.
+Drawn in groups that share what a kernel is compiled for, and in forms that share layouts, heads and the mask's shape.
+What failed as "GROUPS[3], 17, 7" is rerun by `run(GROUPS[3], 17, 7, device)`.
 """
 
 import random
@@ -16,7 +16,7 @@ from tests.helpers.layouts import lay_out
 from tests.helpers.random_calls import HEADS, LENGTHS, Group, draw_layouts, spread
 
 REQUESTS_PER_GROUP = 160
-FORMS = 12
+FORMS = 7
 MASKS = ("none", "causal", "bool", "additive", "padding", "some rows", "expanded")
 
 
@@ -41,9 +41,10 @@ GROUPS = [
 
 @dataclass(frozen=True)
 class Form:
-    """Layouts of Q, K and V; the mask, and along which axes it is shared."""
+    """Layouts of Q, K and V; batch, q_heads and kv_heads; the mask, and along which axes it is shared."""
 
     layouts: tuple[str, ...]
+    heads: tuple[int, int, int]
     mask: str
     shared: tuple[bool, ...]
 
@@ -67,20 +68,21 @@ class Request:
 def draw_forms(group: Group, count: int) -> list[Form]:
     choose = random.Random(f"{group} {count}")
     shared = zip(*(spread(choose, (False, True), count) for _ in range(4)), strict=True)
-    return list(map(Form, draw_layouts(choose, 3, count), spread(choose, MASKS, count), shared))
+    return list(
+        map(Form, draw_layouts(choose, 3, count), spread(choose, HEADS, count), spread(choose, MASKS, count), shared)
+    )
 
 
 def draw_request(group: Group, index: int, forms: int) -> Request:
     choose, form = random.Random(f"{group} {index}"), draw_forms(group, forms)[index % forms]
-    heads = choose.choice(HEADS)
     q_len, kv_len = (choose.choice((choose.choice(LENGTHS), choose.randint(1, 600))) for _ in range(2))
     return Request(
-        heads,
+        form.heads,
         q_len,
         kv_len,
         form.layouts,
         form.mask,
-        tuple(1 if one else size for one, size in zip(form.shared, (*heads[:2], q_len, kv_len), strict=True)),
+        tuple(1 if one else size for one, size in zip(form.shared, (*form.heads[:2], q_len, kv_len), strict=True)),
         choose.choice((0.02, 0.3, 0.9)),
         choose.choice((None, None, 0.3, -0.2)),
         index,

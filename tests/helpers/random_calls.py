@@ -32,7 +32,7 @@ def spread(choose: random.Random, values: Sequence[T], count: int) -> list[T]:
 def draw_layouts(choose: random.Random, tensors: int, count: int) -> list[tuple[str, ...]]:
     """Draw the layouts of so many tensors `count` times.
 
-    Kernels are compiled for what strides and addresses are multiples of, which layouts decide: random calls share some
-    layouts, as they share head dimensions, because to compile takes longer than to run hundreds of them.
+    Kernels are compiled for what strides and addresses are multiples of, which layouts and numbers of heads decide:
+    random calls share some of them, because to compile takes longer than to run hundreds of calls.
     """
     return list(zip(*(spread(choose, LAYOUTS, count) for _ in range(tensors)), strict=True))

@@ -1,6 +1,7 @@
-"""Random calls with gradients, in groups that share what a kernel is compiled for, and in forms that share layouts.
+"""Random calls with gradients, in groups that share what a kernel is compiled for.
 
-What failed as "GROUPS[3], valid, 17, 6" is rerun by `run(GROUPS[3], "valid", 17, 6, device)`.
+Those of a form share layouts and heads. What failed as "GROUPS[3], valid, 17, 3" is rerun by
+`run(GROUPS[3], "valid", 17, 3, device)`.
 """
 
 import random
@@ -11,7 +12,9 @@ import torch
 
 from tests.helpers.judge_training import Draw, GradientErrors, judge_training
 from tests.helpers.layouts import lay_out
-from tests.helpers.random_calls import HEADS, LENGTHS, Group, draw_layouts
+from tests.helpers.random_calls import HEADS, LENGTHS, Group, draw_layouts, spread
+
+Form = tuple[tuple[int, int, int], tuple[str, ...]]
 
 KINDS = ("plain", "causal", "valid", "valid, causal", "packed", "packed, causal")
 GROUPS = [
@@ -24,9 +27,10 @@ GROUPS = [
 
 
 @cache
-def draw_forms(group: Group, kind: str, count: int) -> list[tuple[str, ...]]:
-    """Draw the layouts of Q, K, V and dO of so many forms."""
-    return draw_layouts(random.Random(f"{group} {kind} {count}"), 4, count)
+def draw_forms(group: Group, kind: str, count: int) -> list[Form]:
+    """Draw batch, q_heads and kv_heads, and the layouts of Q, K, V and dO, of so many forms."""
+    choose = random.Random(f"{group} {kind} {count}")
+    return list(zip(spread(choose, HEADS, count), draw_layouts(choose, 4, count), strict=True))
 
 
 def run(group: Group, kind: str, index: int, forms: int, device: torch.device, backward: str = "") -> GradientErrors:
@@ -36,7 +40,7 @@ def run(group: Group, kind: str, index: int, forms: int, device: torch.device, b
     def length() -> int:
         return choose.choice((choose.choice(LENGTHS), choose.randint(1, 600)))
 
-    batch, q_heads, kv_heads = choose.choice(HEADS)
+    (batch, q_heads, kv_heads), layouts = draw_forms(group, kind, forms)[index % forms]
     q_len, kv_len = length(), length()
     options = {
         "is_causal": kind.endswith("causal"),
@@ -52,7 +56,6 @@ def run(group: Group, kind: str, index: int, forms: int, device: torch.device, b
         batch, q_len, kv_len = 1, sum(q_lengths), sum(k_lengths)
         options["lengths"] = draw.lengths(q_lengths, k_lengths, used)
     call = draw.call(group.recipe, batch, q_heads, kv_heads, q_len, kv_len, group.head_dim, group.v_head_dim, **options)
-    layouts = draw_forms(group, kind, forms)[index % forms]
     names = ("query", "key", "value", "output_gradient")
     tensors = {name: lay_out(getattr(call, name), layout) for name, layout in zip(names, layouts, strict=True)}
     try:
