@@ -1,4 +1,4 @@
-"""The online softmax over tiles of integer scores, and the products of its weights with V, of the INT8 recipes."""
+"""The INT8 recipes' online softmax over tiles of integer scores, and P·V."""
 
 import math
 

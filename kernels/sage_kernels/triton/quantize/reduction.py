@@ -1,4 +1,4 @@
-"""Sums over tokens in the order of `transforms.sum_of_tokens`: of 128, and of a sequence from those of each 128."""
+"""Sums and extrema over tokens, in the order of `transforms.sum_of_tokens`."""
 
 import triton
 import triton.language as tl
