@@ -36,10 +36,12 @@ def triton_compiles_once(run_folder: Path) -> Iterator[None]:
     """Let one of the workers that want a kernel now compile it: then Triton's cache on disk has it for the others."""
     try:
         from triton.runtime import jit
-    except ImportError:
+
+        compile_now = jit.JITFunction._do_compile
+    except (ImportError, AttributeError):  # Triton 3.4 has no such method
         yield
         return
-    compile_now, locks = jit.JITFunction._do_compile, run_folder / "triton_locks"
+    locks = run_folder / "triton_locks"
     locks.mkdir(exist_ok=True)
 
     def compile_once(kernel: Any, key: object, *arguments: Any) -> Any:
