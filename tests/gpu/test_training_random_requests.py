@@ -6,7 +6,7 @@ from tests.helpers.judge_training import GradientErrors
 from tests.helpers.random_training_calls import GROUPS, KINDS, run
 
 CALLS_PER_GROUP_AND_KIND = 18
-FORMS = 3
+FORMS = 2
 
 
 @pytest.mark.usefixtures("poisoned_memory")

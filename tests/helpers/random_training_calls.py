@@ -1,7 +1,7 @@
 """Random calls with gradients, in groups that share what a kernel is compiled for.
 
-Those of a form share layouts and heads. What failed as "GROUPS[3], valid, 17, 3" is rerun by
-`run(GROUPS[3], "valid", 17, 3, device)`.
+Those of a form share layouts and heads. What failed as "GROUPS[3], valid, 17, 2" is rerun by
+`run(GROUPS[3], "valid", 17, 2, device)`.
 """
 
 import random
