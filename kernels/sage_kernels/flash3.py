@@ -13,6 +13,7 @@ import torch
 
 from . import rehearsal
 from .call import Call
+from .costs import DECODED_QUERIES
 from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,11 @@ def _splits(call: Call) -> int:
     return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 
+def _is_step(call: Call) -> bool:
+    """Return whether a call is a step of decoding, which waits for memory alone."""
+    return call.q_len < DECODED_QUERIES
+
+
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
@@ -118,11 +124,12 @@ def _attend_to_first(
     output: torch.Tensor,
 ) -> None:
     """Write the output of some batch elements; see `registry.AttendToFirst`."""
-    of_rows, scale = q_lengths if plan is None else plan, call.scale
+    of_rows = q_lengths if plan is None else plan
     assert of_rows is not None
+    options = {"scale": call.scale, "planned": plan is not None, "splits": 0 if _is_step(call) else 1}
 
     def attend(*tensors: torch.Tensor) -> None:
-        _write(*tensors, scale=scale, planned=plan is not None)
+        _write(*tensors, **options)
 
     tensors = call.query, call.key, call.value, output, kv_lengths, of_rows
     if (rehearsed := rehearsal.current()) is not None:
@@ -131,11 +138,14 @@ def _attend_to_first(
         attend(*tensors)
 
 
-def _write(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
-    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which."""
+def _write(*tensors: torch.Tensor, scale: float, planned: bool, splits: int = 1) -> None:
+    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which.
+
+    Keys are divided into `splits` parts, or 0: into as many as the operator finds best for their numbers.
+    """
     *mains, kv_lengths, of_rows = tensors
     query, key, value, into = (x.transpose(1, 2) for x in mains)
-    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": 1}
+    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": splits}
     operator = _operator()
     assert operator is not None
     operator(query, key, value, out=into, seqused_k=kv_lengths, **options)
@@ -147,10 +157,11 @@ _row_blocks_found: dict[tuple[Any, ...], int] = {}
 def _row_blocks(call: Call) -> int:
     """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
 
-    Its own plan takes one more launch, which waits for the lengths, and differs only in the order of the elements. The
-    number is read from the GPU's memory once for calls of a size, so never while a graph is captured.
+    Its own plan takes one more launch, which waits for the lengths, and differs only in the order of the elements; in
+    steps of decoding, also in the number of parts of each one's keys. The number of blocks is read from the GPU's
+    memory once for calls of a size, so never while a graph is captured.
     """
-    if call.batch > PLANNED_AT_ONCE:
+    if call.batch > PLANNED_AT_ONCE or _is_step(call):
         return 0
     device = call.query.device
     sizes = call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]

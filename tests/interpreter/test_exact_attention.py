@@ -183,3 +183,36 @@ def test_keys_are_divided_so_that_programs_fill_the_gpu():
     assert split_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
     assert split_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
     assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1
+
+
+@pytest.mark.parametrize("kind", ["bool", "shared by heads", "shared by rows", "additive", "of one key"])
+def test_rows_without_a_key_are_cleared_and_no_others(kind):
+    generator = torch.Generator().manual_seed(3)
+    shape = {"shared by heads": (2, 1, 70, 150), "shared by rows": (1, 3, 1, 150), "of one key": (2, 3, 70, 1)}
+    allowed = torch.rand(shape.get(kind, (2, 3, 70, 150)), generator=generator) < 0.02
+    allowed[:, 0, 0] = False
+    mask = torch.where(allowed, 1.0, -torch.inf).half() if kind == "additive" else allowed
+    output = torch.ones(2, 70, 3, 40).transpose(1, 2)
+    empty_rows.clear_rows(mask.expand(2, 3, 70, 150) if kind == "of one key" else mask, output)
+    attended = allowed.any(-1, keepdim=True).expand(2, 3, 70, 40)
+    assert attended.any() and not attended.all()
+    assert torch.equal(output, attended.to(output.dtype))
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 16])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_keys_that_come_first_are_told_from_others(multiprocessors, first, stride):
+    """Bytes around the mask are not read as keys, wherever it begins."""
+    mask = torch.ones(4, 90 * stride + 40, dtype=torch.bool)[:, first : first + 90 * stride : stride]
+    mask[:] = torch.arange(90) < torch.tensor([90, 33, 0, 50])[:, None]
+    mask[3, 60] = True
+    call = draw_call((2, 1), 70, 90, 64, mask[:, None, None])
+    lengths = []
+
+    def attend_to_first(call, q_lengths, kv_lengths, plan, output):
+        lengths.extend((q_lengths.tolist(), kv_lengths.tolist()))
+        output[:2] = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)[0][:2]
+
+    output = scattered_forward.attend(call, attend_to_first)
+    assert lengths == [[70, 70, 0, 0], [90, 33, 0, 0]]
+    assert_exact(call, output)
