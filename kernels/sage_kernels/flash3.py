@@ -126,10 +126,10 @@ def _attend_to_first(
     """Write the output of some batch elements; see `registry.AttendToFirst`."""
     of_rows = q_lengths if plan is None else plan
     assert of_rows is not None
-    options = {"scale": call.scale, "planned": plan is not None, "splits": 0 if _is_step(call) else 1}
+    scale, planned, splits = call.scale, plan is not None, 0 if _is_step(call) else 1
 
     def attend(*tensors: torch.Tensor) -> None:
-        _write(*tensors, **options)
+        _write(*tensors, scale=scale, planned=planned, splits=splits)
 
     tensors = call.query, call.key, call.value, output, kv_lengths, of_rows
     if (rehearsed := rehearsal.current()) is not None:

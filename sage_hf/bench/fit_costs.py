@@ -1,4 +1,4 @@
-"""Fits of the curves of `sage_kernels.costs` to measured times."""
+"""Fits of the curves of `sage_kernels.curves` to measured times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from statistics import median
 
 import torch
 
-from sage_kernels.costs import KEYS, Curve, Sizes, features
+from sage_kernels.costs import Table
+from sage_kernels.curves import KEYS, Curve, Sizes, features
 
 ROWS = (64, 128, 192, 256)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
@@ -43,9 +44,17 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
     return tuple(_with_measured(curve, kinds[kind]) for kind, curve in sorted(curves.items()))
 
 
-def _alike(kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve]) -> list[Curve]:
-    """Return those of the curves that are of the same runner and mask; without any, of the same runner, else all."""
-    for parts in (3, 1, 0):
+def _alike(
+    kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve], least: int = 0
+) -> list[Curve]:
+    """Return the curves of the same runner, mask and causality; without any, of the same runner, else all.
+
+    Args:
+        kind: runner, mask, causality and head_dim.
+        curves: by kind.
+        least: how many of the kind's facts they must share.
+    """
+    for parts in (parts for parts in (3, 1, 0) if parts >= least):
         if found := [curve for other, curve in curves.items() if other[:parts] == kind[:parts]]:
             return found
     return []
@@ -114,3 +123,26 @@ def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
     names = ("launch", "token", "item", "tile", "score")
     found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
     return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))
+
+
+def extended(table: Table, measured: Iterable[Measured]) -> Table:
+    """Return a table whose curves also know these calls, in place of what they knew of the same ones.
+
+    A kind that the table lacks gets the formula of the next larger head_dim's curve, else of another one of its runner
+    and mask; without any, its calls are left out.
+    """
+    curves = {(curve.runner, curve.mask, curve.causal, curve.head_dim): curve for curve in table.curves}
+    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
+    for one in measured:
+        kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
+    for kind, points in kinds.items():
+        known = curves.get(kind) or table.curve(*kind) or next(iter(_alike(kind, curves, least=3)), None)
+        if known is None:
+            continue
+        curve = replace(known, head_dim=kind[3], measured=known.measured if kind in curves else ())
+        found = _with_measured(curve, points)
+        new = {call[:-1] for call in found.measured}
+        kept = tuple(call for call in curve.measured if call[:-1] not in new)
+        calls = (*kept, *found.measured)
+        curves[kind] = replace(found, measured=calls, error=max(abs(1 / factor - 1) for *_, factor in calls))
+    return replace(table, curves=tuple(curve for _, curve in sorted(curves.items())))

@@ -65,7 +65,7 @@ def run(
         - "ours_ms", "best_ms", "pytorch_ms": GPU time of a call by ours, by the fastest other one, and by PyTorch's
           fastest backend; "best" and "pytorch" name them, and "others_ms" has the times of all;
         - "ours_host_us", "best_host_us", "pytorch_host_us": host time of a call by the same;
-        - "recipe", "kernel", "reason": what ran for ours, and why not the recipe asked for;
+        - "recipe", "kernel", "quantizer", "backward", "reason": what ran for ours, and why not the recipe asked for;
         - "rel_l1": relative L1 distance of our output from the best one's; it shows that both computed the same;
         or "unavailable": the reason why ours or all others could not be timed.
 
