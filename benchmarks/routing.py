@@ -1,11 +1,12 @@
 """Measure what calls cost on this GPU, fit the table of costs that routes them, and judge its choices on drawn calls.
 
 python benchmarks/routing.py --output benchmarks/results --table kernels/sage_kernels/cost_tables/9.0.json
-python benchmarks/routing.py --grid benchmarks/results/nvidia-h200-grid.json --table …/9.0.json
+python benchmarks/routing.py --grid GRID.json --table kernels/sage_kernels/cost_tables/9.0.json
 
-The second command measures nothing: it lets the table know the calls of a grid. The first one writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are the inference calls that
-the table was fitted to and those drawn, and prints how many of the choices take longer than the fastest runner. What
-was chosen is the recipe or the exact kernel.
+The first command writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are the
+inference calls that the table was fitted to and those drawn, and prints how many of the choices take longer than the
+fastest runner. What was chosen is the recipe or the exact kernel. The second one measures nothing: the table learns the
+calls of a grid.
 """
 
 from __future__ import annotations

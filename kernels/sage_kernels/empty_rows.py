@@ -1,21 +1,23 @@
 """Exact attention whose rows without a key are 0, whatever the backend gives.
 
-cuDNN's kernel gives them the mean of V, and its gradients. Choosing between the output and zeros would be a pass over
-the mask, one over the output, and another one over its gradient. A kernel that writes zeros only where there is no key
-reads only so much of the mask as shows one.
+PyTorch's GPU kernels give zeros, and no gradient, where an additive mask is -inf throughout. A bool mask is made
+additive by PyTorch in three launches, for cuDNN with a finite number in place of -inf, so that such rows are not 0.
+Here that takes one launch, with -inf. What the kernels give is tried out once; otherwise, zeros are chosen afterwards.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import exact
-from .toolchain import triton_version
+
+_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Those that take masks."""
+_found: dict[torch.device, bool] = {}
 
 
 def attend(
@@ -33,83 +35,68 @@ def attend(
     Args:
         query, key, value, mask, is_causal, scale, enable_gqa: as in `exact.sdpa`.
     """
-    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if mask is None:
         return exact.sdpa(query, key, value, **options)
-    if not torch.is_grad_enabled():
-        return cleared(mask, exact.sdpa(query, key, value, **options))
-    valid = _keys_of(mask[(None,) * (4 - mask.dim())], query, key, value)
-    if valid is None:
-        output = exact.sdpa(query, key, value, **options)
-        return torch.where(exact.attended_rows(mask), output, 0.0)
-    output = exact.sdpa(*_WithoutGradients.apply(valid, query, key, value), **options)
-    return _Cleared.apply(valid, output)
-
-
-def cleared(mask: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return an output, which no gradient is wanted of, with zeros in rows that may attend to no key.
-
-    Args:
-        mask: bool or additive, broadcastable to (batch, q_heads, q_len, kv_len).
-        output: (batch, q_heads, q_len, v_head_dim), a backend's own: the zeros may be written to it.
-    """
-    if output.stride(-1) == 1 and _kernel_serves(mask, output):
-        import_module(".triton.empty_rows", __package__).clear_rows(mask, output.detach())
-        return output
+    if _gives_zeros(query, key, value, mask):
+        return exact.sdpa(query, key, value, mask=additive(mask, query.dtype), **options)
+    output = exact.sdpa(query, key, value, mask=mask, **options)
     return torch.where(exact.attended_rows(mask), output, 0.0)
 
 
-def _kernel_serves(*tensors: torch.Tensor) -> bool:
-    """Return whether a kernel may read these tensors, and write to the last one."""
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
+
+    Returns:
+        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
+        multiples of 16 bytes.
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    mask = exact.unexpanded(mask)
+    *sizes, columns = mask.shape
+    multiple = exact.ROW_ELEMENTS
+    rows = torch.empty((*sizes, -(-columns // multiple) * multiple), dtype=dtype, device=mask.device)
+    return torch.log(mask, out=rows[..., :columns])  # in one launch
+
+
+def _gives_zeros(*tensors: torch.Tensor) -> bool:
+    """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout.
+
+    Args:
+        tensors: the call's, Q first.
+    """
+    query = tensors[0]
+    if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    if not tensors[-1].is_cuda or torch.version.hip is not None or triton_version() is None:
+    if torch._C._len_torch_dispatch_stack() or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
         return False
-    return all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+    if query.device not in _found:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _found[query.device] = all(_backend_gives_zeros(backend, query.device) for backend in _BACKENDS)
+    return _found[query.device]
 
 
-def _keys_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """Return which keys exist, bool (batch or 1, kv_len), if the kernel serves the call; else None."""
-    if key.shape[0] != query.shape[0] or not _kernel_serves(key, value, mask, query):
-        return None
-    return exact.key_mask(mask, key.shape[2])
-
-
-def _clear(valid: torch.Tensor, *tensors: torch.Tensor) -> None:
-    import_module(".triton.empty_rows", __package__).clear(valid, *tensors)
-
-
-class _Cleared(torch.autograd.Function):
-    """The output with zeros written, in place, to batch elements without a key; its gradient is handed on as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, valid: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        if output.stride(-1) != 1:
-            return torch.where(valid.any(1)[:, None, None, None], output, 0.0)
-        _clear(valid, output.detach())
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
-
-
-class _WithoutGradients(torch.autograd.Function):
-    """Q, K and V as they are; zeros are written, in place, to their gradients in batch elements without a key."""
-
-    @staticmethod
-    def forward(ctx: Any, valid: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(valid)
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (valid,) = ctx.saved_tensors
-        there = [x for x in gradients if x is not None]
-        if len(there) == len(gradients) and all(x.stride(-1) == 1 for x in there):
-            _clear(valid, *there)
-            return None, *gradients
-        kept = valid.any(1)[:, None, None, None]
-        return None, *(None if x is None else torch.where(kept, x, 0.0) for x in gradients)
+def _backend_gives_zeros(backend: SDPBackend, device: torch.device) -> bool:
+    """Return whether a backend gives zeros in rows that are masked, and no gradient for them."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        # One row of the first batch element has no key, and none of the second one has.
+        mask = torch.zeros(2, 1, 128, 128, dtype=torch.bfloat16, device=device)
+        mask[0, :, 5] = mask[1] = -torch.inf
+        inputs = [torch.ones(2, 2, 128, 64, dtype=mask.dtype, device=device).requires_grad_() for _ in range(3)]
+        try:
+            with sdpa_kernel(backend):
+                output = exact.sdpa(*inputs, mask=mask)
+                gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
+        except RuntimeError:  # it is not there
+            return False
+        found = output.detach(), *gradients
+        # The other rows are the mean of ones, and each key of the first element gets 127 times 1/128 of a gradient.
+        expected = torch.ones_like(mask[0, :, :, :1])
+        expected[:, 5] = 0.0
+        zeros = all(not x[1].any() for x in found) and not found[1][0, :, 5].any()
+        near = (found[0][0] - expected).abs().max() < 0.01 and (found[3][0] - 127 / 128).abs().max() < 0.01
+        return bool(zeros and near and all(x.isfinite().all() for x in found))

@@ -6,7 +6,7 @@ import torch
 from sage_kernels import exact
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
-from sage_kernels.triton import empty_rows, exact_forward, scattered_forward, split_forward
+from sage_kernels.triton import exact_forward, scattered_forward, split_forward
 from sage_kernels.triton.configs import exact_forward_config
 
 # Weights and output are rounded to float16; the sum of its weights divides a row in float32.
@@ -95,15 +95,6 @@ def test_masks_are_read_and_rows_without_a_key_are_0(case):
     assert_exact(call, exact_forward.attend(call))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_zeros_are_written_where_there_is_no_key_and_nowhere_else(count):
-    valid = key_mask(7, 0, 2000, kv_len=2000)[:, 0, 0]
-    tensors = [torch.ones(3, tokens, 3, 40).transpose(1, 2) for tokens in (150, 70, 70)][:count]
-    empty_rows.clear(valid, *tensors)
-    for x in tensors:
-        assert not x[1].any() and x[0].all() and x[2].all()
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [scattered(), documents(), key_mask(0, 130, 200)], ids=["scattered", "docs", "keys"])
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
@@ -183,20 +174,6 @@ def test_keys_are_divided_so_that_programs_fill_the_gpu():
     assert split_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
     assert split_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
     assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1
-
-
-@pytest.mark.parametrize("kind", ["bool", "shared by heads", "shared by rows", "additive", "of one key"])
-def test_rows_without_a_key_are_cleared_and_no_others(kind):
-    generator = torch.Generator().manual_seed(3)
-    shape = {"shared by heads": (2, 1, 70, 150), "shared by rows": (1, 3, 1, 150), "of one key": (2, 3, 70, 1)}
-    allowed = torch.rand(shape.get(kind, (2, 3, 70, 150)), generator=generator) < 0.02
-    allowed[:, 0, 0] = False
-    mask = torch.where(allowed, 1.0, -torch.inf).half() if kind == "additive" else allowed
-    output = torch.ones(2, 70, 3, 40).transpose(1, 2)
-    empty_rows.clear_rows(mask.expand(2, 3, 70, 150) if kind == "of one key" else mask, output)
-    attended = allowed.any(-1, keepdim=True).expand(2, 3, 70, 40)
-    assert attended.any() and not attended.all()
-    assert torch.equal(output, attended.to(output.dtype))
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 16])
