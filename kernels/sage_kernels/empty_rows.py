@@ -2,11 +2,13 @@
 
 PyTorch's GPU kernels give zeros, and no gradient, where an additive mask is -inf throughout. A bool mask is made
 additive by PyTorch in three launches, for cuDNN with a finite number in place of -inf, so that such rows are not 0.
-Here that takes one launch, with -inf. What the kernels give is tried out once; otherwise, zeros are chosen afterwards.
+Here that takes one launch, with -inf. What the kernels of a head_dim give is tried once; where they give something
+else, zeros are chosen afterwards.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -17,7 +19,11 @@ from . import exact
 
 _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """Those that take masks."""
-_found: dict[torch.device, bool] = {}
+ROWS, NEAR = 128, 0.02
+"""Queries and keys of a trial, and how far from what it should be an output of about 1 may be: more than rounding."""
+REFUSALS = "No available kernel", "No viable backend"
+"""What PyTorch says where a backend does not serve a call."""
+_found: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
 
 
 def attend(
@@ -60,43 +66,51 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.log(mask, out=rows[..., :columns])  # in one launch
 
 
-def _gives_zeros(*tensors: torch.Tensor) -> bool:
-    """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout.
-
-    Args:
-        tensors: the call's, Q first.
-    """
-    query = tensors[0]
+def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout."""
     if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    if torch._C._len_torch_dispatch_stack() or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value, mask))
+    if not plain or torch._C._len_torch_dispatch_stack() or 0 in (*query.shape, *value.shape):
         return False
-    if query.device not in _found:
+    kind = query.device, query.dtype, query.shape[3], value.shape[3]
+    if kind not in _found:
         if torch.cuda.is_current_stream_capturing():
             return False
-        _found[query.device] = all(_backend_gives_zeros(backend, query.device) for backend in _BACKENDS)
-    return _found[query.device]
+        _found[kind] = all(_backend_gives_zeros(backend, *kind) for backend in _BACKENDS)
+    return _found[kind]
 
 
-def _backend_gives_zeros(backend: SDPBackend, device: torch.device) -> bool:
-    """Return whether a backend gives zeros in rows that are masked, and no gradient for them."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+def _backend_gives_zeros(
+    backend: SDPBackend, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+) -> bool:
+    """Return whether a backend gives zeros in rows that are hidden, and no gradient for them, as far as it serves."""
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         # One row of the first batch element has no key, and none of the second one has.
-        mask = torch.zeros(2, 1, 128, 128, dtype=torch.bfloat16, device=device)
-        mask[0, :, 5] = mask[1] = -torch.inf
-        inputs = [torch.ones(2, 2, 128, 64, dtype=mask.dtype, device=device).requires_grad_() for _ in range(3)]
-        try:
-            with sdpa_kernel(backend):
-                output = exact.sdpa(*inputs, mask=mask)
-                gradients = torch.autograd.grad(output, inputs, torch.ones_like(output))
-        except RuntimeError:  # it is not there
-            return False
-        found = output.detach(), *gradients
-        # The other rows are the mean of ones, and each key of the first element gets 127 times 1/128 of a gradient.
-        expected = torch.ones_like(mask[0, :, :, :1])
-        expected[:, 5] = 0.0
-        zeros = all(not x[1].any() for x in found) and not found[1][0, :, 5].any()
-        near = (found[0][0] - expected).abs().max() < 0.01 and (found[3][0] - 127 / 128).abs().max() < 0.01
-        return bool(zeros and near and all(x.isfinite().all() for x in found))
+        allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
+        allowed[0, :, 5] = allowed[1] = False
+        mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+        kept[5] = 0.0
+        channels = head_dim, head_dim, v_head_dim
+        inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]
+        for wants_gradients in (False, True):
+            try:
+                with warnings.catch_warnings(), torch.set_grad_enabled(wants_gradients), sdpa_kernel(backend):
+                    warnings.simplefilter("ignore")  # PyTorch says why a backend refuses
+                    output = exact.sdpa(*inputs, mask=mask)
+                    gradients = torch.autograd.grad(output.sum(), inputs) if wants_gradients else ()
+            except RuntimeError as error:
+                if any(refusal in str(error) for refusal in REFUSALS):
+                    continue
+                return False
+            # The other rows are the mean of ones, and a key of the first element gets a ROWS-th of each one's gradient.
+            found = (output.detach(), *gradients)
+            right = not any(x[1].any() for x in found) and not any(x[0, :, 5].any() for x in found[:2])
+            right = right and bool((output[0] - kept).abs().max() < NEAR)
+            if wants_gradients:
+                right = right and bool((gradients[2][0] - (ROWS - 1) / ROWS).abs().max() < NEAR)
+            if not right or not all(x.isfinite().all() for x in found):
+                return False
+    return True

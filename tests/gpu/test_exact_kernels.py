@@ -244,4 +244,4 @@ def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
     plain = exact.sdpa
     monkeypatch.setattr(exact, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
     output = empty_rows.attend(*tensors, mask=mask)
-    assert empty_rows._found == {call.query.device: False} and not output[:, :, 3].any()
+    assert set(empty_rows._found.values()) == {False} and not output[:, :, 3].any()

@@ -176,20 +176,23 @@ def test_keys_are_divided_so_that_programs_fill_the_gpu():
     assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1
 
 
-@pytest.mark.parametrize("first", [0, 1, 7, 16])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_keys_that_come_first_are_told_from_others(multiprocessors, first, stride):
+@pytest.mark.parametrize(
+    ("keys", "first", "stride"),
+    [*((90, first, 1) for first in (0, 1, 7, 16)), (90, 1, 2), (9, 3, 1), (9, 15, 1), (9001, 5, 1)],
+)
+def test_keys_that_come_first_are_told_from_others(multiprocessors, keys, first, stride):
     """Bytes around the mask are not read as keys, wherever it begins."""
-    mask = torch.ones(4, 90 * stride + 40, dtype=torch.bool)[:, first : first + 90 * stride : stride]
-    mask[:] = torch.arange(90) < torch.tensor([90, 33, 0, 50])[:, None]
-    mask[3, 60] = True
-    call = draw_call((2, 1), 70, 90, 64, mask[:, None, None])
+    mask = torch.ones(4, keys * stride + 40, dtype=torch.bool)[:, first : first + keys * stride : stride]
+    mask[:] = torch.arange(keys) < torch.tensor([keys, keys - 1, 0, keys // 2])[:, None]
+    mask[3, keys // 2 + 1] = True
+    call = draw_call((2, 1), 20, keys, 64, mask[:, None, None])
+    truth, _ = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)
     lengths = []
 
     def attend_to_first(call, q_lengths, kv_lengths, plan, output):
         lengths.extend((q_lengths.tolist(), kv_lengths.tolist()))
-        output[:2] = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)[0][:2]
+        output[:2] = truth[:2]
 
     output = scattered_forward.attend(call, attend_to_first)
-    assert lengths == [[70, 70, 0, 0], [90, 33, 0, 0]]
+    assert lengths == [[20, 20, 0, 0], [keys, keys - 1, 0, 0]]
     assert_exact(call, output)

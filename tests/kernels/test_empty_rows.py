@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from sage_kernels import empty_rows, exact
 
@@ -77,3 +78,23 @@ def test_a_bool_mask_becomes_numbers_that_are_added_with_aligned_rows(size):
 def test_an_additive_mask_is_taken_as_it_is():
     mask = torch.randn(3, 4)
     assert empty_rows.additive(mask, torch.float16) is mask
+
+
+def test_a_backend_is_tried_forwards_and_backwards(monkeypatch):
+    kind = torch.device("cpu"), torch.bfloat16, 40, 64
+    assert empty_rows._backend_gives_zeros(SDPBackend.MATH, *kind)
+    assert empty_rows._backend_gives_zeros(SDPBackend.CUDNN_ATTENTION, *kind)  # serves no calls here
+    sdpa, mean = exact.sdpa, lambda value: value.mean(2, keepdim=True)
+
+    def given(change):
+        monkeypatch.setattr(exact, "sdpa", change)
+        return empty_rows._backend_gives_zeros(SDPBackend.MATH, *kind)
+
+    def fails(*inputs, mask):
+        raise RuntimeError("out of memory")
+
+    assert given(lambda *inputs, mask: sdpa(*inputs, mask=mask))
+    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask.clamp(min=-1e4)))
+    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask) + 0.1 * mean(inputs[2]))
+    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask) + (mean(inputs[2]) - mean(inputs[2]).detach()))
+    assert not given(fails)

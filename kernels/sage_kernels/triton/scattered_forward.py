@@ -49,7 +49,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
     blocks = ceil_div(q_len, config.block_m)
     programs = min(ceil_div(PROGRAMS * multiprocessors(query.get_device()), batch), blocks * q_heads)
     fewest, most = COUNTED
-    counted = min(most, max(fewest, power_of_two(ceil_div(kv_len + VECTOR.value, 4))))
+    counted = min(most, max(fewest, power_of_two(ceil_div(kv_len, 4))))
     words = ceil_div(kv_len, width) * (width // WORD.value)
     places = 2 + ceil_div(kv_len, config.block_n)
     bits = query.new_empty((batch, programs, words), dtype=torch.int32)
@@ -207,28 +207,27 @@ def scattered_forward(
 def count_adjacent(base, kv_len, WIDTH: tl.constexpr):
     """Return how many of the bytes from `base` on are not 0, and behind which one none is: WIDTH words at once.
 
-    Every program waits for this, so loads are of whole vectors, which begin before the first byte and end behind the
-    last one where those lie inside.
+    Every program waits for this, so loads are of whole vectors, and of bytes where a vector would not lie inside.
     """
-    address = base.to(tl.int64)
-    before = (address % VECTOR).to(tl.int32)
-    source = tl.multiple_of((address - before).to(tl.pointer_type(tl.uint32)), VECTOR)
+    first = (VECTOR - base.to(tl.int64) % VECTOR) % VECTOR
+    first = tl.minimum(first.to(tl.int32), kv_len)
+    whole = (kv_len - first) // VECTOR * VECTOR
+    edge = tl.arange(0, 2 * VECTOR)
+    column = tl.where(edge < VECTOR, edge, first + whole + edge - VECTOR)
+    inside = tl.where(edge < VECTOR, edge < first, column < kv_len)
+    exists = tl.load(base + column, mask=inside, other=0) != 0
     lane = tl.arange(0, WIDTH)
+    words = tl.multiple_of((base + first).to(tl.pointer_type(tl.uint32)), VECTOR)
     counts, ends = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
-    for start in range(0, before + kv_len, 4 * WIDTH):
-        inside = start + lane // 4 * VECTOR < before + kv_len
-        word = tl.load(source + start // 4 + lane, mask=inside, other=0)
+    for start in range(0, whole, 4 * WIDTH):
+        word = tl.load(words + start // 4 + lane, mask=start + lane // 4 * VECTOR < whole, other=0)
         word = (((word & 0x7F7F7F7F) + 0x7F7F7F7F) | word) & 0x80808080  # the highest bit of bytes that are not 0
-        first = start + 4 * lane - before
-        word = tl.where((first > -4) & (first < kv_len), word, 0)
-        left_out = 8 * tl.minimum(tl.maximum(-first, 0), 3).to(tl.uint32)
-        word = (word >> left_out) << left_out
-        left_out = 8 * tl.minimum(tl.maximum(first + 4 - kv_len, 0), 3).to(tl.uint32)
-        word = (word << left_out) >> left_out
         counts += (((word >> 7) * 0x01010101) >> 24).to(tl.int32)
         length = tl.where(word >> 16 == 0, tl.where(word >> 8 == 0, 1, 2), tl.where(word >> 24 == 0, 3, 4))
-        ends = tl.where(word == 0, ends, first + length)
-    return tl.reduce((counts, ends), 0, _sum_and_maximum)
+        ends = tl.where(word == 0, ends, first + start + 4 * lane + length)
+    count, last = tl.reduce((counts, ends), 0, _sum_and_maximum)
+    few, last_of_few = tl.reduce((exists.to(tl.int32), tl.where(exists, column + 1, 0)), 0, _sum_and_maximum)
+    return count + few, tl.maximum(last, last_of_few)
 
 
 @triton.jit
