@@ -49,7 +49,7 @@ def test_training_has_runners_of_its_own():
     found = runners(row(direction="forward_backward", recipe="sage_bwd", kernel="k"))
     low_bit = costs.training_runner("sage_bwd", "k", "quantizer", "backward")
     assert found[low_bit] == 10.0 and found[f"cudnn{costs.TRAINING}"] == 30.0
-    assert "sdpa" not in runners(row(direction="forward_backward"))
+    assert not runners(row(direction="forward_backward"))
 
 
 def test_a_row_without_times_tells_nothing():
@@ -64,6 +64,16 @@ def test_a_table_knows_what_it_learnt_and_keeps_the_rest():
     (found,) = table.curves
     assert found.us(known) == pytest.approx(77.0) and found.us(learnt) == pytest.approx(66.0)
     assert len(found.measured) == 2
+
+
+@pytest.mark.parametrize(("slower", "drift"), [(1.05, 1.05), (1.5, 1.0)])
+def test_what_a_run_has_not_measured_is_as_much_slower_there_as_the_rest(slower, drift):
+    sizes = Sizes(**SIZES)
+    measured = [Measured(name, "none", False, sizes, us) for name, us in (("cudnn", 40.0), ("flash", 60.0))]
+    table = extended(Table("a GPU", (9, 0), {}, (curve(), curve("flash"))), measured)
+    table = extended(table, [Measured("cudnn", "none", False, sizes, 40.0 * slower)])
+    found = {name: table.curve(name, "none", False, 128).us(sizes) for name in ("cudnn", "flash")}
+    assert found == {"cudnn": pytest.approx(40.0 * slower), "flash": pytest.approx(60.0 * drift)}
 
 
 def test_a_head_dim_that_a_table_lacks_gets_the_next_larger_ones_formula():

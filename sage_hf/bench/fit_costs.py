@@ -14,6 +14,8 @@ from sage_kernels.curves import KEYS, Curve, Sizes, features
 
 ROWS = (64, 128, 192, 256)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
+DRIFT = 0.1
+"""Share by which GPUs of one name differ in speed."""
 FEWEST_POINTS = 5
 """Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
 
@@ -126,23 +128,45 @@ def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
 
 
 def extended(table: Table, measured: Iterable[Measured]) -> Table:
-    """Return a table whose curves also know these calls, in place of what they knew of the same ones.
+    """Return a table whose curves also know the calls of a run, in place of what they knew of the same ones.
 
-    A kind that the table lacks gets the formula of the next larger head_dim's curve, else of another one of its runner
-    and mask; without any, its calls are left out.
+    Runs differ by their GPUs' clocks. What a call takes by runners that this run has not measured is scaled by how much
+    longer it takes here than the table knew, the median over the others, of which those that differ by more than DRIFT
+    do for another reason. A kind that the table lacks gets the formula of the next larger head_dim's curve, else of
+    another one of its runner and mask; without any, its calls are left out.
     """
-    curves = {(curve.runner, curve.mask, curve.causal, curve.head_dim): curve for curve in table.curves}
-    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
+    calls: dict[tuple[str, bool, Sizes], dict[str, float]] = {}
     for one in measured:
-        kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
+        calls.setdefault((one.mask, one.causal, one.sizes), {})[one.runner] = one.us
+    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
+    for (mask, causal, sizes), us in calls.items():
+        known = _known(table, mask, causal, sizes)
+        ratios = [us[runner] / known[runner] for runner in us if runner in known]
+        drift = median([ratio for ratio in ratios if abs(ratio - 1.0) < DRIFT] or [1.0])
+        scaled = {runner: time * drift for runner, time in known.items()}
+        for runner, time in (scaled | us).items():
+            one = Measured(runner, mask, causal, sizes, time)
+            kinds.setdefault((runner, mask, causal, sizes.head_dim), []).append(one)
+    curves = {(curve.runner, curve.mask, curve.causal, curve.head_dim): curve for curve in table.curves}
     for kind, points in kinds.items():
-        known = curves.get(kind) or table.curve(*kind) or next(iter(_alike(kind, curves, least=3)), None)
-        if known is None:
+        base = curves.get(kind) or table.curve(*kind) or next(iter(_alike(kind, curves, least=3)), None)
+        if base is None:
             continue
-        curve = replace(known, head_dim=kind[3], measured=known.measured if kind in curves else ())
+        curve = replace(base, head_dim=kind[3], measured=base.measured if kind in curves else ())
         found = _with_measured(curve, points)
         new = {call[:-1] for call in found.measured}
-        kept = tuple(call for call in curve.measured if call[:-1] not in new)
-        calls = (*kept, *found.measured)
-        curves[kind] = replace(found, measured=calls, error=max(abs(1 / factor - 1) for *_, factor in calls))
+        known_calls = (*(call for call in curve.measured if call[:-1] not in new), *found.measured)
+        error = max(abs(1 / factor - 1) for *_, factor in known_calls)
+        curves[kind] = replace(found, measured=known_calls, error=error)
     return replace(table, curves=tuple(curve for _, curve in sorted(curves.items())))
+
+
+def _known(table: Table, mask: str, causal: bool, sizes: Sizes) -> dict[str, float]:
+    """Return what a call takes by those runners by which the table knows it."""
+    call = (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
+    return {
+        curve.runner: curve.us(sizes)
+        for curve in table.curves
+        if (curve.mask, curve.causal, curve.head_dim) == (mask, causal, sizes.head_dim)
+        and any(one[:-1] == call for one in curve.measured)
+    }
