@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf import record, sage_attention
 from sage_kernels import costs, dispatch, empty_rows, exact, prepared, registry
 from sage_kernels.call import Call, Mask
-from sage_kernels.prepared import TapedCall
+from sage_kernels.prepared_calls import TapedCall
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import exact_plan, get_exact
 
