@@ -4,7 +4,7 @@ python benchmarks/price.py --output benchmarks/results
 git worktree add ../before COMMIT; python benchmarks/price.py --before ../before/kernels --output benchmarks/results
 
 The result is <gpu>-remedies.json. Calls are CUDA graphs, from 16-bit tensors to 16-bit outputs, replayed in turns in
-one process.
+one process. Where tensors lie in memory moves a call by percents, so each is captured several times, elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from torch import Tensor
 
 PACKAGE = "sage_kernels"
 COPY = "sage_kernels_before"
-SAMPLES = 15
+PLACEMENTS = 5  # of the tensors in memory
+PLACEMENT_BYTES = 21_000_000  # by which one is further on than the one before
+SAMPLES = 5  # in each placement
 SAMPLE_MS = 2.0  # the least time of a sample, of as many calls
 
 
@@ -155,6 +157,25 @@ def medians(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
     return [statistics.median(of_graph) for of_graph in zip(*times, strict=True)]
 
 
+def placed_medians(
+    calls: Sequence[Callable[[Tensor, Tensor, Tensor], object]], tensors: Callable[[], tuple[Tensor, Tensor, Tensor]]
+) -> list[list[float]]:
+    """Return each call's median time in ms in each placement of its tensors, and of what it allocates.
+
+    The calls are captured in another order each time: graphs keep their memory, so one lies behind the other.
+    """
+    found = []
+    for placement in range(PLACEMENTS):
+        before = torch.empty(1 + placement * PLACEMENT_BYTES, dtype=torch.uint8, device="cuda")
+        drawn, graphs = tensors(), {}
+        for number in range(placement, placement + len(calls)):
+            graphs[number % len(calls)] = captured(partial(calls[number % len(calls)], *drawn))
+        found.append(medians([graphs[number] for number in range(len(calls))]))
+        del before, drawn, graphs
+        torch.cuda.empty_cache()
+    return [list(of_call) for of_call in zip(*found, strict=True)]
+
+
 def measure(before: Path | None, commit: str, before_commit: str) -> dict[str, Any]:
     """Return plain data: facts about the machine, and rows {recipe, shape, before_ms, after_ms}."""
     with tempfile.TemporaryDirectory() as folder:
@@ -167,16 +188,14 @@ def measure(before: Path | None, commit: str, before_commit: str) -> dict[str, A
                 job.result()
         rows = []
         for case in CASES:
-            tensors = case.tensors()
-            calls = [caller(name, case, on) for name, on in sides]
-            graphs = [captured(partial(call, *tensors)) for call in calls]
-            before_ms, after_ms = (round(ms, 4) for ms in medians(graphs))
+            times = placed_medians([caller(name, case, on) for name, on in sides], case.tensors)
+            before_ms, after_ms = (round(statistics.median(of_call), 4) for of_call in times)
+            spread = ", ".join(f"{min(of_call):.4f}–{max(of_call):.4f}" for of_call in times)
             print(
-                f"{case.recipe} {case.shape}: {before_ms} → {after_ms} ms, {after_ms / before_ms - 1:+.1%}", flush=True
+                f"{case.recipe} {case.shape}: {before_ms} → {after_ms} ms, {after_ms / before_ms - 1:+.1%} ({spread})",
+                flush=True,
             )
             rows.append({"recipe": case.recipe, "shape": case.shape, "before_ms": before_ms, "after_ms": after_ms})
-            del graphs, tensors
-            torch.cuda.empty_cache()
     capability = torch.cuda.get_device_capability()
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -187,7 +206,8 @@ def measure(before: Path | None, commit: str, before_commit: str) -> dict[str, A
         "commit": commit,
         "date": date.today().isoformat(),
         "before_commit": before_commit,
-        "note": "medians of CUDA graph replays in turns, in one process, quantisation included",
+        "note": f"medians of {PLACEMENTS} placements in memory, each the median of CUDA graph replays in turns, in one "
+        "process, quantisation included",
         "rows": rows,
     }
 

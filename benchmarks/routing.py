@@ -1,10 +1,12 @@
 """Measure what calls cost on this GPU, fit the table of costs that routes them, and judge its choices on drawn calls.
 
 python benchmarks/routing.py --output benchmarks/results --table kernels/sage_kernels/cost_tables/9.0.json
+python benchmarks/routing.py --grid GRID.json --table kernels/sage_kernels/cost_tables/9.0.json
 
-It writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are the inference calls that
-the table was fitted to and those drawn, and prints how many of the choices take longer than the fastest runner. What
-was chosen is the recipe or the exact kernel.
+The first command writes <gpu>-routing.json, whose rows {set, sizes, mask, causal, us by runner, chosen} are the
+inference calls that the table was fitted to and those drawn, and prints how many of the choices take longer than the
+fastest runner. What was chosen is the recipe or the exact kernel. The second one measures nothing: the table learns the
+calls of a grid.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from record import git_commit
 
 from sage_hf.bench import measure, tune
 from sage_hf.bench.calls import Kind, Point, compile_kernels
-from sage_hf.bench.fit_costs import Measured, fit
+from sage_hf.bench.fit_costs import Measured, extended, fit
+from sage_hf.bench.grid_costs import measured_on_grid
 from sage_kernels import costs
-from sage_kernels.costs import Sizes, Table
+from sage_kernels.costs import Table
+from sage_kernels.curves import Sizes
 
 RECIPE = "sage2"
 DRAWN = 76
@@ -99,7 +103,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
     parser.add_argument("--table", type=Path, metavar="JSON", help="where to write the table of costs as well")
     parser.add_argument("--seconds", type=float, default=tune.SECONDS, help="of measuring each of the two sets")
+    parser.add_argument("--grid", type=Path, metavar="JSON", help="a grid's result, of which the table is to know")
     args = parser.parse_args()
+    if args.grid:
+        if not args.table:
+            parser.error("--grid needs the --table that it extends")
+        measured_there = measured_on_grid(json.loads(args.grid.read_text(encoding="utf-8"))["rows"])
+        extended(costs.read_table(args.table), measured_there).write(args.table)
+        return
     device = torch.device("cuda")
     sets = {"fitted": tune.points(), "drawn": draw_points(DRAWN)}
     compile_kernels(device, tune.calls_to_compile([*sets["fitted"], *sets["drawn"]]))

@@ -189,20 +189,29 @@ def attend(
     Returns:
         (output, lse); without return_lse, the lse is None or has no elements.
     """
-    checked_fallback = _default_fallback if fallback is None else check_fallback(fallback)
+    checked_fallback = _default_fallback
+    if fallback is not None and fallback != _default_fallback:
+        checked_fallback = check_fallback(fallback)
     is_causal = bool(is_causal)
     slot = None
-    if not torch.compiler.is_compiling() and dropout_p == 0.0:
+    # While something else than Dynamo traces, modes are active, and no call is found.
+    if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
         if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             query, key, value = exact.in_autocast_dtype(query, key, value)
         grad = torch.is_grad_enabled() and ops.wants_gradient(query, key, value, attn_mask)
         options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
-        slot = prepared.find(query, key, value, attn_mask, "sage_attention", tokens_first, grad, *options)
-        if slot is not None and slot.prepared is None and slot.calls == 0 and attn_mask is None and not tokens_first:
-            prepared.follow_step(slot, query, key, value, grad, *options)
-        if slot is not None and slot.prepared is not None:
-            slot.announce(slot.prepared.plan)
-            output, lse = slot.run(query, key, value, attn_mask)
+        facts = "sage_attention", tokens_first, grad, options
+        slot = prepared.recall(query, key, value, attn_mask, facts)
+        if slot is None:
+            slot = prepared.find(query, key, value, attn_mask, *facts)
+            may_be_a_step = attn_mask is None and not tokens_first
+            if may_be_a_step and slot is not None and slot.prepared is None and slot.calls == 0:
+                prepared.follow_step(slot, query, key, value, *facts)
+        if slot is not None and (call := slot.prepared) is not None:
+            for listener in dispatch.plan_listeners:
+                listener(call.plan)
+            plain = slot.plan_anew is None and not tokens_first
+            output, lse = (call if plain else slot.run)(query, key, value, attn_mask)
             if record.observers:
                 shown = query, key, value, output
                 query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
@@ -235,14 +244,14 @@ def attend(
         output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
         if slot is not None and plan is not None and not return_lse:
             exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
-            slot.prepare(partial(exactly, empties_rows=recipe != "exact"), record.file_plan)
+            slot.prepare(partial(exactly, empties_rows=recipe != "exact"))
     elif wants_gradient:
         if slot is not None and slot.calls == 0 and not return_lse:
             # At once: what a first call saves for its backward pass, checkpointing compares to what a later one does.
             prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
             slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
         if slot is not None and slot.prepared is not None:
-            slot.announce(slot.prepared.plan)
+            dispatch.announce(slot.prepared.plan)
             output, lse = slot.prepared(query, key, value, mask)
         else:
             output, lse = training.attention(
@@ -270,18 +279,18 @@ def attend(
             return_lse=return_lse,
         )
     else:  # nothing watches operators
-        call = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
+        checked = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
         recurs = slot.recurs(query, key)
-        plan = dispatch.plan_of(call, checked_fallback, recurs)
-        prepare_call = partial(prepared.prepare_step, call, plan, mask, slot, checked_fallback)
+        plan = dispatch.plan_of(checked, checked_fallback, recurs)
+        prepare_call = partial(prepared.prepare_step, checked, plan, mask, slot, checked_fallback)
         at_once = (slot.calls == 0 or recurs) and prepared.is_step(plan)
         if at_once:
             slot.prepare(prepare_call, at_once=True)
         if slot.prepared is not None:
-            slot.announce(plan)
+            dispatch.announce(plan)
             output, lse = slot.prepared(query, key, value, attn_mask)  # as planned: its own keys do not recur
         else:
-            output, lse = dispatch.run(call, plan)
+            output, lse = dispatch.run(checked, plan)
             if not at_once:
                 slot.prepare(prepare_call)
     if not torch.compiler.is_compiling():
@@ -335,7 +344,7 @@ def _record_exact(
         return None
     request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
     plan = exact_plan(request, *([] if recipe == "exact" else [("", reason)]))
-    record.file_plan(plan)
+    dispatch.announce(plan)
     return plan
 
 

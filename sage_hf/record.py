@@ -27,6 +27,7 @@ logger = logging.get_logger(__name__)
 
 PLANS_PER_LAYER = 256
 UNCOUNTED = 256
+KNOWN = 4096
 SLOW_SCORES = 2**26
 """Number of scores (batch · heads · q_len · kv_len) from which an emulated call is called slow: a CPU core takes 10 to
 40 ns for each."""
@@ -73,6 +74,8 @@ _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []
 """Functions that `observe` has called with every eager call."""
 _logged: set[tuple[str, ...]] = set()
+_known: dict[int, Plan] = {}
+"""By their identity: plans that were filed before, at most KNOWN, about which there is nothing left to log."""
 _lock = threading.Lock()
 
 
@@ -124,6 +127,7 @@ def clear() -> None:
     _outside.clear()
     _compiled.clear()
     _logged.clear()
+    _known.clear()
 
 
 @contextmanager
@@ -138,7 +142,8 @@ def observe(callback: Callable[[AttentionCall], None]) -> Iterator[None]:
 
 def file_plan(plan: Plan) -> None:
     """File a plan under the current layer, and log a fallback or a slow emulation once."""
-    _thread.latest = plan
+    if observers:
+        _thread.latest = plan
     layers = _thread.layers
     if layers:
         plans = _plans.get(layers[-1])
@@ -149,10 +154,14 @@ def file_plan(plan: Plan) -> None:
         _outside.append(plan)
         if len(_outside) >= UNCOUNTED:
             _count_outside()
-    if plan.is_fallback and (plan.request.recipe, plan.recipe, plan.reason) not in _logged:
-        _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
-    if plan.kernel == "reference":
-        _log_slow(plan)
+    if id(plan) not in _known:
+        if plan.is_fallback:
+            _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
+        if plan.kernel == "reference":
+            _log_slow(plan)
+        if len(_known) >= KNOWN:
+            _known.clear()
+        _known[id(plan)] = plan
 
 
 def _count_outside() -> None:

@@ -193,7 +193,7 @@ def test_host_times_are_of_calls_that_have_settled_and_taken_in_turns(monkeypatc
     """The first calls of ours find out what the later ones repeat; all have as many calls, and drift meets all."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(Queue, "once_ms", lambda self, call: 1.0)
+    monkeypatch.setattr(Queue, "once_ms", lambda self, call: 0.5)
     monkeypatch.setattr(Queue, "_capture", lambda self, call, calls: SimpleNamespace(replay=None))
     queue, order, entered = Queue(CPU), [], []
 
@@ -213,8 +213,8 @@ def test_host_times_are_of_calls_that_have_settled_and_taken_in_turns(monkeypatc
     assert [name for name, _ in order] == ["a"] * 2 + ["b"] * 2
     order.clear()
     queue.take_host_times(timed)
-    assert order == [("a", ("a",)), ("b", ("b",)), ("b", ("b",)), ("a", ("a",))] * 2
-    assert all(len(one.host_times) == 4 and one.host_us > 0 for one in timed)
+    assert order == [("a", ("a",)), ("b", ("b",)), ("b", ("b",)), ("a", ("a",))] * 4
+    assert all(len(one.host_times) == 8 and one.host_us > 0 for one in timed)
 
 
 def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):

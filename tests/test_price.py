@@ -39,3 +39,23 @@ def test_without_remedies_no_key_is_heavy_and_no_channel_rotated(recipe, monkeyp
     with_remedies, without = (price.caller(price.PACKAGE, case, on)(query, key, value)[0] for on in (True, False))
     assert not torch.equal(with_remedies, without)
     assert not torch.equal(without, price.caller(price.PACKAGE, replace(case, recipe="exact"))(query, key, value)[0])
+
+
+def test_calls_are_captured_elsewhere_and_in_another_order_each_time(monkeypatch):
+    sizes, order = [], []
+    monkeypatch.setattr(torch, "empty", lambda size, **_: sizes.append(size))
+    monkeypatch.setattr(price, "captured", lambda call: call() or call.func.__name__)
+    monkeypatch.setattr(
+        price, "medians", lambda graphs: [{"one": 1.0, "two": 2.0}[name] + len(sizes) for name in graphs]
+    )
+
+    def one(x):
+        order.append(("one", x))
+
+    def two(x):
+        order.append(("two", x))
+
+    times = price.placed_medians([one, two], lambda: (len(sizes),))
+    assert times == [[base + number for number in range(1, price.PLACEMENTS + 1)] for base in (1.0, 2.0)]
+    assert len(set(sizes)) == price.PLACEMENTS
+    assert order[:4] == [("one", 1), ("two", 1), ("two", 2), ("one", 2)]

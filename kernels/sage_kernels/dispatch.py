@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from . import ahead, blocks, exact
+from . import ahead, blocks, empty_rows, exact
 from .call import BackwardCall, Call
 from .layout import is_aligned, sequence_slices
 from .operands import Saved
@@ -172,12 +172,11 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's other kernels support only one causal alignment, and no mask beside it.
         mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
-    output = exact.sdpa(query, key, call.value, mask=mask, is_causal=is_causal, scale=call.scale, enable_gqa=gqa)
-    if mask is not None:
-        output = torch.where(exact.attended_rows(mask), output, 0.0)
+    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
+    output = empty_rows.attend(query, key, call.value, enable_gqa=gqa, **options)
     if not call.return_lse:
         return output, None
-    return output, exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=call.scale)
+    return output, exact.log_sum_exp(query, key, **options)
 
 
 def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:

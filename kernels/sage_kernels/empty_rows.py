@@ -1,20 +1,29 @@
-"""Exact attention with gradients whose rows without a key are 0, whatever the backend gives.
+"""Exact attention whose rows without a key are 0, whatever the backend gives.
 
-cuDNN's kernel gives them the mean of V, and its gradients. Choosing between the output and zeros would be a pass over
-the output, and another one over its gradient. A kernel that writes zeros only where there is no key reads no more than
-the mask.
+PyTorch's GPU kernels give zeros, and no gradient, where an additive mask is -inf throughout. A bool mask is made
+additive by PyTorch in three launches, for cuDNN with a finite number in place of -inf, so that such rows are not 0.
+Here that takes one launch, with -inf. What the kernels of a head_dim give is tried once; where they give something
+else, zeros are chosen afterwards.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import warnings
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import exact
-from .toolchain import triton_version
+
+_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Those that take masks."""
+ROWS, NEAR = 128, 0.02
+"""Queries and keys of a trial, and how far from what it should be an output of about 1 may be: more than rounding."""
+REFUSALS = "No available kernel", "No viable backend"
+"""What PyTorch says where a backend does not serve a call."""
+_found: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
 
 
 def attend(
@@ -32,65 +41,76 @@ def attend(
     Args:
         query, key, value, mask, is_causal, scale, enable_gqa: as in `exact.sdpa`.
     """
-    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if mask is None:
         return exact.sdpa(query, key, value, **options)
-    valid = _keys_of(mask[(None,) * (4 - mask.dim())], query, key, value)
-    if valid is None:
-        output = exact.sdpa(query, key, value, **options)
-        return torch.where(exact.attended_rows(mask), output, 0.0)
-    if not torch.is_grad_enabled():
-        output = exact.sdpa(query, key, value, **options)
-        return _Cleared.forward(None, valid, output)
-    output = exact.sdpa(*_WithoutGradients.apply(valid, query, key, value), **options)
-    return _Cleared.apply(valid, output)
+    if _gives_zeros(query, key, value, mask):
+        return exact.sdpa(query, key, value, mask=additive(mask, query.dtype), **options)
+    output = exact.sdpa(query, key, value, mask=mask, **options)
+    return torch.where(exact.attended_rows(mask), output, 0.0)
 
 
-def _keys_of(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """Return which keys exist, bool (batch or 1, kv_len), if the kernel serves the call; else None."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return None
-    if not query.is_cuda or torch.version.hip is not None or triton_version() is None or key.shape[0] != query.shape[0]:
-        return None
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
+
+    Returns:
+        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
+        multiples of 16 bytes.
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    mask = exact.unexpanded(mask)
+    *sizes, columns = mask.shape
+    multiple = exact.ROW_ELEMENTS
+    rows = torch.empty((*sizes, -(-columns // multiple) * multiple), dtype=dtype, device=mask.device)
+    return torch.log(mask, out=rows[..., :columns])  # in one launch
+
+
+def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout."""
+    if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value, mask))
-    return exact.key_mask(mask, key.shape[2]) if plain else None
+    if not plain or torch._C._len_torch_dispatch_stack() or 0 in (*query.shape, *value.shape):
+        return False
+    kind = query.device, query.dtype, query.shape[3], value.shape[3]
+    if kind not in _found:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _found[kind] = all(_backend_gives_zeros(backend, *kind) for backend in _BACKENDS)
+    return _found[kind]
 
 
-def _clear(valid: torch.Tensor, *tensors: torch.Tensor) -> None:
-    import_module(".triton.empty_rows", __package__).clear(valid, *tensors)
-
-
-class _Cleared(torch.autograd.Function):
-    """The output with zeros written, in place, to batch elements without a key; its gradient is handed on as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, valid: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        if output.stride(-1) != 1:
-            return torch.where(valid.any(1)[:, None, None, None], output, 0.0)
-        _clear(valid, output.detach())
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
-
-
-class _WithoutGradients(torch.autograd.Function):
-    """Q, K and V as they are; zeros are written, in place, to their gradients in batch elements without a key."""
-
-    @staticmethod
-    def forward(ctx: Any, valid: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(valid)
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (valid,) = ctx.saved_tensors
-        there = [x for x in gradients if x is not None]
-        if len(there) == len(gradients) and all(x.stride(-1) == 1 for x in there):
-            _clear(valid, *there)
-            return None, *gradients
-        kept = valid.any(1)[:, None, None, None]
-        return None, *(None if x is None else torch.where(kept, x, 0.0) for x in gradients)
+def _backend_gives_zeros(
+    backend: SDPBackend, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+) -> bool:
+    """Return whether a backend gives zeros in rows that are hidden, and no gradient for them, as far as it serves."""
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        # One row of the first batch element has no key, and none of the second one has.
+        allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
+        allowed[0, :, 5] = allowed[1] = False
+        mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+        kept[5] = 0.0
+        channels = head_dim, head_dim, v_head_dim
+        inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]
+        for wants_gradients in (False, True):
+            try:
+                with warnings.catch_warnings(), torch.set_grad_enabled(wants_gradients), sdpa_kernel(backend):
+                    warnings.simplefilter("ignore")  # PyTorch says why a backend refuses
+                    output = exact.sdpa(*inputs, mask=mask)
+                    gradients = torch.autograd.grad(output.sum(), inputs) if wants_gradients else ()
+            except RuntimeError as error:
+                if any(refusal in str(error) for refusal in REFUSALS):
+                    continue
+                return False
+            # The other rows are the mean of ones, and a key of the first element gets a ROWS-th of each one's gradient.
+            found = (output.detach(), *gradients)
+            right = not any(x[1].any() for x in found) and not any(x[0, :, 5].any() for x in found[:2])
+            right = right and bool((output[0] - kept).abs().max() < NEAR)
+            if wants_gradients:
+                right = right and bool((gradients[2][0] - (ROWS - 1) / ROWS).abs().max() < NEAR)
+            if not right or not all(x.isfinite().all() for x in found):
+                return False
+    return True

@@ -13,17 +13,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 
-from . import costs, dispatch, empty_rows, exact, registry
+from . import costs, dispatch, exact, registry
 from .call import NO_MASK, Call, Mask
-from .dispatch import without_cudnn
+from .prepared_calls import BoundCall, ExactCall, Prepared, TapedCall
 from .recipe import Recipe, get_recipe
-from .registry import Attend, BoundExact, Fallback, Plan, get_forward, get_quantizer
+from .registry import BoundExact, Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
@@ -48,21 +48,8 @@ Made = TypeVar("Made")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-PlanAnew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "Prepared | None"]
+PlanAnew = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Prepared | None]
 """(query, key, value) -> a prepared step of decoding, or None if such calls cannot be prepared."""
-
-
-class Prepared(Protocol):
-    """Call that is ready to be repeated."""
-
-    @property
-    def plan(self) -> Plan:
-        """Return what runs."""
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, lse), the latter None if it is not wanted, for arguments that `find` finds alike."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +59,6 @@ class Slot:
     Attributes:
         prepared: the call of tensors (batch, heads, tokens, channels), if it is prepared.
         calls: how many there were before.
-        announce: is told the plan of each.
         address: where the keys of the first step of decoding lay; 0 before one.
         plan_anew: prepares a step of decoding whose keys lie where the first ones lay, so that their number is fixed;
             None for other calls, and once it has.
@@ -83,7 +69,6 @@ class Slot:
 
     prepared: Prepared | None = None
     calls: int = 0
-    announce: Callable[[Plan], None] = dispatch.announce
     address: int = 0
     plan_anew: PlanAnew | None = None
     tokens_first: bool = False
@@ -97,17 +82,11 @@ class Slot:
         self.address = self.address or key.data_ptr()
         return self.calls > 0 and self.address == key.data_ptr()
 
-    def prepare(
-        self,
-        make: Callable[[], Prepared | None],
-        announce: Callable[[Plan], None] = dispatch.announce,
-        at_once: bool = False,
-    ) -> None:
+    def prepare(self, make: Callable[[], Prepared | None], at_once: bool = False) -> None:
         """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
         if self.calls == 2 or at_once:
-            made = make()
-            self.prepared, self.announce = made, announce
+            self.prepared = made = make()
             # Kernels that serve keys of a fixed number best need not be those of a cache that grows.
             if self.step is not None and isinstance(made, ExactCall) and not made.plan.request.recurs:
                 if len(_steps) == CALLS:
@@ -144,7 +123,7 @@ def _slot(*facts: object) -> Slot:
     return Slot()
 
 
-_at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Any, Slot], ...]] = {}
+_at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Callable[..., bool], Slot], ...]] = {}
 """By whether there is no mask, and the options: prepared calls found of late, each with what compares tensors to its
 own at once, as the compiler of PyTorch does; the facts of `_slot` are a dozen of attributes."""
 
@@ -163,6 +142,35 @@ def forget() -> None:
 registry.forgetters.append(forget)
 
 
+def recall(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: tuple[object, ...]
+) -> Slot | None:
+    """Return the slot of a prepared call that is at hand, None if none is: the least that finding one takes.
+
+    What compares the tensors to a call's own sees subclasses, traces and transforms too, which all change the tensors'
+    dispatch keys. Modes need not.
+
+    Args:
+        query, key, value, mask, options: as for `find`.
+    """
+    try:
+        near = _at_hand.get((mask is None, options))
+        if near is None or _len_torch_dispatch_stack() or _len_torch_function_stack() or forward_ad._current_level >= 0:
+            return None
+        if mask is None:
+            for check, slot in near:
+                if check(query, key, value):
+                    return None if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT else slot
+            return None
+        for check, slot in near:
+            if check(query, key, value, mask):
+                addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | mask.data_ptr()
+                return None if addresses % ALIGNMENT else slot
+    except (AttributeError, RuntimeError, TypeError):  # `find` tells them apart
+        pass
+    return None
+
+
 def find(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *options: object
 ) -> Slot | None:
@@ -175,15 +183,9 @@ def find(
     if modes_are_active():
         return None
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    kind = mask is None, options
     try:
-        for alike, slot in _at_hand.get(kind, ()):
-            if alike.check(*tensors):
-                addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
-                if mask is not None:
-                    addresses |= mask.data_ptr()
-                if addresses % ALIGNMENT == 0:
-                    return slot
+        if (slot := recall(query, key, value, mask, options)) is not None:
+            return slot
         if not is_plain(*tensors):
             return None
         slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
@@ -194,7 +196,7 @@ def find(
     ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
         return None
     if slot.prepared is not None and TensorGuards is not None:
-        _put_at_hand(slot, tensors, kind)
+        _put_at_hand(slot, tensors, (mask is None, options))
     return slot
 
 
@@ -232,7 +234,7 @@ def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool
         slot.alike = guards_of(tensors)
     if slot.alike is not None:
         others = [one for one in _at_hand.get(kind, ()) if one[1] is not slot]
-        _at_hand[kind] = ((slot.alike, slot), *others[: AT_HAND - 1])
+        _at_hand[kind] = ((slot.alike.check, slot), *others[: AT_HAND - 1])
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
@@ -253,8 +255,8 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
 def modes_are_active() -> bool:
     """Return whether operators are traced, transformed, or seen by a mode."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
@@ -273,120 +275,6 @@ def is_plain(*tensors: torch.Tensor) -> bool:
         if address == 0 or address % ALIGNMENT:
             return False
     return True
-
-
-@dataclass(slots=True, eq=False)
-class ExactCall:
-    """Call of exact attention without the LSE.
-
-    Attributes:
-        plan: as in `Prepared`.
-        is_causal, scale, enable_gqa: as in `exact.sdpa`.
-        direct: PyTorch's function takes the arguments as they are, but for the mask, of which it takes a view.
-        mask_form: size and strides of that view; None without a mask, and where rows without a key are set to 0.
-        empties_rows: rows that may attend to no key are set to 0.
-        tokens_first: the output is laid out as (batch, tokens, heads, channels).
-        cudnn: PyTorch may take its cuDNN backend.
-        shared_rows: the single queries that share keys and values are rows of one head (`dispatch.shares_rows`).
-    """
-
-    plan: Plan
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    direct: bool
-    mask_form: tuple[torch.Size, tuple[int, ...]] | None
-    empties_rows: bool
-    tokens_first: bool
-    cudnn: bool
-    shared_rows: bool
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
-        """Attend."""
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
-            with torch.autocast(query.device.type, enabled=False):
-                return self(query, key, value, mask)
-        if self.direct and self.cudnn and self.mask_form is None:
-            output = F.scaled_dot_product_attention(
-                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-            )
-        else:
-            attend = self._attend_directly if self.direct else self._attend
-            output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
-        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
-
-    def _attend_directly(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        if mask is None or self.mask_form is None:
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-            )
-        view = mask.as_strided(*self.mask_form)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        if mask is not None and mask.dim() < 2:
-            mask = mask[(None,) * (2 - mask.dim())]
-        batch, q_heads, q_len, _ = query.shape
-        gqa = self.enable_gqa and not self.shared_rows
-        if self.shared_rows:
-            query = query.reshape(batch, key.shape[1], -1, query.shape[3])
-        attend = empty_rows.attend if self.empties_rows else exact.sdpa
-        output = attend(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
-        return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
-
-
-@dataclass(slots=True, eq=False)
-class BoundCall:
-    """Call of exact attention by a kernel that cannot be rehearsed (`registry.BoundExact`).
-
-    Attributes:
-        plan: as in `Prepared`.
-        attend, tokens_first: what the kernel has bound, and the layout of that function's tensors.
-    """
-
-    plan: Plan
-    attend: Attend
-    tokens_first: bool
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
-        """Attend."""
-        if not self.tokens_first:
-            return self.attend(query, key, value), None
-        output = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return output.transpose(1, 2), None
-
-
-@dataclass(slots=True, eq=False)
-class TapedCall:
-    """Call without gradients by kernels whose launches were rehearsed.
-
-    Attributes:
-        plan: as in `Prepared`.
-        tape: its launches; the arguments are Q, K, V and the mask, if there is one.
-        return_lse: the LSE is wanted.
-    """
-
-    plan: Plan
-    tape: Tape
-    return_lse: bool
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend."""
-        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
-        if mask is not None:
-            addresses.append(mask.data_ptr())
-        output, *others = self.tape.run(*addresses, arguments=(query, key, value, mask))
-        return output, others[0] if self.return_lse else None
 
 
 def prepare_step(call: Call, plan: Plan, mask: torch.Tensor | None, slot: Slot, fallback: Fallback) -> Prepared | None:

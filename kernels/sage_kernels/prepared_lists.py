@@ -22,7 +22,7 @@ class ListCall:
     """Call over a block list by kernels whose launches were rehearsed.
 
     Attributes:
-        plan: as in `prepared.Prepared`.
+        plan: as in `prepared_calls.Prepared`.
         tape: its launches; the arguments are Q, K, V, the list's counts and tiles, and the mask, if there is one.
         return_lse: the LSE is wanted.
     """

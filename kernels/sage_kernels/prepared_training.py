@@ -29,7 +29,7 @@ class TrainingCall:
     """Call of low-bit attention with gradients, without the LSE.
 
     Attributes:
-        plan: as in `prepared.Prepared`.
+        plan: as in `prepared_calls.Prepared`.
         call: its options; the tensors are stand-ins.
         tape: launches of the forward pass; the arguments are Q, K, V and the mask, if there is one; returned are the
             output and the memory of `saved`.

@@ -10,7 +10,7 @@ import torch
 from sage_hf.bench.calls import Kind, Point, compile_kernels
 from sage_hf.config import SageConfig
 from sage_hf.nominal import nominal_request
-from sage_kernels.costs import Sizes
+from sage_kernels.curves import Sizes
 from sage_kernels.registry import get_exact, registered_exact, select
 
 HEAD_DIMS = (64, 128)

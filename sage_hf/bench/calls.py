@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf.bench.warming import call_in_processes
 from sage_kernels import costs, dispatch, empty_rows, ops, training
 from sage_kernels.call import Call, Mask
-from sage_kernels.costs import Sizes
+from sage_kernels.curves import Sizes
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError, get_exact
 

@@ -1,4 +1,4 @@
-"""Fits of the curves of `sage_kernels.costs` to measured times."""
+"""Fits of the curves of `sage_kernels.curves` to measured times."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from statistics import median
 
 import torch
 
-from sage_kernels.costs import KEYS, Curve, Sizes, features
+from sage_kernels.costs import Table
+from sage_kernels.curves import KEYS, Curve, Sizes, features
 
 ROWS = (64, 128, 192, 256)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
+DRIFT = 0.1
+"""Share by which GPUs of one name differ in speed."""
 FEWEST_POINTS = 5
 """Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
 
@@ -43,9 +46,17 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
     return tuple(_with_measured(curve, kinds[kind]) for kind, curve in sorted(curves.items()))
 
 
-def _alike(kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve]) -> list[Curve]:
-    """Return those of the curves that are of the same runner and mask; without any, of the same runner, else all."""
-    for parts in (3, 1, 0):
+def _alike(
+    kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve], least: int = 0
+) -> list[Curve]:
+    """Return the curves of the same runner, mask and causality; without any, of the same runner, else all.
+
+    Args:
+        kind: runner, mask, causality and head_dim.
+        curves: by kind.
+        least: how many of the kind's facts they must share.
+    """
+    for parts in (parts for parts in (3, 1, 0) if parts >= least):
         if found := [curve for other, curve in curves.items() if other[:parts] == kind[:parts]]:
             return found
     return []
@@ -114,3 +125,48 @@ def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
     names = ("launch", "token", "item", "tile", "score")
     found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
     return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))
+
+
+def extended(table: Table, measured: Iterable[Measured]) -> Table:
+    """Return a table whose curves also know the calls of a run, in place of what they knew of the same ones.
+
+    Runs differ by their GPUs' clocks. What a call takes by runners that this run has not measured is scaled by how much
+    longer it takes here than the table knew, the median over the others, of which those that differ by more than DRIFT
+    do for another reason. A kind that the table lacks gets the formula of the next larger head_dim's curve, else of
+    another one of its runner and mask; without any, its calls are left out.
+    """
+    calls: dict[tuple[str, bool, Sizes], dict[str, float]] = {}
+    for one in measured:
+        calls.setdefault((one.mask, one.causal, one.sizes), {})[one.runner] = one.us
+    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
+    for (mask, causal, sizes), us in calls.items():
+        known = _known(table, mask, causal, sizes)
+        ratios = [us[runner] / known[runner] for runner in us if runner in known]
+        drift = median([ratio for ratio in ratios if abs(ratio - 1.0) < DRIFT] or [1.0])
+        scaled = {runner: time * drift for runner, time in known.items()}
+        for runner, time in (scaled | us).items():
+            one = Measured(runner, mask, causal, sizes, time)
+            kinds.setdefault((runner, mask, causal, sizes.head_dim), []).append(one)
+    curves = {(curve.runner, curve.mask, curve.causal, curve.head_dim): curve for curve in table.curves}
+    for kind, points in kinds.items():
+        base = curves.get(kind) or table.curve(*kind) or next(iter(_alike(kind, curves, least=3)), None)
+        if base is None:
+            continue
+        curve = replace(base, head_dim=kind[3], measured=base.measured if kind in curves else ())
+        found = _with_measured(curve, points)
+        new = {call[:-1] for call in found.measured}
+        known_calls = (*(call for call in curve.measured if call[:-1] not in new), *found.measured)
+        error = max(abs(1 / factor - 1) for *_, factor in known_calls)
+        curves[kind] = replace(found, measured=known_calls, error=error)
+    return replace(table, curves=tuple(curve for _, curve in sorted(curves.items())))
+
+
+def _known(table: Table, mask: str, causal: bool, sizes: Sizes) -> dict[str, float]:
+    """Return what a call takes by those runners by which the table knows it."""
+    call = (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
+    return {
+        curve.runner: curve.us(sizes)
+        for curve in table.curves
+        if (curve.mask, curve.causal, curve.head_dim) == (mask, causal, sizes.head_dim)
+        and any(one[:-1] == call for one in curve.measured)
+    }

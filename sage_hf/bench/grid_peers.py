@@ -96,11 +96,12 @@ def _ours(recipe: str) -> Attend:
 
 @contextmanager
 def watch(found: list[dict[str, str]]) -> Iterator[None]:
-    """Append what ran, {"recipe", "kernel", "reason"}, for each of our calls while the block runs."""
+    """Append what ran, {"recipe", "kernel", "quantizer", "backward", "reason"}, for each of our calls in the block."""
 
     def keep(call: record.AttentionCall) -> None:
         outcome = call.plan.outcome
-        found.append({"recipe": outcome.recipe, "kernel": outcome.kernel, "reason": outcome.reason})
+        names = ("recipe", "kernel", "quantizer", "backward", "reason")
+        found.append({name: getattr(outcome, name) for name in names})
 
     with record.observe(keep):
         yield

@@ -19,7 +19,8 @@ from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
 from sage_kernels import costs
-from sage_kernels.costs import Sizes, Table
+from sage_kernels.costs import Table
+from sage_kernels.curves import Sizes
 from sage_kernels.registry import registered_exact, select
 from sage_kernels.toolchain import triton_version
 

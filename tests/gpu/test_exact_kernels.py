@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import record, sage_attention
 from sage_kernels import costs, dispatch, empty_rows, exact, prepared, registry
 from sage_kernels.call import Call, Mask
-from sage_kernels.prepared import TapedCall
+from sage_kernels.prepared_calls import TapedCall
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import exact_plan, get_exact
 from tests.helpers.pairwise import pairwise
@@ -147,7 +148,9 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("kind", ["lengths", "hole", "lengths and a hole"])
 @pytest.mark.parametrize(
-    "sizes", [(4, 4, 4, 300, 300), (3, 6, 2, 130, 512), (2, 2, 2, 257, 1001), (33, 8, 1, 40, 2100)], ids=str
+    "sizes",
+    [(4, 4, 4, 300, 300), (3, 6, 2, 130, 512), (2, 2, 2, 257, 1001), (33, 8, 1, 40, 2100), (5, 8, 2, 1, 3000)],
+    ids=str,
 )
 def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[0] == 2)
@@ -209,3 +212,41 @@ def test_batch_elements_without_a_key_give_zeros_and_get_no_gradient(device, hea
         kept = torch.tensor([0, 2])
         error = (found.double() - expected)[kept].abs().sum() / expected[kept].abs().sum()
         assert error < 4 * ROUNDING[torch.bfloat16]  # of the output, weights, their gradient, and the result
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=lambda x: x.name)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 72, 128, 256])
+@pytest.mark.parametrize("kind", ["rows", "elements", "rows of heads"])
+def test_rows_that_a_mask_of_minus_infinity_hides_are_zeros(device, kind, head_dim, dtype, backend):
+    call = draw_call(device, (3, 4, 4, 130, 77 if kind == "elements" else 200), head_dim, dtype=dtype)
+    rows, heads = (1, 1) if kind == "elements" else (130, 4 if kind == "rows of heads" else 1)
+    allowed = torch.rand(3, heads, rows, call.kv_len, device=device) < 0.9
+    allowed[1] &= kind != "elements"
+    allowed[:, :, ::50] &= kind == "elements"
+    inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
+    with sdpa_kernel(backend):
+        try:
+            exact.sdpa(*inputs, mask=allowed)
+        except RuntimeError as error:
+            pytest.skip(str(error).partition("\n")[0])
+        output = empty_rows.attend(*inputs, mask=allowed)
+    gradients = torch.autograd.grad(output, inputs, torch.randn_like(output))
+    hidden = ~allowed.any(-1).expand(3, 4, 130)
+    assert hidden.any() and not output[hidden].any() and not gradients[0][hidden].any()
+    assert all(x.isfinite().all() for x in (output, *gradients))
+    assert kind != "elements" or not any(x[1].any() for x in gradients)
+    truth, _ = exact.attention(call.query, call.key, call.value, mask=allowed)
+    assert (output - truth).abs().max() <= 4 * ROUNDING[dtype] * call.value.abs().max()
+
+
+def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
+    monkeypatch.setattr(empty_rows, "_found", {})
+    mask = torch.zeros(1, 1, 40, 40, device=device, dtype=torch.bfloat16)
+    mask[:, :, 3] = -torch.inf
+    call = draw_call(device, (1, 2, 2, 40, 40), 64)
+    tensors = call.query, call.key, call.value
+    plain = exact.sdpa
+    monkeypatch.setattr(exact, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
+    output = empty_rows.attend(*tensors, mask=mask)
+    assert set(empty_rows._found.values()) == {False} and not output[:, :, 3].any()

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 from sage_hf import record, sage_attention
 from sage_kernels import prepared, prepared_training
-from sage_kernels.prepared import TapedCall
+from sage_kernels.prepared_calls import TapedCall
 
 SHAPE = (2, 4, 320, 64)
 

@@ -6,7 +6,7 @@ import torch
 from sage_hf.bench.calls import Point, draw
 from sage_hf.bench.tune import gpu_us
 from sage_kernels import costs, exact, ops
-from sage_kernels.costs import Sizes
+from sage_kernels.curves import Sizes
 
 SLOWER = 1.1  # two runs of one call differ by less, and a wrong choice costs more where it matters
 POINTS = [

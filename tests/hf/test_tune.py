@@ -14,7 +14,7 @@ from sage_hf.app.cli import main
 from sage_hf.bench import tune
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_kernels import costs
-from sage_kernels.costs import Curve, Sizes
+from sage_kernels.curves import Curve, Sizes
 
 TRUE = Curve("x", 128, "none", False, 128, 264, True, launch=8, token=0.01, item=1.5, tile=0.3, score=0)
 

@@ -6,7 +6,7 @@ import torch
 from sage_kernels import exact
 from sage_kernels.call import Call, Mask
 from sage_kernels.recipe import get_recipe
-from sage_kernels.triton import empty_rows, exact_forward, scattered_forward, split_forward
+from sage_kernels.triton import exact_forward, scattered_forward, split_forward
 from sage_kernels.triton.configs import exact_forward_config
 
 # Weights and output are rounded to float16; the sum of its weights divides a row in float32.
@@ -95,15 +95,6 @@ def test_masks_are_read_and_rows_without_a_key_are_0(case):
     assert_exact(call, exact_forward.attend(call))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_zeros_are_written_where_there_is_no_key_and_nowhere_else(count):
-    valid = key_mask(7, 0, 2000, kv_len=2000)[:, 0, 0]
-    tensors = [torch.ones(3, tokens, 3, 40).transpose(1, 2) for tokens in (150, 70, 70)][:count]
-    empty_rows.clear(valid, *tensors)
-    for x in tensors:
-        assert not x[1].any() and x[0].all() and x[2].all()
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [scattered(), documents(), key_mask(0, 130, 200)], ids=["scattered", "docs", "keys"])
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
@@ -183,3 +174,25 @@ def test_keys_are_divided_so_that_programs_fill_the_gpu():
     assert split_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
     assert split_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
     assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "first", "stride"),
+    [*((90, first, 1) for first in (0, 1, 7, 16)), (90, 1, 2), (9, 3, 1), (9, 15, 1), (9001, 5, 1)],
+)
+def test_keys_that_come_first_are_told_from_others(multiprocessors, keys, first, stride):
+    """Bytes around the mask are not read as keys, wherever it begins."""
+    mask = torch.ones(4, keys * stride + 40, dtype=torch.bool)[:, first : first + keys * stride : stride]
+    mask[:] = torch.arange(keys) < torch.tensor([keys, keys - 1, 0, keys // 2])[:, None]
+    mask[3, keys // 2 + 1] = True
+    call = draw_call((2, 1), 20, keys, 64, mask[:, None, None])
+    truth, _ = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)
+    lengths = []
+
+    def attend_to_first(call, q_lengths, kv_lengths, plan, output):
+        lengths.extend((q_lengths.tolist(), kv_lengths.tolist()))
+        output[:2] = truth[:2]
+
+    output = scattered_forward.attend(call, attend_to_first)
+    assert lengths == [[20, 20, 0, 0], [keys, keys - 1, 0, 0]]
+    assert_exact(call, output)

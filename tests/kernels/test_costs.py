@@ -8,8 +8,9 @@ import torch
 
 from sage_kernels import backends, costs, dispatch, exact, ops, registry  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.call import Call
-from sage_kernels.costs import Curve, Sizes, Table
+from sage_kernels.costs import Table
 from sage_kernels.cuda import compiler
+from sage_kernels.curves import Curve, Sizes
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, exact_plan, select
 from sage_kernels.triton import registration

@@ -110,14 +110,6 @@ def loop_without_mask(code, products):
     return min(loops, key=len)
 
 
-@pytest.mark.parametrize(
-    ("items", "parts"), [(264, 1), (176, 3), (177, 2), (198, 2), (199, 1), (263, 1), (44, 3), (66, 2), (67, 1)]
-)
-def test_the_last_round_has_an_item_s_parts_for_blocks_that_would_have_none(items, parts):
-    assert int8_forward.last_parts(items, blocks=132, warpgroups=3) == parts
-    assert int8_forward.last_parts(items, blocks=132, warpgroups=1) == 1
-
-
 @pytest.mark.usefixtures("can_compile")
 def test_int8_forward_serves_what_it_is_fastest_at():
     assert select(LONG).kernel == "int8_forward_hopper"

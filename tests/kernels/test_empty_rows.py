@@ -2,22 +2,16 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from sage_kernels import empty_rows, exact
 
 
-@pytest.fixture(params=["a pass over all", "zeros where there is no key"])
+@pytest.fixture(params=["zeros chosen afterwards", "zeros given"])
 def on_gpu(request, monkeypatch):
-    """Have the call run as without a GPU, and as on one, with a stand-in for the kernel."""
-    if request.param == "a pass over all":
-        return
-
-    def clear(valid, *tensors):
-        for x in tensors:
-            x.data[~valid.any(1).expand(x.shape[0])] = 0.0
-
-    monkeypatch.setattr(empty_rows, "_keys_of", lambda mask, query, key, value: exact.key_mask(mask, key.shape[2]))
-    monkeypatch.setattr(empty_rows, "_clear", clear)
+    """Have the call run as without a GPU, and as on one whose kernels give zeros where masks are -inf."""
+    if request.param == "zeros given":
+        monkeypatch.setattr(empty_rows, "_gives_zeros", lambda *tensors: True)
 
 
 def draw(wanted=(True, True, True)):
@@ -68,3 +62,39 @@ def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
     mask[3] = False
     expected, _ = exact.attention(query, key, value, mask=mask[None, None])
     torch.testing.assert_close(empty_rows.attend(query, key, value, mask=mask, enable_gqa=True), expected)
+
+
+@pytest.mark.parametrize("size", [(2, 1, 1, 13), (1, 3, 7, 16), (7, 13)], ids=str)
+def test_a_bool_mask_becomes_numbers_that_are_added_with_aligned_rows(size):
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < 0.5
+    found = empty_rows.additive(mask, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found == 0.0, mask) and torch.equal(found == -torch.inf, ~mask)
+    assert all(stride % 8 == 0 for stride in found.stride()[:-1])
+    broadcast = empty_rows.additive(mask[..., None, :].expand(*size[:-1], 5, size[-1]), torch.float16)
+    assert broadcast.shape[-2] == 1
+
+
+def test_an_additive_mask_is_taken_as_it_is():
+    mask = torch.randn(3, 4)
+    assert empty_rows.additive(mask, torch.float16) is mask
+
+
+def test_a_backend_is_tried_forwards_and_backwards(monkeypatch):
+    kind = torch.device("cpu"), torch.bfloat16, 40, 64
+    assert empty_rows._backend_gives_zeros(SDPBackend.MATH, *kind)
+    assert empty_rows._backend_gives_zeros(SDPBackend.CUDNN_ATTENTION, *kind)  # serves no calls here
+    sdpa, mean = exact.sdpa, lambda value: value.mean(2, keepdim=True)
+
+    def given(change):
+        monkeypatch.setattr(exact, "sdpa", change)
+        return empty_rows._backend_gives_zeros(SDPBackend.MATH, *kind)
+
+    def fails(*inputs, mask):
+        raise RuntimeError("out of memory")
+
+    assert given(lambda *inputs, mask: sdpa(*inputs, mask=mask))
+    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask.clamp(min=-1e4)))
+    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask) + 0.1 * mean(inputs[2]))
+    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask) + (mean(inputs[2]) - mean(inputs[2]).detach()))
+    assert not given(fails)

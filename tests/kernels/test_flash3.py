@@ -186,3 +186,62 @@ def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch,
     assert ("scheduler_metadata" in options) == bool(row_blocks) != ("seqused_q" in options)
     assert output[0].any() and not output[1].any()
     flash3._takes_plans.cache_clear()
+
+
+def attend_to_used(query, key, value, out, seqused_k, seqused_q, softmax_scale, num_splits):
+    """Attend as the operator does: tokens come before heads, and elements without queries stay as they are."""
+    for element, (q_length, kv_length) in enumerate(zip(seqused_q.tolist(), seqused_k.tolist(), strict=True)):
+        q, k, v = (x[element : element + 1].transpose(1, 2) for x in (query, key, value))
+        found, _ = exact.attention(q, k[:, :, :kv_length], v[:, :, :kv_length], scale=softmax_scale)
+        out[element, :q_length] = found[0].transpose(0, 1)[:q_length]
+
+
+def writes_all(query, key, value, out, num_splits, **options):
+    attend_to_used(query, key, value, out, num_splits=num_splits, **options)
+    if num_splits == 0:
+        out[1] = 0.0
+
+
+def divides_wrongly(query, key, value, out, num_splits, **options):
+    attend_to_used(query, key, value, out, num_splits=num_splits, **options)
+    if num_splits == 0:
+        out[0] += 0.5
+
+
+def divides_not(*tensors, num_splits, **options):
+    if num_splits == 0:
+        raise RuntimeError("num_splits must be positive")
+    attend_to_used(*tensors, num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize(
+    ("attend", "q_len", "capturing", "splits"),
+    [
+        (attend_to_used, 1, False, 0),
+        (attend_to_used, 200, False, 1),
+        (attend_to_used, 1, True, 1),
+        (writes_all, 1, False, 1),
+        (divides_wrongly, 1, False, 1),
+        (divides_not, 1, False, 1),
+    ],
+    ids=["divides", "many queries", "in a capture", "writes to other elements", "divides wrongly", "divides not"],
+)
+def test_beside_padding_steps_of_decoding_divide_keys_where_a_trial_shows_that_it_is_right(
+    monkeypatch, attend, q_len, capturing, splits
+):
+    ran = []
+
+    def run(*tensors, **options):
+        ran.append(options["num_splits"])
+        attend(*tensors, **options)
+
+    monkeypatch.setattr(flash3, "_operators", lambda: SimpleNamespace(fwd=run))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(flash3, "_divides_found", {})
+    monkeypatch.setattr(flash3, "_row_blocks_found", {})
+    flash3._takes_plans.cache_clear()
+    query, key = torch.randn(2, 4, q_len, 64), torch.randn(2, 4, 10, 64)
+    others = Others()
+    flash3.PaddedFlashAttention3(others).attend(Call(query, key, key, get_recipe("exact"), scale=0.1))
+    assert (ran[-1], others.row_blocks) == (splits, 0)
+    flash3._takes_plans.cache_clear()

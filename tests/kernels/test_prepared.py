@@ -209,7 +209,7 @@ def test_a_call_at_hand_is_found_by_tensors_like_its_own_only(gpu):
     """Others, of another alignment or kind, are looked up by their facts."""
     tensors = draw()
     assert is_prepared(*tensors, recipe="sage2")
-    options = ("sage_attention", False, False, False, 0, None.__class__, None, False, "sage2", "native", False)
+    options = ("sage_attention", False, False, (False, 0, None.__class__, None, False, "sage2", "native", False))
     slot = prepared.find(*tensors, None, *options)
     assert slot is not None and prepared.find(*draw(), None, *options) is slot
     with mock.patch.object(prepared, "_slot", side_effect=AssertionError("looked up")):

@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sage_kernels import costs, registry, training_routes
-from sage_kernels.costs import Curve, Table
+from sage_kernels.costs import Table
+from sage_kernels.curves import Curve
 from sage_kernels.registry import Plan, Request
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")

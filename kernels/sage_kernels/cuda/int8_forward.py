@@ -14,19 +14,18 @@ import torch
 from ..call import Call, late_keys_of
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
-from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
+from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..recipe import get_recipe
 from ..registry import Quantizer, Request
 from ..saving import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
+from .item_order import heads_at_once, heads_in_cache, last_parts
 from .launch import Kernel, Source, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Ints, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
-
-L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
 
 WARPGROUP_ROWS = 64  # of Q, that a warpgroup attends to
 LINE_BYTES = 128  # side by side in shared memory, of V in float16 and of the output
@@ -300,16 +299,9 @@ def _quantize_and_attend(
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
     if lists is not None:
-        block_lists.sort_lists(call, padding, lists, _heads_at_once(call))
+        block_lists.sort_lists(call, padding, lists, heads_in_cache(call))
     forward(operands, output, lse, call, padding, lists)
     return operands
-
-
-def _heads_at_once(call: Call) -> int:
-    """Return how many heads of Q have their K and V stay in the L2 cache together."""
-    _, kv_heads, kv_len, head_dim = call.key.shape
-    bytes_of_head = 2 * ceil_div(kv_len, BLOCK) * BLOCK * power_of_two(head_dim)
-    return max(1, L2_BYTES // bytes_of_head) * (call.query.shape[1] // kv_heads)
 
 
 def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
@@ -379,8 +371,11 @@ def forward(
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts = 1
-    if (config.heavy or config.warpgroups == 2) and not is_causal and lists is None:
+    parts, together = 1, heads_in_cache(call)
+    if is_causal and lists is None:
+        sizes = q_len, tail.kv_len, tail.causal_offset, config.block_m, config.block_n
+        together = heads_at_once(batch * q_heads, together, min(items, multiprocessors), *sizes)
+    elif (config.heavy or config.warpgroups == 2) and lists is None:
         parts = last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if quantizes_query:
         query_map = tensor_map(query, box, LINE_BYTES)
@@ -411,7 +406,7 @@ def forward(
         q_rows=query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
-        heads_at_once=_heads_at_once(call),
+        heads_at_once=together,
         parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
@@ -440,12 +435,3 @@ def forward(
         device,
         dependent=True,
     )
-
-
-def last_parts(items: int, blocks: int, warpgroups: int) -> int:
-    """Return in how many parts the items are split that up to so many blocks have left for a last round.
-
-    Each part has the rows of some of an item's warpgroups; with fewer of them a block takes less time.
-    """
-    left = items % blocks
-    return min(warpgroups, blocks // left) if left else 1

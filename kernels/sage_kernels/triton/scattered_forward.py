@@ -23,6 +23,9 @@ from .split_forward import multiprocessors
 PROGRAMS = 2
 """Programs that a multiprocessor has room for; few, because most of them only find that there is nothing to do."""
 LEAST_LISTED = 512  # keys that are read at once
+COUNTED = 512, 2048
+"""Fewest and most words of four keys that are counted at once: 64 bytes of each thread are on their way together."""
+VECTOR = tl.constexpr(16)  # bytes that a thread loads at once
 PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `registry.AttendToFirst`'s plan
 
 
@@ -45,6 +48,8 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
     width = min(LISTED_ALONE, max(LEAST_LISTED, power_of_two(kv_len)))
     blocks = ceil_div(q_len, config.block_m)
     programs = min(ceil_div(PROGRAMS * multiprocessors(query.get_device()), batch), blocks * q_heads)
+    fewest, most = COUNTED
+    counted = min(most, max(fewest, power_of_two(ceil_div(kv_len, 4))))
     words = ceil_div(kv_len, width) * (width // WORD.value)
     places = 2 + ceil_div(kv_len, config.block_n)
     bits = query.new_empty((batch, programs, words), dtype=torch.int32)
@@ -85,6 +90,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
         V_CHANNELS=v_channels,
         WIDTH=width,
         BITS=WORD.value,
+        COUNTED=counted if valid.stride(1) == 1 else 0,
         **config.constants,
     )
     attend_to_first(call, q_lengths, kv_lengths, plan, output)
@@ -134,21 +140,19 @@ def scattered_forward(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """Attend in one batch element unless its keys come first; write the lengths, or the plan, for those where they do.
 
-    `bits` and `tiles` are each program's own: as of `exact_forward.list_tiles`, of one row of a mask.
+    `bits` and `tiles` are each program's own: as of `exact_forward.list_tiles`, of one row of a mask. COUNTED is of
+    `count_adjacent`, or 0 where the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)
     base = valid + batch.to(tl.int64) * valid_stride
-    lane = tl.arange(0, WIDTH)
-    counts, ends = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
-    for start in range(0, kv_len, WIDTH):
-        column = start + lane
-        exists = tl.load(base + column.to(tl.int64) * valid_stride_key, mask=column < kv_len, other=0) != 0
-        counts += exists.to(tl.int32)
-        ends = tl.where(exists, column + 1, ends)
-    count, end = tl.sum(counts, 0), tl.max(ends, 0)
+    if COUNTED != 0:
+        count, end = count_adjacent(base, kv_len, COUNTED)
+    else:
+        count, end = count_apart(base, kv_len, valid_stride_key, WIDTH)
     come_first = (count == end) & (count != 0)
     if part == 0:
         tl.store(kv_lengths + batch, tl.where(come_first, count, 0))
@@ -197,3 +201,48 @@ def scattered_forward(
         into = output + batch.to(tl.int64) * output_stride_batch + head.to(tl.int64) * output_stride_head
         into += token[:, None] * output_stride_token + channel[None, :]
         store_clamped(into, acc, (row < q_len)[:, None] & (channel < v_head_dim)[None, :])
+
+
+@triton.jit
+def count_adjacent(base, kv_len, WIDTH: tl.constexpr):
+    """Return how many of the bytes from `base` on are not 0, and behind which one none is: WIDTH words at once.
+
+    Every program waits for this, so loads are of whole vectors, and of bytes where a vector would not lie inside.
+    """
+    first = (VECTOR - base.to(tl.int64) % VECTOR) % VECTOR
+    first = tl.minimum(first.to(tl.int32), kv_len)
+    whole = (kv_len - first) // VECTOR * VECTOR
+    edge = tl.arange(0, 2 * VECTOR)
+    column = tl.where(edge < VECTOR, edge, first + whole + edge - VECTOR)
+    inside = tl.where(edge < VECTOR, edge < first, column < kv_len)
+    exists = tl.load(base + column, mask=inside, other=0) != 0
+    lane = tl.arange(0, WIDTH)
+    words = tl.multiple_of((base + first).to(tl.pointer_type(tl.uint32)), VECTOR)
+    counts, ends = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
+    for start in range(0, whole, 4 * WIDTH):
+        word = tl.load(words + start // 4 + lane, mask=start + lane // 4 * VECTOR < whole, other=0)
+        word = (((word & 0x7F7F7F7F) + 0x7F7F7F7F) | word) & 0x80808080  # the highest bit of bytes that are not 0
+        counts += (((word >> 7) * 0x01010101) >> 24).to(tl.int32)
+        length = tl.where(word >> 16 == 0, tl.where(word >> 8 == 0, 1, 2), tl.where(word >> 24 == 0, 3, 4))
+        ends = tl.where(word == 0, ends, first + start + 4 * lane + length)
+    count, last = tl.reduce((counts, ends), 0, _sum_and_maximum)
+    few, last_of_few = tl.reduce((exists.to(tl.int32), tl.where(exists, column + 1, 0)), 0, _sum_and_maximum)
+    return count + few, tl.maximum(last, last_of_few)
+
+
+@triton.jit
+def count_apart(base, kv_len, stride, WIDTH: tl.constexpr):
+    """Do as `count_adjacent` for bytes that lie apart."""
+    lane = tl.arange(0, WIDTH)
+    counts, ends = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
+    for start in range(0, kv_len, WIDTH):
+        column = start + lane
+        exists = tl.load(base + column.to(tl.int64) * stride, mask=column < kv_len, other=0) != 0
+        counts += exists.to(tl.int32)
+        ends = tl.where(exists, column + 1, ends)
+    return tl.reduce((counts, ends), 0, _sum_and_maximum)
+
+
+@triton.jit
+def _sum_and_maximum(count, end, other_count, other_end):
+    return count + other_count, tl.maximum(end, other_end)

@@ -136,9 +136,10 @@ struct alignas(256) Control {
 };
 static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
-// Item `round` of this block. Causal items differ in length: the longest of as many heads as stay in the L2 cache come
-// first, and blocks change order from round to round. Of others a head's last may have fewer rows: blocks take turns
-// with these. Those that are left for the last round are split in parts, so that more blocks have some.
+// Item `round` of this block. Causal items differ in length: the longest of a group of heads come first
+// (`heads_at_once` of item_order.py), and blocks change order from round to round. Of others a head's last may have
+// fewer rows: blocks take turns with these. Those that are left for the last round are split in parts, so that more
+// blocks have some.
 DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
   const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;

@@ -288,7 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   if (threadIdx.x < sizeof(control.ones) / 4) control.ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
-  if (!QUANTIZES_QUERY || threadIdx.x != 128 * WARPGROUPS) wait_for_previous_kernel();
+  // The thread that brings Q in 16 bits begins before, unless its items depend on the spans of keys that exist.
+  if (!QUANTIZES_QUERY || PADDED || threadIdx.x != 128 * WARPGROUPS) wait_for_previous_kernel();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
     if constexpr (QUANTIZES_QUERY)

@@ -1,0 +1,141 @@
+"""The calls that `prepared` prepares: PyTorch's exact attention, a bound kernel of it, and launches on a tape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from . import empty_rows, exact
+from .dispatch import without_cudnn
+from .registry import Attend, Plan
+from .tape import Tape
+
+
+class Prepared(Protocol):
+    """Call that is ready to be repeated."""
+
+    @property
+    def plan(self) -> Plan:
+        """Return what runs."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (output, lse), the latter None if it is not wanted, for arguments that `find` finds alike."""
+
+
+@dataclass(slots=True, eq=False)
+class ExactCall:
+    """Call of exact attention without the LSE.
+
+    Attributes:
+        plan: as in `Prepared`.
+        is_causal, scale, enable_gqa: as in `exact.sdpa`.
+        direct: PyTorch's function takes the arguments as they are, but for the mask, of which it takes a view.
+        mask_form: size and strides of that view; None without a mask, and where rows without a key are set to 0.
+        empties_rows: rows that may attend to no key are set to 0.
+        tokens_first: the output is laid out as (batch, tokens, heads, channels).
+        cudnn: PyTorch may take its cuDNN backend.
+        shared_rows: the single queries that share keys and values are rows of one head (`dispatch.shares_rows`).
+    """
+
+    plan: Plan
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    direct: bool
+    mask_form: tuple[torch.Size, tuple[int, ...]] | None
+    empties_rows: bool
+    tokens_first: bool
+    cudnn: bool
+    shared_rows: bool
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Attend."""
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+            with torch.autocast(query.device.type, enabled=False):
+                return self(query, key, value, mask)
+        if self.direct and self.cudnn and self.mask_form is None:
+            output = F.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            )
+        else:
+            attend = self._attend_directly if self.direct else self._attend
+            output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
+        return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
+
+    def _attend_directly(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        if mask is None or self.mask_form is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            )
+        view = mask.as_strided(*self.mask_form)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        if mask is not None and mask.dim() < 2:
+            mask = mask[(None,) * (2 - mask.dim())]
+        batch, q_heads, q_len, _ = query.shape
+        gqa = self.enable_gqa and not self.shared_rows
+        if self.shared_rows:
+            query = query.reshape(batch, key.shape[1], -1, query.shape[3])
+        attend = empty_rows.attend if self.empties_rows else exact.sdpa
+        output = attend(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
+        return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
+
+
+@dataclass(slots=True, eq=False)
+class BoundCall:
+    """Call of exact attention by a kernel that cannot be rehearsed (`registry.BoundExact`).
+
+    Attributes:
+        plan: as in `Prepared`.
+        attend, tokens_first: what the kernel has bound, and the layout of that function's tensors.
+    """
+
+    plan: Plan
+    attend: Attend
+    tokens_first: bool
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Attend."""
+        if not self.tokens_first:
+            return self.attend(query, key, value), None
+        output = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return output.transpose(1, 2), None
+
+
+@dataclass(slots=True, eq=False)
+class TapedCall:
+    """Call without gradients by kernels whose launches were rehearsed.
+
+    Attributes:
+        plan: as in `Prepared`.
+        tape: its launches; the arguments are Q, K, V and the mask, if there is one.
+        return_lse: the LSE is wanted.
+    """
+
+    plan: Plan
+    tape: Tape
+    return_lse: bool
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend."""
+        addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+        if mask is not None:
+            addresses.append(mask.data_ptr())
+        output, *others = self.tape.run(*addresses, arguments=(query, key, value, mask))
+        return output, others[0] if self.return_lse else None
