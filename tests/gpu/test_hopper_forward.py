@@ -197,6 +197,19 @@ def test_rows_do_not_depend_on_the_parts_of_the_last_items(monkeypatch, recipe, 
     assert torch.equal(output, whole)
 
 
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
+def test_rows_do_not_depend_on_how_many_heads_are_worked_through_together(monkeypatch, recipe, head_dim):
+    """Take groups of one head, groups of which the last has fewer, and all heads at once."""
+    operands = Operands((2, 12, 3, 2500, 2300), head_dim, head_dim, torch.bfloat16, recipe, return_lse=False)
+    operands.quantize()
+    expected, _ = operands.attend(hopper, True)
+    for heads in (1, 5, 24, 100):
+        monkeypatch.setattr(hopper, "heads_at_once", lambda *_, heads=heads: heads)
+        output, _ = operands.attend(hopper, True)
+        assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
 def test_reruns_streams_and_graphs_give_the_same_bits(recipe):
     operands = Operands((2, 4, 2, 1000, 3000), 128, 128, torch.bfloat16, recipe, return_lse=False).quantize()
