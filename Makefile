@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 # same fixtures.
 export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --dist worksteal
+# Bytecode of the libraries is written once, also where the environment forbids it: each process would compile it again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test tests audit lint types test-oldest wheel clean
 
@@ -32,12 +34,12 @@ test: lint
 	$(MAKE) --no-print-directory --jobs=2 types tests
 
 tests: setup
-	$(BIN)/python -m pytest $(PARALLEL) -m "not audit and not gpu" --ignore tests/interpreter
+	$(BIN)/python -m pytest $(PARALLEL) -m "not audit and not gpu" --ignore tests/interpreter --ignore tests/gpu
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter $(PARALLEL) -m "not audit"
 
 # What the kernels compile to on every architecture, and more cases of the promises that `make test` checks.
 audit: setup
-	$(BIN)/python -m pytest $(PARALLEL) -m "audit and not gpu" --ignore tests/interpreter
+	$(BIN)/python -m pytest $(PARALLEL) -m "audit and not gpu" --ignore tests/interpreter --ignore tests/gpu
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreter $(PARALLEL) -m audit
 
 lint: setup
@@ -50,7 +52,7 @@ types: setup
 
 # The oldest versions that pyproject.toml admits, as tests/oldest.txt pins them.
 test-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/interpreter
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/interpreter --ignore tests/gpu
 	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/interpreter $(PARALLEL)
 
 $(OLDEST)/ready: pyproject.toml tests/oldest.txt

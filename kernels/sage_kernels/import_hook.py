@@ -17,21 +17,35 @@ pending: dict[str, list[Action]] = {}
 
 
 class _Finder(MetaPathFinder):
-    """Finder that leaves the search to the other finders, and has pending actions run after the module's execution."""
+    """Finder that leaves the search to those behind it, and has pending actions run after the module's execution."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in pending:
+        searched: set[str] = self._thread.__dict__.setdefault("searched", set())
+        # Asked again by a finder that it asks itself, it steps aside, or the two would call one another without end.
+        if fullname not in pending or fullname in searched:
             return None
-        for finder in tuple(sys.meta_path):
+        searched.add(fullname)
+        try:
+            spec = self._spec_from_those_behind(fullname, path, target)
+        finally:
+            searched.remove(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec, spec.loader)
+        return spec
+
+    def _spec_from_those_behind(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 if self in finders else 0 :]:
             find_spec = getattr(finder, "find_spec", None)
-            if finder is self or find_spec is None:
-                continue
-            spec = find_spec(fullname, path, target)
+            spec = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec, spec.loader)
                 return spec
         return None
 

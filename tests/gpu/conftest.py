@@ -1,7 +1,11 @@
 """Everything in this folder is marked `gpu` and needs a CUDA device."""
 
+import fcntl
+import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of the tests, the same for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_compiles_once(run_folder: Path) -> Iterator[None]:
+    """Let one of the workers that want a kernel now compile it: then Triton's cache on disk has it for the others."""
+    try:
+        from triton.runtime import jit
+
+        compile_now = jit.JITFunction._do_compile
+    except (ImportError, AttributeError):  # Triton 3.4 has no such method
+        yield
+        return
+    locks = run_folder / "triton_locks"
+    locks.mkdir(exist_ok=True)
+
+    def compile_once(kernel: Any, key: object, *arguments: Any) -> Any:
+        program = f"{kernel.cache_key} {key} {os.environ.get('TRITON_CACHE_DIR')}"
+        with (locks / hashlib.sha256(program.encode()).hexdigest()).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_now(kernel, key, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit.JITFunction, "_do_compile", compile_once)
+        yield
 
 
 @pytest.fixture

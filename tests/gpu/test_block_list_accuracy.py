@@ -14,6 +14,7 @@ from sage_kernels.registry import select
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.judge_training import Draw, assert_equal, judge_training, train
+from tests.helpers.pairwise import pairwise
 
 
 def draw(device, batch=2, q_heads=4, kv_heads=2, q_len=1000, kv_len=1100, head_dim=128, dtype=torch.bfloat16):
@@ -153,12 +154,13 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
+@pytest.mark.parametrize(
+    ("recipe", "case", "heads"), pairwise(["sage_bwd", "sage_bwd_int8"], list(GRADIENTS), [(4, 2), (3, 3)])
+)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_gradients_are_as_accurate_as_the_references(recipe, case, heads, device):
-    (block_m, block_n), dims, options = case[0], case[1], dict(case[2])
+    (block_m, block_n), dims, options = GRADIENTS[case]
+    options = dict(options)
     draw = Draw(device)
     blocks = on(device, draw_blocks(2, heads[0], 500, 600, block_m, block_n, share=0.4))
     if options.pop("padded", False):

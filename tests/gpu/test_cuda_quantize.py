@@ -21,6 +21,7 @@ from sage_kernels.recipe import get_recipe
 from sage_kernels.transforms import balance, exchange, heavy_places, mean_of_tokens, rotate
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
+from tests.helpers.pairwise import pairwise
 
 pytestmark = [
     pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
@@ -153,14 +154,20 @@ def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, devi
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("pv", RECIPE_OF_PV)
-@pytest.mark.parametrize("kv_len", [65, 128, 200, 4096])
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(40, 64), (72, 128), (128, 128)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "dims", "kv_len", "pv"),
+    pairwise(
+        LAYOUTS,
+        [torch.float16, torch.bfloat16],
+        [(40, 64), (72, 128), (128, 128)],
+        [65, 128, 200, 4096],
+        list(RECIPE_OF_PV),
+    ),
+)
 def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_without_them(
-    layout, dtype, head_dim, v_head_dim, kv_len, pv, device
+    layout, dtype, dims, kv_len, pv, device
 ):
+    head_dim, v_head_dim = dims
     inputs = draw(2, 3, kv_len, head_dim, heads=6, q_len=130, v_head_dim=v_head_dim, dtype=dtype)
     inputs[1][0, 0, 5, 3], inputs[1][0, 0, 6, 3], inputs[2][0, 0, 7, 3] = torch.nan, torch.inf, -torch.inf
     inputs[1][:, :, 8, 4] = torch.finfo(dtype).max
@@ -266,9 +273,7 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("pv", RECIPE_OF_PV)
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("case", range(48))
+@pytest.mark.parametrize(("case", "balanced", "pv"), pairwise(range(48), [False, True], list(RECIPE_OF_PV)))
 def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device):
     choose = random.Random(case)
     head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (72, 128), (128, 128), (128, 72)))
@@ -353,10 +358,9 @@ VALID = (
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("pv", RECIPE_OF_PV)
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("which", range(len(VALID)))
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize(
+    ("case", "which", "rotated", "pv"), pairwise(range(4), range(len(VALID)), [False, True], list(RECIPE_OF_PV))
+)
 def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, device):
     choose = random.Random(case)
     head_dim, v_head_dim = choose.choice(((40, 64), (64, 64), (72, 128), (128, 128)))

@@ -12,6 +12,7 @@ from sage_kernels.call import Call, Mask
 from sage_kernels.prepared_calls import TapedCall
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import exact_plan, get_exact
+from tests.helpers.pairwise import pairwise
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Largest relative error of a number that is rounded to nearest, with 11 and 8 bits."""
@@ -76,9 +77,10 @@ MASKED = ("lengths", "hole", "window", "scattered", "bias", "key bias")
 SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 72, 128, 256])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", ["none", *MASKED, "causal none", *(f"causal {kind}" for kind in MASKED)])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "head_dim"),
+    pairwise(["none", *MASKED, "causal none", *(f"causal {kind}" for kind in MASKED)], SIZES, [32, 64, 72, 128, 256]),
+)
 def test_masks_of_every_kind(device, kind, sizes, head_dim):
     dtype = torch.float16 if sizes == SIZES[1] else torch.bfloat16
     call = draw_call(device, sizes, head_dim, kind, dtype, heads_first=sizes == SIZES[2])
@@ -98,10 +100,13 @@ def test_scales_of_either_sign(device, scale):
     assert_rounded_twice(call, run(call, "exact_forward"))
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
-@pytest.mark.parametrize("kind", ["none", "lengths", "hole", "causal none", "causal lengths"])
 @pytest.mark.parametrize(
-    "sizes", [(2, 8, 2, 1, 3000), (3, 4, 4, 5, 90), (1, 16, 1, 4, 20000), (2, 2, 2, 64, 1030)], ids=str
+    ("sizes", "kind", "head_dim"),
+    pairwise(
+        [(2, 8, 2, 1, 3000), (3, 4, 4, 5, 90), (1, 16, 1, 4, 20000), (2, 2, 2, 64, 1030)],
+        ["none", "lengths", "hole", "causal none", "causal lengths"],
+        [16, 64, 72, 128, 256],
+    ),
 )
 def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[3] == 1)

@@ -12,6 +12,7 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.toolchain import triton_version
 from sage_kernels.triton.registration import nvfp4_unsupported
 from tests.helpers.judge import lse_tolerance
+from tests.helpers.pairwise import pairwise
 from tests.helpers.sinks import sink
 from tests.helpers.triton_calls import attend, new_call
 
@@ -65,9 +66,9 @@ def draw(device, dtype, q_len, kv_len, head_dim=64, v_head_dim=64, batch=2, q_he
     ]
 
 
-@pytest.mark.parametrize("recipe", FORWARD_ONLY)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("recipe", "head_dim", "dtype"), pairwise(FORWARD_ONLY, [64, 128], [torch.bfloat16, torch.float16, torch.float32])
+)
 def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(recipe, head_dim, dtype, device):
     inputs = [x.to(device, dtype) for x in sink(256, 8192, head_dim, heads=2)]
     error = check(inputs, recipe)
@@ -79,9 +80,9 @@ def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(r
     check([x.to(device, dtype) for x in sink(1000, 1000, head_dim, heads=2)], recipe, is_causal=True)
 
 
-@pytest.mark.parametrize("recipe", FORWARD_ONLY)
-@pytest.mark.parametrize("at", [64, 4000, 8099])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("recipe", "at", "dtype"), pairwise(FORWARD_ONLY, [64, 4000, 8099], [torch.bfloat16, torch.float32])
+)
 def test_a_sink_anywhere_is_like_one_at_the_front(recipe, at, dtype, device):
     recipe = replace(RECIPES[recipe], heavy_keys=KEYS, heavy_choice="heaviest")
     inputs = [x.to(device, dtype) for x in sink(256, 8100, 64, heads=2, at=at)]
@@ -108,20 +109,23 @@ def test_the_kernels_that_are_chosen_attend_to_a_sink_anywhere(recipe, at, dtype
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("recipe", FORWARD_ONLY)
-@pytest.mark.parametrize("kind", ["none", "causal", "keys", "bool", "additive", "padding"])
 @pytest.mark.parametrize(
-    ("head_dim", "v_head_dim", "dtype"),
-    [
-        (64, 64, torch.bfloat16),
-        (32, 32, torch.bfloat16),
-        (16, 24, torch.float16),
-        (80, 40, torch.float32),
-        (256, 144, torch.float16),
-        (16, 256, torch.float32),
-    ],
+    ("recipe", "kind", "size"),
+    pairwise(
+        FORWARD_ONLY,
+        ["none", "causal", "keys", "bool", "additive", "padding"],
+        [  # head_dim, V's, dtype
+            (64, 64, torch.bfloat16),
+            (32, 32, torch.bfloat16),
+            (16, 24, torch.float16),
+            (80, 40, torch.float32),
+            (256, 144, torch.float16),
+            (16, 256, torch.float32),
+        ],
+    ),
 )
-def test_masks_and_sizes(recipe, kind, head_dim, v_head_dim, dtype, device):
+def test_masks_and_sizes(recipe, kind, size, device):
+    head_dim, v_head_dim, dtype = size
     for q_len, kv_len in ((150, 65), (70, 64), (300, 700)):
         query, key, value = draw(device, dtype, q_len, kv_len, head_dim, v_head_dim)
         generator = torch.Generator(device).manual_seed(1)
@@ -150,9 +154,9 @@ def test_masks_and_sizes(recipe, kind, head_dim, v_head_dim, dtype, device):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("recipe", FORWARD_ONLY)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("recipe", "is_causal", "dtype"), pairwise(FORWARD_ONLY, [False, True], [torch.bfloat16, torch.float32])
+)
 def test_packed_sequences_may_be_shorter_than_the_heavy_keys(recipe, is_causal, dtype, device):
     # Of longer ones the reference of each alone has late keys, as all packed ones do with causality.
     q_lengths, kv_lengths, used = (3, 200, 700, 5, 64, 6), (10, 100, 900, 30, 130, 9), (10, 48, 850, 0, 130, 9)

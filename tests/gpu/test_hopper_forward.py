@@ -13,9 +13,10 @@ from sage_kernels.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from tests.helpers import triton_calls
 from tests.helpers.judge import Error, judge, lse_tolerance
-from tests.helpers.layouts import LAYOUTS, lay_out
+from tests.helpers.layouts import lay_out
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_calls import HEADS as HEAD_COUNTS
-from tests.helpers.random_calls import LENGTHS
+from tests.helpers.random_calls import LENGTHS, draw_layouts, spread
 
 # (batch, q_heads, kv_heads, q_len, kv_len)
 SIZES = (
@@ -95,20 +96,19 @@ def error(x, truth):
     return (x.double() - truth).abs().sum().item()
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), HEADS)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
-def test_it_is_as_accurate_as_the_portable_kernel(recipe, sizes, head_dim, v_head_dim, dtype):
-    operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe).quantize()
+@pytest.mark.parametrize(("recipe", "sizes", "heads"), pairwise(("sage1", "sage2"), SIZES, HEADS))
+def test_it_is_as_accurate_as_the_portable_kernel(recipe, sizes, heads):
+    operands = Operands(sizes, *heads, RECIPES[recipe]).quantize()
     for is_causal, offset in CAUSAL:
         assert_as_accurate(operands, is_causal, offset)
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), HEADS)
-@pytest.mark.parametrize("sizes", [size for size in SIZES if size[0] <= 2 and size[4] > 1])
-@pytest.mark.parametrize("recipe", (SAGE1, SAGE2), ids=lambda recipe: recipe.name)
-def test_it_is_as_accurate_where_keys_do_not_exist(recipe, sizes, head_dim, v_head_dim, dtype):
-    operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe)
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "heads"),
+    pairwise(("sage1", "sage2"), [size for size in SIZES if size[0] <= 2 and size[4] > 1], HEADS),
+)
+def test_it_is_as_accurate_where_keys_do_not_exist(recipe, sizes, heads):
+    operands = Operands(sizes, *heads, RECIPES[recipe])
     index = torch.arange(operands.kv_len, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     for which in VALID:
@@ -290,31 +290,31 @@ def test_queries_that_it_quantises_itself_are_those_of_each_replay_and_stream():
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("group", range(20))
-def test_ten_thousand_random_requests(group, monkeypatch):
+@pytest.mark.parametrize("forms", [3, pytest.param(500, marks=pytest.mark.audit)])
+def test_ten_thousand_random_requests(group, forms, monkeypatch):
+    """In forms that share layouts, heads, head dimensions, recipe and whether the LSE is wanted."""
     choose = random.Random(group)
     ways = hopper._leaves_query, lambda *_: False
     dtype = choose.choice((torch.float16, torch.bfloat16))
     errors = {(recipe, return_lse): Error() for recipe in ("sage1", "sage2") for return_lse in (False, True)}
+    all_dims = ((64, 64), (128, 128), (40, 56), (80, 128), (96, 96))
+    shared = [spread(choose, values, forms) for values in (HEAD_COUNTS, all_dims, list(errors))]
+    drawn = list(zip(draw_layouts(choose, 3, forms), *shared, strict=True))
     for index in range(500):
         generator = torch.Generator("cuda").manual_seed(500 * group + index)
-        batch, q_heads, kv_heads = choose.choice(HEAD_COUNTS)
+        layouts, (batch, q_heads, kv_heads), (head_dim, v_head_dim), (recipe, return_lse) = drawn[index % forms]
         q_len, kv_len = (choose.choice((choose.choice(LENGTHS), choose.randint(1, 900))) for _ in range(2))
-        head_dim, v_head_dim = choose.choice(((64, 64), (128, 128), (40, 56), (80, 128), (96, 96)))
+        sizes = (q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim)
         inputs = []
-        for heads, tokens, channels in (
-            (q_heads, q_len, head_dim),
-            (kv_heads, kv_len, head_dim),
-            (kv_heads, kv_len, v_head_dim),
-        ):
+        for (heads, tokens, channels), layout in zip(sizes, layouts, strict=True):
             x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
             mean = torch.randn(channels, generator=generator, device="cuda")
-            inputs.append(lay_out((x + mean).to(dtype), choose.choice(LAYOUTS)))
+            inputs.append(lay_out((x + mean).to(dtype), layout))
         call = {"is_causal": choose.random() < 0.5, "scale": choose.choice((None, None, 0.2, -0.1))}
         if not call["is_causal"] and choose.random() < 0.5:
             sparse = torch.rand(batch, 1, 1, kv_len, generator=generator, device="cuda") < choose.random()
             first = (torch.arange(kv_len, device="cuda") < choose.randint(0, kv_len)).view(1, 1, 1, -1)
             call["mask"] = choose.choice((sparse, first))
-        recipe, return_lse = choose.choice(tuple(errors))
         monkeypatch.setattr(hopper, "_leaves_query", choose.choice(ways))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)

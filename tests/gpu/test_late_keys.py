@@ -14,11 +14,11 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.transforms import NO_KEY, late_keys
 from tests.helpers import triton_calls
 from tests.helpers.judge import lse_tolerance
+from tests.helpers.pairwise import pairwise
 from tests.helpers.sinks import uniform_but_where_sampled
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
-hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs compute capability 9.0")
 # Without the search for scales, which Triton compiles for long.
 UNSEARCHED = replace(RECIPES["sage3"], scale_steps=(), key_scale_steps=())
 # Of sinks whose number modulo 16 is 6 to 9 or 12 to 14, the first keys that give way exist in every kind of padding.
@@ -76,9 +76,9 @@ def check(inputs, recipe, result, valid, options):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", ["all", "left", "right", "holes"])
-@pytest.mark.parametrize("recipe", ["sage1", "sage2"])
+@pytest.mark.parametrize(
+    ("recipe", "kind", "sizes"), pairwise(["sage1", "sage2"], ["all", "left", "right", "holes"], list(SIZES))
+)
 def test_the_chosen_int8_kernel_has_the_references_error(recipe, kind, sizes):
     inputs, options = draw(sizes)
     valid = keys_that_exist(kind, sizes)
@@ -91,10 +91,9 @@ def test_the_chosen_int8_kernel_has_the_references_error(recipe, kind, sizes):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", ["all", "left"])
-@pytest.mark.parametrize("recipe", [RECIPES["sage2"], UNSEARCHED], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(("recipe", "kind", "sizes"), pairwise(["sage2", "sage3"], ["all", "left"], list(SIZES)))
 def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
+    recipe = UNSEARCHED if recipe == "sage3" else RECIPES[recipe]
     inputs, options = draw(sizes, torch.float16)
     valid = keys_that_exist(kind, sizes)
     call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
@@ -120,11 +119,13 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", ["all", "left", "holes"])
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=hopper) for name in ("sage1", "sage2")), "sage3"])
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"), pairwise(["sage1", "sage2", "sage3"], ["all", "left", "holes"], list(SIZES))
+)
 @compiles
 def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
+    if name != "sage3" and CAPABILITY != (9, 0):
+        pytest.skip("needs compute capability 9.0")
     recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, balance=False)
     inputs, options = draw(sizes)
     valid = keys_that_exist(kind, sizes)

@@ -1,20 +1,22 @@
 """More than two thousand random requests, each judged by its recipe's reference and by exact attention.
 
-Drawn in groups that share what a kernel is compiled for. What failed as "GROUPS[3], 17" is rerun by
-`run(GROUPS[3], 17, device)`.
+Drawn in groups that share what a kernel is compiled for, and in forms that share layouts, heads and the mask's shape.
+What failed as "GROUPS[3], 17, 5" is rerun by `run(GROUPS[3], 17, 5, device)`.
 """
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
 
 from tests.helpers.judge import Error, judge
-from tests.helpers.layouts import LAYOUTS, lay_out
-from tests.helpers.random_calls import HEADS, LENGTHS, Group
+from tests.helpers.layouts import lay_out
+from tests.helpers.random_calls import HEADS, LENGTHS, Group, draw_layouts, spread
 
 REQUESTS_PER_GROUP = 160
+FORMS = 5
 MASKS = ("none", "causal", "bool", "additive", "padding", "some rows", "expanded")
 
 
@@ -38,13 +40,23 @@ GROUPS = [
 
 
 @dataclass(frozen=True)
+class Form:
+    """Layouts of Q, K and V; batch, q_heads and kv_heads; the mask, and along which axes it is shared."""
+
+    layouts: tuple[str, ...]
+    heads: tuple[int, int, int]
+    mask: str
+    shared: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Request:
     """One call: batch, q_heads and kv_heads; lengths; layouts of Q, K and V; the mask."""
 
     heads: tuple[int, int, int]
     q_len: int
     kv_len: int
-    layouts: tuple[str, str, str]
+    layouts: tuple[str, ...]
     mask: str
     mask_shape: tuple[int, int, int, int]
     allowed: float
@@ -52,17 +64,25 @@ class Request:
     seed: int
 
 
-def draw_request(group: Group, index: int) -> Request:
-    choose = random.Random(f"{group} {index}")
-    heads = choose.choice(HEADS)
+@cache
+def draw_forms(group: Group, count: int) -> list[Form]:
+    choose = random.Random(f"{group} {count}")
+    shared = zip(*(spread(choose, (False, True), count) for _ in range(4)), strict=True)
+    return list(
+        map(Form, draw_layouts(choose, 3, count), spread(choose, HEADS, count), spread(choose, MASKS, count), shared)
+    )
+
+
+def draw_request(group: Group, index: int, forms: int) -> Request:
+    choose, form = random.Random(f"{group} {index}"), draw_forms(group, forms)[index % forms]
     q_len, kv_len = (choose.choice((choose.choice(LENGTHS), choose.randint(1, 600))) for _ in range(2))
     return Request(
-        heads,
+        form.heads,
         q_len,
         kv_len,
-        tuple(choose.choice(LAYOUTS) for _ in range(3)),
-        choose.choice(MASKS),
-        tuple(choose.choice((1, size)) for size in (*heads[:2], q_len, kv_len)),
+        form.layouts,
+        form.mask,
+        tuple(1 if one else size for one, size in zip(form.shared, (*form.heads[:2], q_len, kv_len), strict=True)),
         choose.choice((0.02, 0.3, 0.9)),
         choose.choice((None, None, 0.3, -0.2)),
         index,
@@ -90,8 +110,8 @@ def draw_mask(request: Request, dtype: torch.dtype, generator: torch.Generator) 
     return None
 
 
-def run(group: Group, index: int, device: torch.device) -> Error:
-    request = draw_request(group, index)
+def run(group: Group, index: int, forms: int, device: torch.device) -> Error:
+    request = draw_request(group, index, forms)
     generator = torch.Generator(device).manual_seed(request.seed)
     batch, q_heads, kv_heads = request.heads
     shapes = (
@@ -108,13 +128,14 @@ def run(group: Group, index: int, device: torch.device) -> Error:
     try:
         return judge(*inputs, group.recipe, mask=mask, is_causal=request.mask == "causal", scale=request.scale)
     except AssertionError as error:
-        raise AssertionError(f"GROUPS[{GROUPS.index(group)}], {index}: {request}") from error
+        raise AssertionError(f"GROUPS[{GROUPS.index(group)}], {index}, {forms}: {request}") from error
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g.recipe}-{g.head_dim}-{g.v_head_dim}")
-def test_random_requests(group, device):
+@pytest.mark.parametrize("forms", [FORMS, pytest.param(REQUESTS_PER_GROUP, marks=pytest.mark.audit)])
+def test_random_requests(group, forms, device):
     error = Error()
     for index in range(REQUESTS_PER_GROUP):
-        error += run(group, index, device)
+        error += run(group, index, forms, device)
     error.assert_as_small_as_the_references()

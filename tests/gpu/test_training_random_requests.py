@@ -6,13 +6,15 @@ from tests.helpers.judge_training import GradientErrors
 from tests.helpers.random_training_calls import GROUPS, KINDS, run
 
 CALLS_PER_GROUP_AND_KIND = 18
+FORMS = 2
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g.recipe}-{g.head_dim}-{g.v_head_dim}")
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_calls(group, kind, device):
+@pytest.mark.parametrize("forms", [FORMS, pytest.param(CALLS_PER_GROUP_AND_KIND, marks=pytest.mark.audit)])
+def test_random_calls(group, kind, forms, device):
     errors = GradientErrors.none()
     for index in range(CALLS_PER_GROUP_AND_KIND):
-        errors += run(group, kind, index, device)
+        errors += run(group, kind, index, forms, device)
     errors.assert_as_small_as_the_references()

@@ -14,6 +14,7 @@ import pytest
 def hasten(patch: pytest.MonkeyPatch) -> None:
     """Patch Triton's interpreter, which must be the one that runs kernels: TRITON_INTERPRET=1."""
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     dtype_of = interpreter._get_np_dtype
@@ -31,6 +32,10 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce_halves)
     patch.setattr(tl.block_type, "__init__", block_types_once(tl.block_type.__init__, tl.constexpr))
     patch.setattr(tl.tensor, "__init__", shapes_once(tl.tensor.__init__))
+    patch.setattr(interpreter, "_patch_lang", once_a_launch(interpreter._patch_lang, (tl, tl.core)))
+    # Ten operations for each sum of integers, whose result the interpreter drops: it asserts nothing on the device.
+    patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *arguments: None)
+    patch.setattr(TritonSemantic, "broadcast_impl_value", unless_alike(TritonSemantic.broadcast_impl_value))
 
 
 def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -69,6 +74,40 @@ def shapes_once(init: Callable[..., None]) -> Callable[..., None]:
             init(self, handle, type)
             known[type.name] = dict(vars(self))
         vars(self).update(known[type.name], handle=handle, type=type)
+
+    return remembered
+
+
+def once_a_launch(patch_lang: Callable[[Any], Any], languages: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Make a kernel's device functions leave the language as the kernel itself, or one of them before, patched it."""
+    patched: set[int] = set()
+
+    @cache
+    def seen_by(function: Any) -> set[int]:
+        return {id(value) for value in function.__globals__.values() if any(value is one for one in languages)}
+
+    def remembered(function: Any) -> Any:
+        seen = seen_by(function)
+        if seen and seen <= patched:
+            return SimpleNamespace(restore=lambda: None)
+        scope, of_kernel = patch_lang(function), not patched
+        if hasattr(scope, "restore"):
+            patched.update(seen)
+            if of_kernel:
+                restore = scope.restore
+                scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    return remembered
+
+
+def unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Broadcast nothing where both blocks have the same shape, or both are scalars."""
+
+    def remembered(semantic: Any, x: Any, y: Any) -> Any:
+        if x.type.is_block() == y.type.is_block() and x.handle.data.shape == y.handle.data.shape:
+            return x, y
+        return broadcast(semantic, x, y)
 
     return remembered
 

@@ -348,7 +348,8 @@ def test_captions_claim_no_more_than_ran(recipe, numerics, caption):
 
 def test_the_trained_tiny_model_keeps_its_picture_in_four_bits(tmp_path):
     prompts = ("a red circle moving left",)
-    report = generate(GenerateOptions(SageConfig("sage3"), "sage3", tmp_path, prompts, compare=True, steps=1))
+    options = {"compare": True, "steps": 1, "frames": 9}
+    report = generate(GenerateOptions(SageConfig("sage3"), "sage3", tmp_path, prompts, **options))
     assert report.videos[0].ssim > 0.5
     for layer in report.layer_errors:
         assert layer.errors.cosine > 0.9

@@ -96,7 +96,9 @@ def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path,
     assert costs.is_faster(low_bit, rivals, long)
 
 
-def test_tune_writes_to_the_file_that_is_named(gpu, tmp_path):
+def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):
+    few = [point for point in tune.points() if point.sizes.head_dim == 128 and point.kind == "none"]
+    monkeypatch.setattr(tune, "points", lambda: few)
     assert main(["tune", "--output", str(tmp_path / "table.json")]) == 0
     assert costs.read_table(tmp_path / "table.json").curves
 

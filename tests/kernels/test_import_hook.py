@@ -125,3 +125,51 @@ def test_hooking_a_module_from_inside_its_own_import_is_refused(folder: Path) ->
     )
     with pytest.raises(ImportError, match="import hooked_circular first"):
         importlib.import_module("hooked_circular")
+
+
+def test_copies_of_the_package_wait_for_the_same_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "hooked_by_copies.py").write_text("loader = __loader__\n")
+    copies = []
+    for number in range(3):
+        name = f"import_hook_copy_{number}"
+        spec = importlib.util.spec_from_file_location(name, import_hook.__file__)
+        copies.append(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(copies[-1])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen = []
+    for copy in (import_hook, *copies):
+        copy.when_imported("hooked_by_copies", seen.append)
+    module = importlib.import_module("hooked_by_copies")
+    assert seen == [module] * 4
+    assert type(module.loader) is type(module.__spec__.loader) is SourceFileLoader
+    assert not any(copy.pending for copy in copies)
+
+
+class DelegatingFinder:
+    """Another library's finder: it asks all others on the path."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def find_spec(self, fullname, path, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                self.found.append(fullname)
+                return spec
+        return None
+
+
+@pytest.mark.parametrize("place", ["in front", "behind"])
+def test_a_finder_that_asks_all_others_is_asked_once(folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    name = f"hooked_beside_{place.replace(' ', '_')}"
+    (folder / f"{name}.py").write_text("answer = 42\n")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    other, seen = DelegatingFinder(), []
+    if place == "behind":
+        sys.meta_path.insert(0, other)
+    when_imported(name, lambda module: seen.append(module.answer))
+    if place == "in front":
+        sys.meta_path.insert(0, other)
+    importlib.import_module(name)
+    assert seen == [42]
+    assert other.found == [name]

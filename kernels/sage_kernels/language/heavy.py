@@ -63,15 +63,18 @@ def attend_heavy_keys(
     # In float32 few keys at once: each product is three, whose operands take registers and shared memory. At head_dim
     # 256 the output takes as many, and the loop over the other keys would spill. Below 64 channels the assembler of
     # CUDA 12.8 gives some products of all keys a wrong address in shared memory.
+    # Triton 3.4 takes `max` and `min` of constants for tensors.
     WHOLE: tl.constexpr = (
         value.dtype.element_ty.primitive_bitwidth == 16
-        and max(CHANNELS, V_CHANNELS) <= 128
-        and min(CHANNELS, V_CHANNELS) >= 64
+        and CHANNELS <= 128
+        and V_CHANNELS <= 128
+        and CHANNELS >= 64
+        and V_CHANNELS >= 64
     )
     CHUNK: tl.constexpr = KEYS if WHOLE else 16
     WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
     # In float32 at head_dim 256 that assembler does so too, so these products are not the matrix units'.
-    WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and max(CHANNELS, V_CHANNELS) > 128
+    WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)
     PRECISION: tl.constexpr = "ieee" if WIDE else "tf32x3"
     for first in tl.range(0, KEYS, CHUNK, num_stages=1):
         column = first + tl.arange(0, CHUNK)

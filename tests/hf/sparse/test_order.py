@@ -52,7 +52,7 @@ def test_grids_without_tokens_are_refused(grid):
 @pytest.mark.parametrize("grid", [(4, 4, 8), (5, 1, 3)])
 def test_gradients_go_back_to_their_tokens(grid):
     order = TileOrder.of(grid)
-    x = torch.randn(2, len(order.tokens), 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, len(order.tokens), 1, dtype=torch.float64, requires_grad=True)
     for function in (order.pad, order.sort, order.unsort, lambda y: order.unpad(order.pad(y) ** 2)):
         assert torch.autograd.gradcheck(function, (x,))
         assert torch.autograd.gradgradcheck(function, (x,))

@@ -18,8 +18,10 @@ from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...operands import NVFP4Operands, Statistics
 from ...recipe import Recipe
 from ...transforms import rotation_block
+from .choice import is_finite
 from .heavy import choice_places, heavy_keys
-from .statistics import is_finite, reduce_block, token_statistics
+from .reduction import reduce_block
+from .statistics import token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 MIN_CHANNELS = 64  # of the FP4 matrix instructions
