@@ -38,8 +38,12 @@ def layout_of(model: Any) -> Layout | None:
 
 def arguments_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of the model's forward by name."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return by_name(list(inspect.signature(type(model).forward).parameters)[1:], args, kwargs)
+
+
+def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name, of which `names` are those of its positional ones."""
+    return {names[place]: x for place, x in enumerate(args[: len(names)])} | kwargs
 
 
 def _patches(states: torch.Tensor, patch: tuple[int, int, int], first: int = 2) -> Grid:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .grids import Grid, Layout
+from .grids import Grid, Layout, by_name
 from .order import TileOrder
 
 FOR_ALL_TOKENS = frozenset(
@@ -67,7 +67,7 @@ class Reordering:
         self, is_first: bool, names: list[str], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if is_first:
-            self._activate(dict(zip(names, args, strict=False)) | kwargs)
+            self._activate(by_name(names, args, kwargs))
         if not self.active:
             return None
         named = [self._put_in_order(is_first, name, x) for name, x in zip(names, args, strict=False)]

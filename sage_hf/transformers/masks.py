@@ -45,20 +45,28 @@ def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None
     """
     if kwargs["mask_function"] is not masking_utils.causal_mask_function or kwargs.get("local_size") is not None:
         return None
-    if not kwargs.get("allow_is_causal_skip", True) or "q_offset" not in kwargs:
+    if not kwargs.get("allow_is_causal_skip", True) or not {"q_offset", "cache_position"} & kwargs.keys():
         return None
-    offset = int(kwargs["q_offset"]) - kwargs.get("kv_offset", 0)
+    start = kwargs.get("kv_offset", 0)
+    first, q_len = _queries_of(kwargs)
+    offset = first - start
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return offset, None
-    start = kwargs.get("kv_offset", 0)
     if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start:
         return None
     # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
-    seen = padding[:, start : start + offset + kwargs["q_length"]]
+    seen = padding[:, start : first + q_len]
     if bool(seen.all()):
         return offset, None
     return (offset, seen) if seen.dtype == torch.bool else None
+
+
+def _queries_of(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the position of the first query, and the number of queries, which older versions say by a tensor."""
+    if "q_offset" in kwargs:
+        return int(kwargs["q_offset"]), kwargs["q_length"]
+    return int(kwargs["cache_position"][0]), kwargs["cache_position"].shape[0]
 
 
 def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ def cogvideox_attention(
     """
     from diffusers.models.embeddings import apply_rotary_emb
 
-    text_length, video_length = encoder_hidden_states.shape[1], hidden_states.shape[1]
+    text_length = encoder_hidden_states.shape[1]
     states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     mask = sdpa_mask(attn, attention_mask, states.shape[1], states.shape[0])
 
@@ -41,8 +41,7 @@ def cogvideox_attention(
             key[:, :, text_length:] = apply_rotary_emb(key[:, :, text_length:], image_rotary_emb)
 
     states = project_out(attn, merge_heads(attend(query, key, value, attn_mask=mask)))
-    text, video = states.split([text_length, video_length], dim=1)
-    return video, text
+    return states[:, text_length:], states[:, :text_length]
 
 
 @computes("CogView4AttnProcessor")
@@ -85,5 +84,4 @@ def cogview4_attention(
         attention_mask = (valid[:, None, :, None] & valid[:, None, None, :]).to(query.dtype)
 
     states = project_out(attn, merge_heads(attend(query, key, value, attn_mask=attention_mask)).type_as(query))
-    text, image = states.split([text_length, image_length], dim=1)
-    return image, text
+    return states[:, text_length:], states[:, :text_length]
