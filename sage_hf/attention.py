@@ -203,13 +203,12 @@ def attend(
         facts = "sage_attention", tokens_first, grad, options
         slot = prepared.recall(query, key, value, attn_mask, facts)
         if slot is None:
-            slot = prepared.find(query, key, value, attn_mask, *facts)
+            slot = prepared.look_up(query, key, value, attn_mask, facts)
             may_be_a_step = attn_mask is None and not tokens_first
             if may_be_a_step and slot is not None and slot.prepared is None and slot.calls == 0:
                 prepared.follow_step(slot, query, key, value, *facts)
         if slot is not None and (call := slot.prepared) is not None:
-            for listener in dispatch.plan_listeners:
-                listener(call.plan)
+            dispatch.announce(call.plan)
             plain = slot.plan_anew is None and not tokens_first
             output, lse = (call if plain else slot.run)(query, key, value, attn_mask)
             if record.observers:

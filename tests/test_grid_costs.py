@@ -1,4 +1,4 @@
-"""What a table of costs learns from the grid's calls."""
+"""Check which calls of a grid a table of costs learns, and at what cost."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Of a product's combinations, those that are not audited show every two values of different axes together."""
+"""Check that the combinations not audited show every two values of different axes together."""
 
 from itertools import combinations, product
 

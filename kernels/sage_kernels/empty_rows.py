@@ -22,7 +22,7 @@ _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 ROWS, NEAR = 128, 0.02
 """Queries and keys of a trial, and how far from what it should be an output of about 1 may be: more than rounding."""
 REFUSALS = "No available kernel", "No viable backend"
-"""What PyTorch says where a backend does not serve a call."""
+"""Texts by which PyTorch says that a backend does not serve a call."""
 _found: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
 
 

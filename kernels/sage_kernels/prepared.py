@@ -166,7 +166,7 @@ def recall(
             if check(query, key, value, mask):
                 addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | mask.data_ptr()
                 return None if addresses % ALIGNMENT else slot
-    except (AttributeError, RuntimeError, TypeError):  # `find` tells them apart
+    except (AttributeError, RuntimeError, TypeError):  # `look_up` tells them apart
         pass
     return None
 
@@ -180,12 +180,17 @@ def find(
         query, key, value, mask: the arguments, not checked yet.
         options: all else that decides what runs; the first one names the function that is called.
     """
+    return recall(query, key, value, mask, options) or look_up(query, key, value, mask, options)
+
+
+def look_up(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: tuple[object, ...]
+) -> Slot | None:
+    """Do as `find` for a call that is not at hand (`recall`): find its slot by the facts of its tensors."""
     if modes_are_active():
         return None
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     try:
-        if (slot := recall(query, key, value, mask, options)) is not None:
-            return slot
         if not is_plain(*tensors):
             return None
         slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)

@@ -27,7 +27,7 @@ RATIO = 1.05
 
 @pytest.fixture(scope="module")
 def cache(run_folder):
-    """Of what these stand-ins are compiled to, which nothing else may find."""
+    """Return a folder for what these stand-ins are compiled to, which nothing else may find."""
     return run_folder / "portable_fp4"
 
 
