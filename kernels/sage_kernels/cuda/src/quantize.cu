@@ -126,6 +126,7 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
+  if (QUEUE && blockIdx.x == 0 && threadIdx.x == 0) *o.queue = 0;
   if (PADDED && blockIdx.x >= gridDim.x - o.paddings) {
     const uint32 number = gridDim.x - 1 - blockIdx.x;
     find_spans(all_valid(s, number), s.kv_len + FIRST_KEYS, o.spans + 3 * number);
