@@ -35,6 +35,7 @@ ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(BALANCE, "Q and K are balanced before they are rotated, or not");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
+ASSERT_FLAG(QUEUE, "the forward kernel takes items from a queue, or has none");
 static_assert(ROTATE || !BALANCE, "BALANCE needs ROTATE: factors are applied by the rotation");
 static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 15, "MAX_BALANCE must be 1 to 14: factors are normal in float16");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
