@@ -145,9 +145,9 @@ struct alignas(256) Control {
 };
 static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
-// Take this block's place `round` in the QUEUE of so many items, behind its number of round 0, for two other threads.
-// Each block takes one place in vain: so many times the counter went up in all, and it is back at 0. Operands that come
-// without a counter have their items dealt out, and blocks change order from round to round.
+// Take this block's place `round` in the QUEUE of so many items, for two other threads too; that of round 0 is its
+// number. In the end each block takes a place in vain, so the counter goes up `items` times in all, and is back at 0.
+// Operands without a counter have their items dealt out; blocks then change order from round to round.
 DEVICE int take_place(const Arguments& a, int round, int items, TakenPlace& taken) {
   const int grid = gridDim.x;
   int place = round * grid + (round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
@@ -159,7 +159,7 @@ DEVICE int take_place(const Arguments& a, int round, int items, TakenPlace& take
   return place;
 }
 
-// Get the place that another thread takes.
+// Get this block's place `round`, which another thread takes.
 DEVICE int get_place(int round, TakenPlace& taken) {
   if (round == 0) return blockIdx.x;
   wait(taken.full, round & 1 ^ 1);
