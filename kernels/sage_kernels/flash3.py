@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
@@ -13,7 +13,6 @@ import torch
 
 from . import rehearsal
 from .call import Call
-from .costs import DECODED_QUERIES
 from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact
 
 logger = logging.getLogger(__name__)
@@ -102,9 +101,7 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        splits = _splits_beside_padding(call)
-        attend_to_first = partial(_attend_to_first, splits=splits)
-        return self._others.attend_to_scattered(call, attend_to_first, 0 if splits == 0 else _row_blocks(call))
+        return self._others.attend_to_scattered(call, _attend_to_first, _row_blocks(call))
 
 
 def register_kernels() -> None:
@@ -119,15 +116,14 @@ def _attend_to_first(
     kv_lengths: torch.Tensor,
     plan: torch.Tensor | None,
     output: torch.Tensor,
-    splits: int,
 ) -> None:
-    """Write the output of some batch elements; see `registry.AttendToFirst`, and for `splits` `_write`."""
+    """Write the output of some batch elements; see `registry.AttendToFirst`."""
     of_rows = q_lengths if plan is None else plan
     assert of_rows is not None
     scale, planned = call.scale, plan is not None
 
     def attend(*tensors: torch.Tensor) -> None:
-        _write(*tensors, scale=scale, planned=planned, splits=splits)
+        _write(*tensors, scale=scale, planned=planned)
 
     tensors = call.query, call.key, call.value, output, kv_lengths, of_rows
     if (rehearsed := rehearsal.current()) is not None:
@@ -136,59 +132,14 @@ def _attend_to_first(
         attend(*tensors)
 
 
-def _write(*tensors: torch.Tensor, scale: float, planned: bool, splits: int = 1) -> None:
-    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which.
-
-    Keys are divided into `splits` parts, or 0: into as many as the operator finds best for their numbers.
-    """
+def _write(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
+    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which."""
     *mains, kv_lengths, of_rows = tensors
     query, key, value, into = (x.transpose(1, 2) for x in mains)
-    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": splits}
+    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": 1}
     operator = _operator()
     assert operator is not None
     operator(query, key, value, out=into, seqused_k=kv_lengths, **options)
-
-
-_divides_found: dict[torch.device, bool] = {}
-
-
-def _splits_beside_padding(call: Call) -> int:
-    """Return into how many parts keys are divided: 0, as the operator finds best, in steps of decoding; else 1.
-
-    At 16×32/8 heads, over 0.6 of 8,192 keys, its attention takes 104 µs, without dividing them 118.
-    """
-    if call.q_len >= DECODED_QUERIES:
-        return 1
-    device = call.query.device
-    if device not in _divides_found:
-        if torch.cuda.is_current_stream_capturing():
-            return 1
-        _divides_found[device] = _divides_keys(device)
-    return 0 if _divides_found[device] else 1
-
-
-def _divides_keys(device: torch.device) -> bool:
-    """Return whether the operator divides keys by their lengths, and leaves the output of other elements as it is."""
-    inputs = _drawn((4, 8, 1), (4, 2, 4096), device)
-    kv_lengths, q_lengths = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([4000, 0, 17, 4096], [1, 0, 1, 1])
-    )
-    outputs = [torch.full_like(inputs[0], 7.0) for _ in range(2)]
-    try:
-        for splits, output in enumerate(outputs):
-            _write(*inputs, output, kv_lengths, q_lengths, scale=0.1, planned=False, splits=splits)
-    except (RuntimeError, TypeError) as error:  # another version's takes other arguments
-        logger.info("FlashAttention 3 divides no keys beside padding: %s: %s", type(error).__name__, error)
-        return False
-    # Either rounds weights and output: by at most 2⁻⁸ of the largest value.
-    distance = (outputs[0] - outputs[1]).abs().max()
-    return bool(distance <= 2.0**-7 * inputs[2].abs().max()) and all(bool((x[1] == 7.0).all()) for x in outputs)
-
-
-def _drawn(q_size: tuple[int, ...], kv_size: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """Return Q, K and V of (batch, heads, tokens) and 64 channels."""
-    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    return [torch.randn(*size, 64, **options).bfloat16() for size in (q_size, kv_size, kv_size)]
 
 
 _row_blocks_found: dict[tuple[Any, ...], int] = {}
@@ -235,7 +186,8 @@ def _follows_plans(device: torch.device) -> bool:
     if not alike or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
         return False
     # The second element is left as it is, by a plan as by lengths.
-    inputs = _drawn((4, 4, 640), (4, 2, 1024), device)
+    drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    inputs = [torch.randn(*size, 64, **drawn).bfloat16() for size in ((4, 4, 640), (4, 2, 1024), (4, 2, 1024))]
     kv_lengths, q_lengths, plan = (
         torch.tensor(x, dtype=torch.int32, device=device)
         for x in ([1000, 0, 17, 640], [640, 0, 640, 640], [*ones, blocks, 0, blocks, blocks, *numbers, 0])

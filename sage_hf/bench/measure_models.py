@@ -27,14 +27,12 @@ from sage_hf.bench.models import MODELS, Loaded, Model, load
 from sage_hf.metrics import tensor_errors
 from sage_hf.targets import find_targets
 
-# A model is timed with each provider for about SECONDS, in turns with the others, but for at least three steps.
-SECONDS = 0.6
-TURNS = 2
-MAX_STEPS = 20
-# A shorter step may wait for the host, which needs longer for the first one after a switch of providers, and whose
-# speed changes within seconds where others use it too: so turns are shorter.
-LONG_STEP = 0.15
-SHORT_TURNS = 6
+# Each provider times one step of a model in each of its turns: in so many turns as take about SECONDS of its steps. The
+# GPU's clock follows its load, and the host's speed changes within seconds where others use it too.
+SECONDS = 1.0
+MIN_TURNS, MAX_TURNS = 3, 20
+# A shorter step is preceded by one that is not timed: the first one after a switch of providers is slower on the host.
+LONG_STEP = 0.5
 
 
 def run(
@@ -130,9 +128,9 @@ class _Measurement:
         for provider in providers:
             self._attempt(provider, self._first_steps)
         if self._mode == "eager":
-            for turn in range(SHORT_TURNS):
+            for turn in range(MAX_TURNS):
                 for provider in providers:
-                    if turn < _turns(self._seconds.get(provider.name, LONG_STEP)):
+                    if turn < _turns(self._seconds.get(provider.name, SECONDS)):
                         self._attempt(provider, self._turn)
         for name, samples in self._samples.items():
             self._rows[name]["ms"] = 1e3 * statistics.median(samples)
@@ -163,7 +161,7 @@ class _Measurement:
                     self._compare(row, output)
                     row |= {"first_step_ms": 1e3 * first, "kernels": {}, "attention_share": None}
                     second = self._second(row, step)
-                    samples += [self._timed(step)[0] for _ in range(_turns(second) * _steps_a_turn(second))]
+                    samples += [self._timed(step)[0] for _ in range(_turns(second))]
                 return
             first, (output, kernels) = self._timed(lambda: observe(step))
             self._compare(row, output)
@@ -174,8 +172,6 @@ class _Measurement:
                 row["attention_share"] = attention.seconds() / second
             else:
                 second = self._second(row, step)
-            if second >= LONG_STEP:
-                samples.append(second)
         self._seconds[provider.name] = second
 
     def _second(self, row: dict[str, Any], step: Step) -> float:
@@ -187,11 +183,10 @@ class _Measurement:
         return seconds
 
     def _turn(self, provider: ModelProvider) -> None:
-        second = self._seconds[provider.name]
         with provider.use(self._model, self._loaded.module):
-            if second < LONG_STEP:
+            if self._seconds[provider.name] < LONG_STEP:
                 self._timed(self._loaded.step)
-            self._samples[provider.name] += [self._timed(self._loaded.step)[0] for _ in range(_steps_a_turn(second))]
+            self._samples[provider.name].append(self._timed(self._loaded.step)[0])
 
     def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
         """Return (seconds of a step, what it returned)."""
@@ -293,11 +288,7 @@ def _new_row(model: Model, provider: ModelProvider, mode: str, layers: int) -> d
 
 
 def _turns(seconds: float) -> int:
-    return TURNS if seconds >= LONG_STEP else SHORT_TURNS
-
-
-def _steps_a_turn(seconds: float) -> int:
-    return max(1, min(MAX_STEPS, int(SECONDS / _turns(seconds) / seconds)))
+    return max(MIN_TURNS, min(MAX_TURNS, int(SECONDS / seconds)))
 
 
 def _on_gpu(device: torch.device) -> bool:
