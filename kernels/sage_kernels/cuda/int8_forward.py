@@ -21,7 +21,7 @@ from ..registry import Quantizer, Request
 from ..saving import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
-from .item_order import heads_at_once, heads_in_cache, last_parts
+from .item_order import heads_in_cache, last_parts
 from .launch import Kernel, Source, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Ints, Map
 from .tensor_map import tensor_map
@@ -404,7 +404,7 @@ def forward(
         q_rows=query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
-        heads_at_once=heads_at_once(call),
+        heads_at_once=heads_in_cache(call),
         parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,

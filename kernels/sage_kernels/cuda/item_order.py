@@ -15,18 +15,6 @@ def heads_in_cache(call: Call) -> int:
     return max(1, L2_BYTES // bytes_of_head) * (call.query.shape[1] // kv_heads)
 
 
-def heads_at_once(call: Call) -> int:
-    """Return how many heads of Q are worked through together: those in the cache, or fewer in groups alike.
-
-    Blocks take causal items as they get free, the longest of a group first. A small last group would keep few of them:
-    of 33 heads of 4096 tokens with 128 channels 32 stay in the cache, and behind these the last one would make the
-    longest share 1.18 times the mean; groups of 17 make it 1.01.
-    """
-    group = call.query.shape[1] // call.key.shape[1]
-    pairs, most = call.key.shape[0] * call.key.shape[1], heads_in_cache(call) // group
-    return ceil_div(pairs, ceil_div(pairs, most)) * group
-
-
 def last_parts(items: int, blocks: int, warpgroups: int) -> int:
     """Return in how many parts the items are split that up to so many blocks have left for a last round.
 

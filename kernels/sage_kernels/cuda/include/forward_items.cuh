@@ -169,9 +169,9 @@ DEVICE int get_place(int round, TakenPlace& taken) {
 }
 
 // Find item `round` of this block; of the QUEUE, one of the three threads that do `takes` its place. There the longest
-// of as many heads as stay in the L2 cache come first, then those of the next heads, and the last ones of all are
-// short. Of other items a head's last may have fewer rows: blocks take turns with these. Those that are left for the
-// last round are split in parts, so that more blocks have some.
+// of a group of heads come first, and a group of fewer heads is the first one: in the end all blocks have short items.
+// Of other items a head's last may have fewer rows: blocks take turns with these. Those that are left for the last
+// round are split in parts, so that more blocks have some.
 DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& taken, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
   const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;
@@ -186,9 +186,10 @@ DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& tak
   if (index >= items) return false;
   int block, pair;
   if (CAUSAL) {
-    const int group = index / (blocks * a.heads_at_once), within = index - group * blocks * a.heads_at_once;
+    const int behind = items - 1 - index, group = behind / (blocks * a.heads_at_once);
+    const int within = behind - group * blocks * a.heads_at_once;
     const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
-    block = blocks - 1 - within / heads;
+    block = within / heads;
     pair = group * a.heads_at_once + within % heads;
   } else {
     block = index % blocks;
