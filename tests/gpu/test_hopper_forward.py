@@ -205,7 +205,7 @@ def test_rows_do_not_depend_on_how_many_heads_are_worked_through_together(monkey
     operands.quantize()
     expected, _ = operands.attend(hopper, True)
     for heads in (1, 5, 24, 100):
-        monkeypatch.setattr(hopper, "heads_in_cache", lambda *_, heads=heads: heads)
+        monkeypatch.setattr(hopper, "heads_at_once", lambda *_, heads=heads: heads)
         output, _ = operands.attend(hopper, True)
         assert torch.equal(output, expected)
 

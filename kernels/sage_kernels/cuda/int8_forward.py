@@ -21,7 +21,7 @@ from ..registry import Quantizer, Request
 from ..saving import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
-from .item_order import heads_in_cache, last_parts
+from .item_order import heads_at_once, heads_in_cache, last_parts
 from .launch import Kernel, Source, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Ints, Map
 from .tensor_map import tensor_map
@@ -137,7 +137,7 @@ class Arguments:
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count all keys; kv_len and causal_offset are those behind the first keys.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
-        heads_at_once: whose causal items are worked through together.
+        heads_at_once: whose causal items are taken together, a group of fewer heads first.
         parts: of each item of the last round, unless the call is causal.
         valid_stride, spans_stride: from batch element to batch element.
         query_factors_stride: from one (batch, kv head) to the next.
@@ -404,7 +404,7 @@ def forward(
         q_rows=query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
-        heads_at_once=heads_in_cache(call),
+        heads_at_once=heads_at_once(call),
         parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,

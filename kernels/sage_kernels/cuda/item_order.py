@@ -6,13 +6,27 @@ from ..call import Call
 from ..layout import BLOCK, ceil_div, power_of_two
 
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
+LONG_KV_LEN = 8192  # keys
+LONG_BYTES = 12 * 2**20  # of the cache, for keys and values of causal calls with so many keys
 
 
-def heads_in_cache(call: Call) -> int:
-    """Return how many heads of Q have their K and V stay in the L2 cache together."""
+def heads_in_cache(call: Call, cache_bytes: int = L2_BYTES) -> int:
+    """Return how many heads of Q have their K and V stay in so many bytes of the L2 cache together."""
     _, kv_heads, kv_len, head_dim = call.key.shape
     bytes_of_head = 2 * ceil_div(kv_len, BLOCK) * BLOCK * power_of_two(head_dim)
-    return max(1, L2_BYTES // bytes_of_head) * (call.query.shape[1] // kv_heads)
+    return max(1, cache_bytes // bytes_of_head) * (call.query.shape[1] // kv_heads)
+
+
+def heads_at_once(call: Call) -> int:
+    """Return how many heads of Q have their causal items, which blocks take as they get free, taken together.
+
+    With few heads at once 1×32×16384×128 takes 1.3 % less time than with as many as `L2_BYTES` hold. With shorter ones
+    the end of a group, where items are short, comes too often: 4×32×4096×128 then takes 0.8 % more. Items of one head
+    alone may be too few to end at about the same time.
+    """
+    if call.kv_len < LONG_KV_LEN:
+        return heads_in_cache(call)
+    return max(2, heads_in_cache(call, LONG_BYTES))
 
 
 def last_parts(items: int, blocks: int, warpgroups: int) -> int:
