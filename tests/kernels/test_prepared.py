@@ -232,6 +232,13 @@ def test_more_kinds_of_calls_than_are_at_hand_are_found(gpu):
         assert "TapedCall.__call__" in names
 
 
+def test_one_tensor_as_query_key_and_value_is_found_without_a_comparison_made_each_time(gpu):
+    tensors = draw()[:1] * 3
+    assert is_prepared(*tensors, recipe="sage2")
+    names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
+    assert "TapedCall.__call__" in names and "guards_of" not in names
+
+
 def test_a_prepared_exact_call_under_autocast_has_its_dtype():
     tensors = [torch.randn(1, 2, 32, 16) for _ in range(3)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
