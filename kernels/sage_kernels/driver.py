@@ -32,6 +32,7 @@ DEPENDENT = "<I4xI60x"
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 _INVALID_VALUE = 1
+_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
 _RELAXED_CAPTURE = 2
@@ -45,6 +46,7 @@ def library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     loaded.cuLaunchKernelEx.argtypes = [pointer] * 4
     loaded.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    loaded.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     loaded.cuTensorMapEncodeTiled.argtypes = [
         *(pointer, ctypes.c_int, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer),
         *(ctypes.c_int,) * 4,
@@ -98,6 +100,11 @@ def parameter_sizes(function: int) -> list[int]:
             return sizes
         check("cuFuncGetParamInfo", status)
         sizes.append(size.value)
+
+
+def prefer_shared_memory(function: int, percent: int) -> None:
+    """Let a loaded kernel, by its handle, run with that share of a multiprocessor's L1 as shared memory, if it fits."""
+    check("cuFuncSetAttribute", library().cuFuncSetAttribute(function, _PREFERRED_SHARED_MEMORY_CARVEOUT, percent))
 
 
 def encode_tensor_map(

@@ -235,7 +235,7 @@ def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool
     """Let `find` compare a call's tensors to these first, and return the slot for them."""
     if kind not in _at_hand and len(_at_hand) == CALLS:
         return
-    if slot.alike is None:
+    if slot.alike is None and len(set(map(id, tensors))) == len(tensors):  # guards take no tensor twice
         slot.alike = guards_of(tensors)
     if slot.alike is not None:
         others = [one for one in _at_hand.get(kind, ()) if one[1] is not slot]

@@ -29,7 +29,7 @@ from sage_hf.targets import find_targets
 
 # Each provider times one step of a model in each of its turns: in so many turns as take about SECONDS of its steps. The
 # GPU's clock follows its load, and the host's speed changes within seconds where others use it too.
-SECONDS = 1.0
+SECONDS = 0.7
 MIN_TURNS, MAX_TURNS = 3, 20
 # A shorter step is preceded by one that is not timed: the first one after a switch of providers is slower on the host.
 LONG_STEP = 0.5

@@ -19,10 +19,11 @@ STREAM = 7
 
 
 class FakeLibrary:
-    """The driver's library; it keeps what each launch was given."""
+    """The driver's library; it keeps what each launch and each kernel was given."""
 
     def __init__(self):
         self.launched = []
+        self.attributes = {}
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         fields = struct.unpack(driver.CONFIG, ctypes.string_at(config.value, struct.calcsize(driver.CONFIG)))
@@ -30,6 +31,10 @@ class FakeLibrary:
         return 0
 
     def cuEventRecord(self, *arguments):
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.attributes[function, attribute] = value
         return 0
 
     cuEventCreate = cuStreamCreate = cuStreamWaitEvent = cuThreadExchangeStreamCaptureMode = cuEventRecord

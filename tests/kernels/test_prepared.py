@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
 from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
-from sage_kernels.call import Call
+from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.prepared import Slot
 from sage_kernels.recipe import get_recipe
@@ -230,6 +230,25 @@ def test_more_kinds_of_calls_than_are_at_hand_are_found(gpu):
     for tensors in kinds + kinds:
         names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
         assert "TapedCall.__call__" in names
+
+
+def test_a_launch_may_prefer_shared_memory(gpu, gluon):
+    """So does the one before FlashAttention 3, which runs with what it leaves."""
+    from sage_kernels.triton import scattered_forward
+
+    mask = torch.ones(1, 1, 1, SHAPE[2], dtype=torch.bool)
+    with rehearsal.rehearsing() as rehearsed:
+        query, key, value, mask = (rehearsed.stand_in(x) for x in (*draw(), mask))
+        call = Call(query, key, value, get_recipe("exact"), Mask.of(mask, SHAPE[2]))
+        scattered_forward.attend(call, lambda *arguments: None)
+    assert list(gpu.attributes.values()) == [scattered_forward.SHARED_PERCENT]
+
+
+def test_one_tensor_as_query_key_and_value_is_found_without_a_comparison_made_each_time(gpu):
+    tensors = draw()[:1] * 3
+    assert is_prepared(*tensors, recipe="sage2")
+    names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
+    assert "TapedCall.__call__" in names and "guards_of" not in names
 
 
 def test_a_prepared_exact_call_under_autocast_has_its_dtype():

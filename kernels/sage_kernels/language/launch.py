@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import rehearsal
+from .. import driver, rehearsal
 from .packing import pack
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ def launch(
     num_stages: int = 2,
     enable_fp_fusion: bool = True,
     maxnreg: int | None = None,
+    shared_percent: int | None = None,
     **arguments: Any,
 ) -> None:
     """Run `kernel` on the current stream of the device of its first tensor; only note it where a call is rehearsed.
@@ -117,6 +118,8 @@ def launch(
         grid: programs along up to three axes; nothing runs when one of them is 0.
         num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion a product and a sum are
             rounded separately, as in PyTorch.
+        shared_percent: share of a multiprocessor's L1 that repeated launches prefer as shared memory (default: the
+            driver's choice), which a kernel behind them may inherit.
         arguments: every parameter of the kernel, by name; the first one is a tensor.
     """
     options = {
@@ -133,7 +136,10 @@ def launch(
         return
     if (rehearsed := rehearsal.current()) is not None:
         if rehearsed.compilations is None:
-            rehearsed.launched(pack(kernel, grid, arguments, options))
+            packed = pack(kernel, grid, arguments, options)
+            if shared_percent is not None:
+                driver.prefer_shared_memory(packed.function, shared_percent)
+            rehearsed.launched(packed)
         else:
             run = partial(kernel.run, grid=grid, warmup=True, **arguments, **options)
             rehearsed.compilations.append(partial(_compile, run))
