@@ -4,8 +4,9 @@ python benchmarks/first_calls.py --output benchmarks/results
 
 writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of
 sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
-second one, and "exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the
-cores.
+second one, "other_length_ms" of one of a new length, which is no multiple of anything, and "exact_ms" of PyTorch's own
+first call, which comes before ours: what PyTorch imports and loads itself counts there. A call with gradients includes
+its backward pass. Processes run one after the other, because compilers need the cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,47 +51,55 @@ def measure_call(
     import torch
     import torch.nn.functional as F
 
-    def timed(call: Any) -> float:
+    grad = recipe == "sage_bwd"
+
+    def step(tokens: int) -> Any:
+        """Return what runs an attention, and its backward pass where gradients are wanted, at a length."""
+        lengths = q_len or tokens, tokens, tokens
+        shapes = ((batch, length, 24, head_dim) for length in lengths)
+        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
+        index = torch.arange(tokens, device="cuda")
+        masks = {
+            "keys": lambda: (index < tokens - tokens // 8).expand(batch, 1, 1, tokens),
+            "window": lambda: ((index[:, None] - index).abs() <= 1024)[None, None],
+            "bias": lambda: torch.randn(1, 24, tokens, tokens, device="cuda", dtype=torch.bfloat16),
+        }
+        attn_mask = masks[mask]() if mask in masks else None
+        gradient = torch.randn(batch, lengths[0], 24 * head_dim, device="cuda", dtype=torch.bfloat16)
+        for x in inputs:
+            x.requires_grad_(grad)
+
+        def run(attend: Any, **options: Any) -> None:
+            with torch.set_grad_enabled(grad):
+                output = attend(*inputs, attn_mask, is_causal=is_causal, **options)
+            if grad:  # as it comes from a linear layer
+                output.transpose(1, 2).flatten(2).backward(gradient)
+                for x in inputs:
+                    x.grad = None
+
+        return run
+
+    def timed(run: Any, attend: Any, **options: Any) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
+        run(attend, **options)
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    grad = recipe == "sage_bwd"
-    query, key, value = (
-        torch.randn(batch, length, 24, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        for length in (q_len or tokens, tokens, tokens)
-    )
-    index = torch.arange(tokens, device="cuda")
-    masks = {
-        "keys": lambda: (index < tokens - tokens // 8).expand(batch, 1, 1, tokens),
-        "window": lambda: ((index[:, None] - index).abs() <= 1024)[None, None],
-        "bias": lambda: torch.randn(1, 24, tokens, tokens, device="cuda", dtype=torch.bfloat16),
-    }
-    attn_mask = masks[mask]() if mask in masks else None
-    exact_s = timed(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal))
+    given, other = step(tokens), step(tokens * 3 // 4 + 5)
+    exact_s = timed(given, F.scaled_dot_product_attention)
     start = time.perf_counter()
     from sage_hf import record, sage_attention
 
     import_s = time.perf_counter() - start
-    for x in (query, key, value):
-        x.requires_grad_(grad)
-
-    gradient = torch.randn(batch, q_len or tokens, 24 * head_dim, device="cuda", dtype=torch.bfloat16)
-
-    def step() -> None:
-        # Training in few bits, also where exact attention trains faster.
-        fallback = "error" if grad else "native"
-        output = sage_attention(query, key, value, attn_mask, is_causal=is_causal, recipe=recipe, fallback=fallback)
-        if grad:  # as it comes from a linear layer
-            output.transpose(1, 2).flatten(2).backward(gradient)
-
+    # Training in few bits, also where exact attention trains faster.
+    ours = partial(timed, attend=sage_attention, recipe=recipe, fallback="error" if grad else "native")
     ran: list[Any] = []
-    with torch.set_grad_enabled(grad), record.observe(ran.append):
-        first_s, second_s = timed(step), timed(step)
+    with record.observe(ran.append):
+        first_s, second_s, other_s = (ours(run) for run in (given, given, other))
     plan = ran[0].plan
-    times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "exact_ms": exact_s * 1e3}
+    times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "other_length_ms": other_s * 1e3}
+    times["exact_ms"] = exact_s * 1e3
     return {"recipe": plan.recipe, "kernel": plan.kernel, **{name: round(time, 3) for name, time in times.items()}}
 
 
