@@ -104,9 +104,10 @@ def measure_call(
 
 
 def run_alone(name: str) -> dict[str, Any]:
-    """Return the row of a call, measured in a new process whose caches are empty."""
+    """Return the row of a call, measured in a new process whose caches are empty: Triton's, ours, and NVRTC's."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton", "SAGE_KERNELS_CACHE": f"{folder}/sage"}
+        caches = {"TRITON_CACHE_DIR": "triton", "SAGE_KERNELS_CACHE": "sage", "CUDA_CACHE_PATH": "cuda"}
+        environment = {**os.environ, **{variable: f"{folder}/{name}" for variable, name in caches.items()}}
         command = [sys.executable, __file__, "--call", name]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -15,13 +15,13 @@ def test_each_call_starts_from_empty_caches(monkeypatch):
 
     def run(command, env, **options):
         assert command[:2] == [sys.executable, first_calls.__file__] and command[-1] == "plain"
-        folders.append((env["TRITON_CACHE_DIR"], env["SAGE_KERNELS_CACHE"]))
+        folders.append([env[name] for name in ("TRITON_CACHE_DIR", "SAGE_KERNELS_CACHE", "CUDA_CACHE_PATH")])
         return SimpleNamespace(returncode=0, stdout=f"a warning\n{json.dumps({'first_s': 1.5})}\n", stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
     rows = [first_calls.run_alone("plain") for _ in range(2)]
     assert rows == [{"call": "plain", "first_s": 1.5}] * 2
-    assert len({folder for pair in folders for folder in pair}) == 4
+    assert len({folder for caches in folders for folder in caches}) == 6
 
 
 def test_a_call_that_fails_says_why(monkeypatch):
