@@ -4,7 +4,7 @@ python benchmarks/first_calls.py --output benchmarks/results
 
 writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of
 sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
-second one, "other_length_ms" of one of a new length, which is no multiple of anything, and "exact_ms" of PyTorch's own
+second one, "other_length_ms" of one that is longer by no multiple of anything, and "exact_ms" of PyTorch's own
 first call, which comes before ours: what PyTorch imports and loads itself counts there. A call with gradients includes
 its backward pass. Processes run one after the other, because compilers need the cores.
 """
@@ -86,7 +86,7 @@ def measure_call(
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    given, other = step(tokens), step(tokens * 3 // 4 + 5)
+    given, other = step(tokens), step(tokens + tokens // 4 + 5)
     exact_s = timed(given, F.scaled_dot_product_attention)
     start = time.perf_counter()
     from sage_hf import record, sage_attention

@@ -141,6 +141,23 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypat
     assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
 
 
+def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
+    """Python's own may say so of parsing in two threads, before 3.12.2: "AST constructor recursion depth mismatch"."""
+    from sage_kernels.language import launch
+
+    class Kernel:
+        def run(self, **options):
+            asked.append(options["warmup"])
+            if len(asked) == 1:
+                raise SystemError("AST constructor recursion depth mismatch")
+
+    asked = []
+    with rehearsal.rehearsing(compiles_only=True) as rehearsed:
+        launch.launch(Kernel(), (1,), x=rehearsed.stand_in(torch.empty(1)))
+    rehearsed.compilations[0]()
+    assert asked == [True, True]
+
+
 def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
     with rehearsal.rehearsing() as rehearsed:
         call = draw(rehearsed)

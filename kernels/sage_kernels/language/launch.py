@@ -44,6 +44,7 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 _compiled: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
 _starting: list[threading.Thread] = []
+_digested: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ def launch(
         return
     if 0 in grid:
         return
+    if id(kernel) not in _digested:
+        _digest(kernel)
     if (rehearsed := rehearsal.current()) is not None:
         if rehearsed.compilations is None:
             rehearsed.launched(pack(kernel, grid, arguments, options))
@@ -156,6 +159,21 @@ def launch(
             kernel.__name__,
             time.perf_counter() - start,
         )
+
+
+def _digest(function: Any) -> None:
+    """Have Triton digest the source of a kernel, by which its cache finds it, after those of the functions it calls.
+
+    A digest covers the constants of called functions. By Triton 3.6 it does so only for functions that were digested
+    before: a process that launches other kernels first would not find this one, and compile it again.
+    """
+    if not hasattr(type(function), "cache_key") or id(function) in _digested:
+        return
+    for name in function.fn.__code__.co_names:
+        if (called := function.fn.__globals__.get(name)) is not function:
+            _digest(called)
+    _ = function.cache_key
+    _digested.add(id(function))
 
 
 def start_compiler() -> None:
@@ -190,4 +208,7 @@ def _digest_triton() -> None:
 
 def _compile(run: Callable[[], object]) -> None:
     _await_compiler()
-    run()
+    try:
+        run()
+    except SystemError:  # by Python before 3.12.2, where another thread parses at the same time
+        run()
