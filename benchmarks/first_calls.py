@@ -4,8 +4,10 @@ python benchmarks/first_calls.py --output benchmarks/results
 
 writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of
 sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
-second one, and "exact_ms" of PyTorch's own first call. Processes run one after the other, because compilers need the
-cores.
+second one, "other_length_ms" of one that is longer by no multiple of anything, and "exact_ms" of PyTorch's own
+first call, which comes before ours: what PyTorch imports and loads itself counts there. A call with gradients includes
+its backward pass. "cached_s" is "first_s" of a second process, which finds in the caches what the first one left there.
+Processes run one after the other, because compilers need the cores.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,59 +52,71 @@ def measure_call(
     import torch
     import torch.nn.functional as F
 
-    def timed(call: Any) -> float:
+    grad = recipe == "sage_bwd"
+
+    def step(tokens: int) -> Any:
+        """Return what runs an attention, and its backward pass where gradients are wanted, at a length."""
+        lengths = q_len or tokens, tokens, tokens
+        shapes = ((batch, length, 24, head_dim) for length in lengths)
+        inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
+        index = torch.arange(tokens, device="cuda")
+        masks = {
+            "keys": lambda: (index < tokens - tokens // 8).expand(batch, 1, 1, tokens),
+            "window": lambda: ((index[:, None] - index).abs() <= 1024)[None, None],
+            "bias": lambda: torch.randn(1, 24, tokens, tokens, device="cuda", dtype=torch.bfloat16),
+        }
+        attn_mask = masks[mask]() if mask in masks else None
+        gradient = torch.randn(batch, lengths[0], 24 * head_dim, device="cuda", dtype=torch.bfloat16)
+        for x in inputs:
+            x.requires_grad_(grad)
+
+        def run(attend: Any, **options: Any) -> None:
+            with torch.set_grad_enabled(grad):
+                output = attend(*inputs, attn_mask, is_causal=is_causal, **options)
+            if grad:  # as it comes from a linear layer
+                output.transpose(1, 2).flatten(2).backward(gradient)
+                for x in inputs:
+                    x.grad = None
+
+        return run
+
+    def timed(run: Any, attend: Any, **options: Any) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call()
+        run(attend, **options)
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    grad = recipe == "sage_bwd"
-    query, key, value = (
-        torch.randn(batch, length, 24, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        for length in (q_len or tokens, tokens, tokens)
-    )
-    index = torch.arange(tokens, device="cuda")
-    masks = {
-        "keys": lambda: (index < tokens - tokens // 8).expand(batch, 1, 1, tokens),
-        "window": lambda: ((index[:, None] - index).abs() <= 1024)[None, None],
-        "bias": lambda: torch.randn(1, 24, tokens, tokens, device="cuda", dtype=torch.bfloat16),
-    }
-    attn_mask = masks[mask]() if mask in masks else None
-    exact_s = timed(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal))
+    given, other = step(tokens), step(tokens + tokens // 4 + 5)
+    exact_s = timed(given, F.scaled_dot_product_attention)
     start = time.perf_counter()
     from sage_hf import record, sage_attention
 
     import_s = time.perf_counter() - start
-    for x in (query, key, value):
-        x.requires_grad_(grad)
-
-    gradient = torch.randn(batch, q_len or tokens, 24 * head_dim, device="cuda", dtype=torch.bfloat16)
-
-    def step() -> None:
-        # Training in few bits, also where exact attention trains faster.
-        fallback = "error" if grad else "native"
-        output = sage_attention(query, key, value, attn_mask, is_causal=is_causal, recipe=recipe, fallback=fallback)
-        if grad:  # as it comes from a linear layer
-            output.transpose(1, 2).flatten(2).backward(gradient)
-
+    # Training in few bits, also where exact attention trains faster.
+    ours = partial(timed, attend=sage_attention, recipe=recipe, fallback="error" if grad else "native")
     ran: list[Any] = []
-    with torch.set_grad_enabled(grad), record.observe(ran.append):
-        first_s, second_s = timed(step), timed(step)
+    with record.observe(ran.append):
+        first_s, second_s, other_s = (ours(run) for run in (given, given, other))
     plan = ran[0].plan
-    times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "exact_ms": exact_s * 1e3}
+    times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "other_length_ms": other_s * 1e3}
+    times["exact_ms"] = exact_s * 1e3
     return {"recipe": plan.recipe, "kernel": plan.kernel, **{name: round(time, 3) for name, time in times.items()}}
 
 
 def run_alone(name: str) -> dict[str, Any]:
-    """Return the row of a call, measured in a new process whose caches are empty."""
+    """Return the row of a call in a new process whose caches are empty, ours, Triton's and NVRTC's, and in another."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton", "SAGE_KERNELS_CACHE": f"{folder}/sage"}
+        caches = {"TRITON_CACHE_DIR": "triton", "SAGE_KERNELS_CACHE": "sage", "CUDA_CACHE_PATH": "cuda"}
+        environment = {**os.environ, **{variable: f"{folder}/{name}" for variable, name in caches.items()}}
         command = [sys.executable, __file__, "--call", name]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        return {"call": name, "unavailable": ran.stderr.strip().splitlines()[-1]}
-    return {"call": name, **json.loads(ran.stdout.splitlines()[-1])}
+        rows = []
+        for _ in range(2):
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if ran.returncode:
+                return {"call": name, "unavailable": ran.stderr.strip().splitlines()[-1]}
+            rows.append(json.loads(ran.stdout.splitlines()[-1]))
+    return {"call": name, **rows[0], "cached_s": rows[1]["first_s"]}
 
 
 def main() -> None:

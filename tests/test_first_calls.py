@@ -1,6 +1,7 @@
 """benchmarks/first_calls.py: each call in a process of its own, with caches that hold nothing."""
 
 import inspect
+import itertools
 import json
 import subprocess
 import sys
@@ -10,18 +11,20 @@ import first_calls
 import pytest
 
 
-def test_each_call_starts_from_empty_caches(monkeypatch):
-    folders = []
+def test_each_call_starts_from_empty_caches_and_again_from_full_ones(monkeypatch):
+    folders, seconds = [], itertools.count(1)
 
     def run(command, env, **options):
         assert command[:2] == [sys.executable, first_calls.__file__] and command[-1] == "plain"
-        folders.append((env["TRITON_CACHE_DIR"], env["SAGE_KERNELS_CACHE"]))
-        return SimpleNamespace(returncode=0, stdout=f"a warning\n{json.dumps({'first_s': 1.5})}\n", stderr="")
+        folders.append(tuple(env[name] for name in ("TRITON_CACHE_DIR", "SAGE_KERNELS_CACHE", "CUDA_CACHE_PATH")))
+        printed = f"a warning\n{json.dumps({'first_s': next(seconds)})}\n"
+        return SimpleNamespace(returncode=0, stdout=printed, stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
     rows = [first_calls.run_alone("plain") for _ in range(2)]
-    assert rows == [{"call": "plain", "first_s": 1.5}] * 2
-    assert len({folder for pair in folders for folder in pair}) == 4
+    assert rows == [{"call": "plain", "first_s": 2 * n + 1, "cached_s": 2 * n + 2} for n in range(2)]
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert len({folder for caches in folders for folder in caches}) == 6
 
 
 def test_a_call_that_fails_says_why(monkeypatch):

@@ -201,14 +201,11 @@ def rehearsing(compiles_only: bool = False) -> Iterator[Rehearsal]:
         _current.reset(token)
 
 
-def load() -> None:
-    """Import what PyTorch imports at the first rehearsal, which takes seconds."""
-    with rehearsing() as rehearsal:
-        rehearsal.stand_in(torch.empty(1)).new_empty(1)
-
-
 class _NoMemory(TorchDispatchMode):
-    """Refuse operators that allocate memory on a GPU, which all repetitions of a call would share."""
+    """Let stand-ins be viewed and allocated like, and refuse whatever else allocates memory on a GPU.
+
+    All repetitions of a call would share such memory.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -218,9 +215,11 @@ class _NoMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        real = isinstance(made, torch.Tensor) and not isinstance(made, StandIn)
-        if real and made.device.type == "cuda" and not _keeps.get():
+        given = kwargs or {}
+        if any(_holds_stand_in(x) for x in (*args, *given.values())):
+            return _follow(function, args, given)
+        made = function(*args, **given)
+        if isinstance(made, torch.Tensor) and made.device.type == "cuda" and not _keeps.get():
             storages = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
             if made.untyped_storage()._cdata not in storages:
                 raise NotRepeatableError(f"{function} allocates memory that is no stand-in's")
@@ -228,7 +227,11 @@ class _NoMemory(TorchDispatchMode):
 
 
 class StandIn(torch.Tensor):
-    """A tensor on a GPU with an address but no memory. It can be viewed, and others can be allocated like it."""
+    """A tensor on a GPU with an address but no memory. It can be viewed, and others can be allocated like it.
+
+    It has no dispatch of its own but that of the rehearsal's mode: at the first operator of a class that has one,
+    PyTorch imports what takes seconds.
+    """
 
     _meta: torch.Tensor
     _memory: Memory
@@ -239,9 +242,7 @@ class StandIn(torch.Tensor):
 
     def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, rehearsal: Rehearsal) -> StandIn:
         """Stand in for a tensor of that memory; `meta` has its sizes, on the meta device."""
-        x = torch.Tensor._make_wrapper_subclass(
-            cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("meta")
-        )
+        x = torch.Tensor._make_subclass(cls, meta)
         x._meta, x._memory, x._rehearsal, x._nominal = meta, memory, rehearsal, device
         return x
 
@@ -263,29 +264,34 @@ class StandIn(torch.Tensor):
         """Return the address, which nothing can read."""
         return self._memory.address + int(self._meta.storage_offset()) * self._meta.element_size()
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Take a view, or allocate; NotRepeatableError for anything else."""
-        of = args[0]
-        options = {**(kwargs or {}), "device": "meta"} if "device" in (kwargs or {}) else kwargs or {}
-        if not isinstance(of, StandIn) or function._schema.is_mutable:
-            raise NotRepeatableError(f"{function} is more than a view or an allocation")
-        given = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
-        allocates = function.overloadpacket in _ALLOCATING
-        meta = function(*given, **options)
-        if not isinstance(meta, torch.Tensor):
-            raise NotRepeatableError(f"{function} is more than a view or an allocation")
-        views = meta.untyped_storage()._cdata == of._meta.untyped_storage()._cdata
-        if views == allocates:
-            raise NotRepeatableError(f"{function} is more than a view or an allocation")
-        if views:
-            return StandIn(meta, of._memory, of.device, of._rehearsal)
-        rehearsal = of._rehearsal
-        memory = rehearsal.new_memory(meta)
-        weakref.finalize(meta.untyped_storage(), _freed, rehearsal, memory)
-        return StandIn(meta, memory, of.device, rehearsal)
+
+def _holds_stand_in(x: object) -> bool:
+    return isinstance(x, StandIn) or (isinstance(x, (list, tuple)) and any(map(_holds_stand_in, x)))
+
+
+def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> StandIn:
+    """Take a view of a stand-in, or allocate one like it; NotRepeatableError for anything else, before it runs."""
+    of = args[0] if args else None
+    schema, allocates = function._schema, function.overloadpacket in _ALLOCATING
+    views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+    if not isinstance(of, StandIn) or schema.is_mutable or not (allocates or views):
+        raise NotRepeatableError(f"{function} is more than a view or an allocation")
+    given = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
+    if "device" in options:
+        options = {**options, "device": "meta"}
+    if function.overloadpacket is torch.ops.aten.empty_like and of.is_contiguous() and "memory_format" not in options:
+        # PyTorch imports for seconds before it runs `empty_like` on the meta device.
+        function, given = torch.ops.aten.new_empty.default, [of._meta, of.shape]
+    meta = function(*given, **options)
+    shares = isinstance(meta, torch.Tensor) and meta.untyped_storage()._cdata == of._meta.untyped_storage()._cdata
+    if not isinstance(meta, torch.Tensor) or shares == allocates:  # `Tensor.to` is declared as a view, and may copy
+        raise NotRepeatableError(f"{function} is more than a view or an allocation")
+    if shares:
+        return StandIn(meta, of._memory, of.device, of._rehearsal)
+    rehearsal = of._rehearsal
+    memory = rehearsal.new_memory(meta)
+    weakref.finalize(meta.untyped_storage(), _freed, rehearsal, memory)
+    return StandIn(meta, memory, of.device, rehearsal)
 
 
 _ALLOCATING = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)

@@ -84,6 +84,26 @@ def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, ba
     assert not any(thread.is_alive() for thread in threads)
 
 
+def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypatch):
+    """Its driver is built, and its files are digested, at the same time: neither ends before the other has begun."""
+    from sage_kernels.language import launch
+
+    both, seen = threading.Barrier(2, timeout=10), []
+
+    def work():
+        both.wait()
+        seen.append(len(compiled))
+
+    for name in ("_build_driver", "_digest_triton"):
+        monkeypatch.setattr(launch, name, work)
+    monkeypatch.setattr(launch, "_starting", [])
+    with rehearsal.rehearsing() as rehearsed:
+        call = draw(rehearsed)
+    ahead.compile_backward(call, plan_of(call, "int8_backward_hopper"))
+    ahead.finish()
+    assert seen == [0, 0] and len(compiled) == 4
+
+
 @pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (False, True)])
 def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypatch, causal, padded):
     """The output's gradient comes from a linear layer, so it is laid out as the output."""
@@ -119,6 +139,23 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypat
     output = sage_attention(*inputs, mask, is_causal=causal, recipe="sage_bwd")
     output.transpose(1, 2).flatten(2).backward(torch.randn(1, 192, 128).bfloat16())
     assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
+
+
+def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
+    """Python's own may say so of parsing in two threads, before 3.12.2: "AST constructor recursion depth mismatch"."""
+    from sage_kernels.language import launch
+
+    class Kernel:
+        def run(self, **options):
+            asked.append(options["warmup"])
+            if len(asked) == 1:
+                raise SystemError("AST constructor recursion depth mismatch")
+
+    asked = []
+    with rehearsal.rehearsing(compiles_only=True) as rehearsed:
+        launch.launch(Kernel(), (1,), x=rehearsed.stand_in(torch.empty(1)))
+    rehearsed.compilations[0]()
+    assert asked == [True, True]
 
 
 def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):

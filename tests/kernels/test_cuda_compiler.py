@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+import struct
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_kernels.cuda import compiler, launch
+from sage_kernels.cuda import compiler, launch, quantize
 from sage_kernels.testing.aot import machine_code
 
 pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
@@ -44,6 +46,8 @@ sys.stdin.readline()
 assert compiler.compile("kernel.cu", {"FACTOR": 3}).image
 print(calls)
 """
+
+OWN = {"SOURCES": compiler.SOURCES, "HEADERS": compiler.HEADERS}
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +108,39 @@ def test_the_log_tells_registers_and_spills_from_the_cache_too():
         log = compiler.compile("kernel.cu", {"FACTOR": 3}).log
         assert "registers" in log
         assert "0 bytes spill stores" in log
+
+
+@pytest.mark.audit
+@pytest.mark.parametrize("chosen", [False, True])
+def test_kernels_assembled_at_the_same_time_are_those_assembled_in_turn(tmp_path, monkeypatch, chosen):
+    """Bit for bit, and the log tells of each kernel by itself."""
+    for name, folder in OWN.items():
+        monkeypatch.setattr(compiler, name, folder)
+    features = quantize.Features(rotate=True, balance=True, heavy_keys=64, choice=chosen)
+    source = quantize.kernels(128, torch.bfloat16, "fp8", False, features)[0].source
+    together = source.compile()
+    monkeypatch.setattr(compiler, "SPLITTING", (99, 0))
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / "in turn"))
+    in_turn = source.compile()
+    assert instructions(together) == instructions(in_turn) and len(instructions(together)) == 2
+    assert usage(together) == usage(in_turn) and len(usage(together)) == 2
+
+
+def instructions(cubin):
+    """Return the machine code of each kernel by its section's name, read from the ELF file."""
+    image = cubin.image
+    (start,), (size, count, names) = struct.unpack_from("<Q", image, 40), struct.unpack_from("<3H", image, 58)
+    headers = [struct.unpack_from("<IIQQQQ", image, start + number * size) for number in range(count)]
+    found = {}
+    for name, _, _, _, offset, length in headers:
+        place = headers[names][4] + name
+        found[image[place : image.index(b"\0", place)].decode()] = image[offset : offset + length]
+    return {name: code for name, code in found.items() if name.startswith(".text.")}
+
+
+def usage(cubin):
+    """Return the registers of each kernel, as the log tells them."""
+    return dict(re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", cubin.log, re.DOTALL))
 
 
 @pytest.mark.parametrize("change", ["source", "header", "header of a header", "macro", "arch", "name", "compiler"])

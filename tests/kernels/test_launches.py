@@ -87,3 +87,22 @@ def test_hoppers_backward_pass_names_every_parameter(kind, v_head_dim):
         output, saved = attend_and_save(new_call(query, key, value, "sage_bwd", **options), (9, 0))
         hopper_backward(new_backward_call(output, value, output, saved, "sage_bwd", 64, **options))
     assert_named(launches)
+
+
+def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks):
+    """Kernels that share functions are digested in both orders, each in a fresh process."""
+    code = """
+import torch
+from sage_kernels import rehearsal
+from sage_kernels.language import backward_operands, launch
+from sage_kernels.triton import backward_keys, backward_queries
+
+kernels = [backward_operands.prepare_queries, backward_operands.prepare_keys]
+kernels += [backward_keys.int8_backward_key, backward_queries.int8_backward_query]
+with rehearsal.rehearsing(compiles_only=True) as rehearsed:
+    for kernel in ORDER(kernels):
+        launch.launch(kernel, (1,), x=rehearsed.stand_in(torch.empty(1)))
+print(sorted((kernel.__name__, kernel.cache_key) for kernel in ORDER(kernels)))
+"""
+    first, second = (forks.run(code.replace("ORDER", order)) for order in ("list", "reversed"))
+    assert first == second

@@ -10,7 +10,6 @@ from sage_kernels.rehearsal import (
     FIRST_ADDRESS,
     Memory,
     NotRepeatableError,
-    Rehearsal,
     is_stand_in,
     keeping,
     locate,
@@ -22,7 +21,8 @@ from sage_kernels.tape import ALIGNMENT, Bundle, Tape, place_buffers
 
 @pytest.fixture
 def rehearsal():
-    return Rehearsal()
+    with rehearsing() as rehearsal:
+        yield rehearsal
 
 
 def test_a_stand_in_is_like_the_tensor_but_for_its_address(rehearsal):

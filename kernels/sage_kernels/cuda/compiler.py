@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "src"
 HEADERS = Path(__file__).parent / "include"
 FLAGS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+SPLIT, SPLITTING = "--ptxas-options=--split-compile=0", (13, 0)
+"""Option by which kernels of a source are assembled at the same time, and the oldest NVRTC that was tried with it. It
+changes no instruction, so nothing in the cache depends on it; `-split-compile` of NVRTC itself does."""
 OLDEST_DRIVER = 12040  # the first that tells the sizes of a kernel's parameters; as cuDriverGetVersion counts
 
 Macro = int | float | str
@@ -197,7 +200,8 @@ def _compile(program: _Program) -> Cubin:
 
     names = [name.encode() for name, _ in program.headers]
     headers = [text.encode() for _, text in program.headers]
-    options = [option.encode() for option in program.options]
+    split = [SPLIT] if _nvrtc_version() >= SPLITTING else []
+    options = [option.encode() for option in (*program.options, *split)]
     text, name = program.text.encode(), program.source.encode()
     handle = checked("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(text, name, len(names), headers, names))
     try:

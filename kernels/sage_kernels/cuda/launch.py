@@ -18,9 +18,6 @@ from .compiler import CompileError, Cubin, Macro, checked
 from .context import device_context
 from .parameters import HEADER, header, packer
 
-WAIT = 0.1
-"""Seconds in which machine code that was compiled before is read."""
-
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -114,10 +111,6 @@ def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     threads = [threading.Thread(target=_try_to_compile, args=(source, arch)) for source in sources]
     for thread in threads:
         thread.start()
-    threads[0].join(WAIT)
-    if threads[0].is_alive():
-        with contextlib.suppress(Exception):  # only so that the next call waits for nothing
-            rehearsal.load()
     for thread in threads:
         thread.join()
 

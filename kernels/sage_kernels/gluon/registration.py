@@ -55,6 +55,7 @@ class HopperBackward:
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients; see `int8_backward.backward`."""
+        import_module("..language.launch", __package__).start_compiler()  # while the kernels are imported
         return import_module(".int8_backward", __package__).backward(call)
 
 

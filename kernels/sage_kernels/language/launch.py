@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ MASK_AXES = ("batch", "head", "row", "column")
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 _compiled: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
+_starting: list[threading.Thread] = []
+_digested: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ def launch(
         return
     if 0 in grid:
         return
+    if id(kernel) not in _digested:
+        _digest(kernel)
     if (rehearsed := rehearsal.current()) is not None:
         if rehearsed.compilations is None:
             packed = pack(kernel, grid, arguments, options)
@@ -152,6 +157,7 @@ def launch(
             kernel[grid](**arguments, **options)
             return
         start = time.perf_counter()
+        _await_compiler()
         kernel[grid](**arguments, **options)
         _compiled.add(key)
         logger.info(
@@ -161,7 +167,54 @@ def launch(
         )
 
 
+def _digest(function: Any) -> None:
+    """Have Triton digest the source of a kernel, by which its cache finds it, after those of the functions it calls.
+
+    A digest covers the constants of called functions. By Triton 3.6 it does so only for functions that were digested
+    before: a process that launches other kernels first would not find this one, and compile it again.
+    """
+    if not hasattr(type(function), "cache_key") or id(function) in _digested:
+        return
+    for name in function.fn.__code__.co_names:
+        if (called := function.fn.__globals__.get(name)) is not function:
+            _digest(called)
+    _ = function.cache_key
+    _digested.add(id(function))
+
+
+def start_compiler() -> None:
+    """Begin in threads what Triton's first compilation of a process does in a row, and return at once.
+
+    A C compiler builds its driver, and its files are digested for the keys of its cache. What fails here fails again
+    where Triton does it, with its error.
+    """
+    with _lock:
+        if not _starting and not INTERPRETED:
+            for work in (_build_driver, _digest_triton):
+                _starting.append(threading.Thread(target=work, name=f"sage-kernels{work.__name__}"))
+                _starting[-1].start()
+
+
+def _await_compiler() -> None:
+    """Wait until Triton can compile at once: threads that ask at the same time would each do what it does first."""
+    start_compiler()
+    for thread in _starting:
+        thread.join()
+
+
+def _build_driver() -> None:
+    with contextlib.suppress(Exception):
+        triton.runtime.driver.active.get_current_device()
+
+
+def _digest_triton() -> None:
+    with contextlib.suppress(Exception):
+        import_module("triton.runtime.cache").triton_key()
+
+
 def _compile(run: Callable[[], object]) -> None:
-    with _lock, contextlib.suppress(RuntimeError):  # without a driver, compiling says so
-        triton.runtime.driver.active.get_current_device()  # its first use compiles what all kernels need
-    run()
+    _await_compiler()
+    try:
+        run()
+    except SystemError:  # by Python before 3.12.2, where another thread parses at the same time
+        run()
