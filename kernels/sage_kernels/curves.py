@@ -41,8 +41,8 @@ class Curve:
 
     Attributes:
         head_dim: of the calls that were measured; the curve also serves smaller ones, down to the next curve's.
-        ragged, odd: factors of the time where the number of keys is no multiple of KEYS, and where of 8 neither.
         error: largest relative error at the points it was fitted to.
+        measured: (batch, q_heads, kv_heads, q_len, kv_len) of calls, each with its time relative to the formula's.
     """
 
     runner: str

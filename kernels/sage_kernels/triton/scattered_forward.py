@@ -27,8 +27,8 @@ COUNTED = 512, 2048
 """Fewest and most words of four keys that are counted at once: 64 bytes of each thread are on their way together."""
 VECTOR = tl.constexpr(16)  # bytes that a thread loads at once
 SHARED_PERCENT = 100
-"""Of L1: behind a launch with the driver's choice, FlashAttention 3 takes 3 % longer at head_dim 64, whose registers it
-keeps in L1 in part."""
+"""Share of L1 that is shared memory: behind a launch with the driver's choice, FlashAttention 3 takes 3 % longer at
+head_dim 64, where it keeps some of its registers in L1."""
 PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `registry.AttendToFirst`'s plan
 
 
