@@ -108,6 +108,8 @@ class Int8Operands:
             without balance.
         query_factors: float32 (batch, kv_heads, channels), whose bits are the rotation's factors as
             `cuda/include/rotation.cuh` reads them, where Q is left to the forward kernel; else None.
+        queue: int32 (1,), 0, from which blocks of a causal forward kernel take items as they get free; it is 0 again
+            when all have: operands may be attended to again, but not at the same time. None: items are dealt out.
     """
 
     query: torch.Tensor
@@ -121,6 +123,7 @@ class Int8Operands:
     heavy: HeavyKeys | None = None
     balance: torch.Tensor | None = None
     query_factors: torch.Tensor | None = None
+    queue: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from sage_kernels.registry import Request, select
 
 # Of `Config.of`: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
+SELF_QUANTIZED = (SIZES[0], SIZES[1], SIZES[4])  # the kernel quantises Q of causal calls
 LISTED = (SIZES[0], SIZES[1], SIZES[3], SIZES[4])
 DTYPES = (torch.bfloat16, torch.float16)
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -49,6 +51,7 @@ def can_compile(monkeypatch):
         *product(SIZES[3:], (False, True), (True,), (False, True), (torch.bfloat16,), (False,), (False,), (False,)),
         *((size, False, False, False, torch.float16, False, True, False) for size in SIZES),
         *((size, False, False, False, dtype, True, True, False) for size in SIZES[:2] for dtype in DTYPES),
+        *((size, True, False, False, torch.bfloat16, True, True, False) for size in SELF_QUANTIZED),
         *product(LISTED, (False, True), (False, True), (False, True), (torch.bfloat16,), (False,), (False,), (True,)),
     ],
 )
@@ -190,11 +193,16 @@ class OtherQuantizer(HopperQuantizer):
         return KeyPadding(valid, torch.empty(valid.shape[0], 3, dtype=torch.int32, device=valid.device))
 
 
-def sources_of(request, monkeypatch):
-    """Return the sources that a request's call launches, and those of its forward kernel alone."""
+def sources_of(request, monkeypatch, note=lambda *_, **__: None):
+    """Return the sources that a request's call launches; `note` sees each launch."""
     launched = {quantize: [], int8_forward: [], block_lists: []}
+
+    def launch(kernel, *arguments, to, **options):
+        to.append(kernel.source)
+        note(kernel, *arguments, **options)
+
     for module, kernels in launched.items():
-        monkeypatch.setattr(module, "launch", lambda kernel, *_, to=kernels, **__: to.append(kernel.source))
+        monkeypatch.setattr(module, "launch", partial(launch, to=kernels))
     monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
     monkeypatch.setattr(int8_forward, "compile_together", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
@@ -250,3 +258,26 @@ def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_
         other = select(replace(request_, **change))
         assert "hopper" not in other.kernel
         assert any("SAGE_KERNELS_COMPILE=0" in reason for _, reason in other.passed_over)
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "sage2", "sage_bwd"])
+@pytest.mark.parametrize("mask", ["none", "keys", "blocks"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_quantiser_clears_the_queue_that_causal_items_are_taken_from(recipe, mask, is_causal, monkeypatch):
+    queues, clears = {}, {}
+
+    def note(kernel, blocks, parameters, *_, **__):
+        clears[kernel.name] = kernel.source.macros.get("QUEUE")
+        arguments = {"quantize": "o", "int8_forward": "arguments"}.get(kernel.name)
+        if arguments:
+            queues[kernel.name] = getattr(parameters, arguments).queue
+
+    monkeypatch.setattr(HopperQuantizer, "unsupported", lambda *_: "")
+    sizes = (128, 128) if mask == "blocks" else (0, 0)
+    request = replace(LONG, recipe=recipe, mask=mask, is_causal=is_causal, list_sizes=sizes)
+    sources_of(request, monkeypatch, note)
+    expected = is_causal and mask != "blocks"
+    assert clears["quantize"] == expected
+    assert (queues["quantize"] is not None) == expected
+    if mask != "blocks":
+        assert queues["int8_forward"] is queues["quantize"]

@@ -29,7 +29,7 @@ FEATURES = {
     "rotated": Features(rotate=True),
     "all": Features(rotate=True, balance=True, heavy_keys=64),
     "chosen": Features(rotate=True, balance=True, heavy_keys=64, choice=True),
-    "late": Features(rotate=True, balance=True, heavy_keys=64, choice=True, late=True),
+    "late": Features(rotate=True, balance=True, heavy_keys=64, choice=True, causal=True),
 }
 
 

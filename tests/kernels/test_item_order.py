@@ -1,52 +1,77 @@
-"""cuda/item_order.py: how the Hopper forward's items are shared out among blocks."""
+"""cuda/item_order.py: in which order the Hopper forward's items come."""
+
+import heapq
 
 import pytest
+import torch
 
-from sage_kernels.cuda.item_order import ITEM_TILES, heads_at_once, item_work, last_parts, longest_share
+from sage_kernels.cuda.item_order import heads_at_once, last_parts
+from tests.helpers.triton_calls import new_call
 
 BLOCKS = 132
+ITEM_TILES = 2.6  # what an item takes beside its tiles, in times of a tile: measured on an H200
 
 
-def shares_of_blocks(pairs, size, work):
-    """Add up the work of each block, item by item as `next_item` of forward_items.cuh finds them."""
-    rows, shares = len(work), [0.0] * BLOCKS
-    for block in range(BLOCKS):
-        turn = 0
-        while (index := turn * BLOCKS + (BLOCKS - 1 - block if turn % 2 else block)) < rows * pairs:
-            group = index // (rows * size)
-            within, heads = index - group * rows * size, min(size, pairs - group * size)
-            shares[block] += work[rows - 1 - within // heads]
-            turn += 1
-    return shares
+def causal_call(batch, q_heads, kv_heads, tokens, head_dim):
+    query, key = (torch.empty(batch, heads, tokens, head_dim, device="meta") for heads in (q_heads, kv_heads))
+    return new_call(query, key, key, "sage2", is_causal=True)
 
 
-@pytest.mark.parametrize(("pairs", "size", "rows"), [(32, 8, 128), (10, 4, 229), (7, 3, 20), (3, 3, 11), (128, 22, 32)])
-def test_the_longest_share_is_that_of_the_kernel_s_zigzag(pairs, size, rows):
-    work = item_work(rows * 128 - 5, rows * 128 - 53, -48, 128, 128)
-    shares = shares_of_blocks(pairs, size, work.tolist())
-    assert longest_share(pairs, size, BLOCKS, work) == pytest.approx(max(shares) / (sum(shares) / BLOCKS), rel=1e-5)
+def items_of_queue(pairs, rows, at_once):
+    """Return (pair, block) of each place of the queue, counted from the last one as `next_item` does."""
+    items = []
+    for behind in reversed(range(pairs * rows)):
+        group = behind // (rows * at_once)
+        within, heads = behind - group * rows * at_once, min(at_once, pairs - group * at_once)
+        items.append((group * at_once + within % heads, within // heads))
+    return items
 
 
-def test_an_item_s_work_is_its_tiles_and_what_it_takes_beside_them():
-    assert item_work(400, 352, -48, 128, 128).tolist() == pytest.approx([n + ITEM_TILES for n in (1, 2, 3, 3)])
-    assert item_work(300, 1000, -1000, 192, 96).tolist() == pytest.approx([1 + ITEM_TILES] * 2)
+@pytest.mark.parametrize(("pairs", "rows", "at_once"), [(1, 7, 2), (12, 5, 5), (33, 32, 32), (7, 1, 3), (4, 9, 100)])
+def test_each_item_has_one_place_and_a_group_of_fewer_heads_the_first_ones(pairs, rows, at_once):
+    items = items_of_queue(pairs, rows, at_once)
+    assert sorted(items) == [(pair, block) for pair in range(pairs) for block in range(rows)]
+    first = items[: (pairs % at_once or at_once) * rows]
+    assert {pair for pair, _ in first} == set(range(pairs - 1 - (pairs - 1) % at_once, pairs))
 
 
 @pytest.mark.parametrize(
-    ("pairs", "most", "tokens", "longest"),
-    [(32, 8, 16384, 1.011), (64, 8, 16384, 1.01), (128, 32, 4096, 1.01), (32, 16, 8192, 1.01), (10, 8, 29236, 1.03)],
+    "sizes",
+    [
+        (1, 32, 32, 16384, 128),
+        (4, 32, 32, 4096, 128),
+        (1, 33, 33, 4096, 128),
+        (1, 32, 8, 8192, 128),
+        (1, 8, 8, 32768, 128),
+        (2, 32, 8, 32768, 128),
+        (1, 1, 1, 131072, 128),
+        (1, 10, 10, 29236, 64),
+        (1, 4, 4, 65536, 64),
+    ],
 )
-def test_groups_of_heads_leave_no_block_a_long_share(pairs, most, tokens, longest):
-    sizes = tokens, tokens - 48, -48, 128, 128
-    found = heads_at_once(pairs, most, BLOCKS, *sizes)
-    work = item_work(*sizes)
-    assert 1 <= found <= most
-    assert longest_share(pairs, found, BLOCKS, work) <= min(longest, longest_share(pairs, most, BLOCKS, work))
+def test_blocks_that_take_items_as_they_get_free_end_at_about_the_same_time(sizes):
+    batch, heads, _, tokens, head_dim = sizes
+    block_m = 128 if head_dim == 128 else 192
+    ends, work = [0.0] * BLOCKS, 0.0
+    for _, block in items_of_queue(batch * heads, -(-tokens // block_m), heads_at_once(causal_call(*sizes))):
+        item = -(-min(tokens, (block + 1) * block_m) // 128) + ITEM_TILES
+        heapq.heapreplace(ends, ends[0] + item)
+        work += item
+    assert max(ends) <= 1.01 * work / BLOCKS
 
 
-@pytest.mark.parametrize(("pairs", "most"), [(1, 40), (3, 1), (500, 200)])
-def test_groups_have_at_least_one_head_and_no_more_than_stay_in_the_cache(pairs, most):
-    assert 1 <= heads_at_once(pairs, most, 1, 64, 16, -48, 128, 128) <= min(pairs, most)
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        ((4, 32, 32, 4096, 128), 32),
+        ((1, 32, 32, 16384, 128), 3),
+        ((1, 32, 8, 32768, 128), 4),
+        ((1, 32, 32, 16384, 64), 6),
+        ((1, 8, 8, 65536, 128), 2),
+    ],
+)
+def test_groups_of_long_heads_are_smaller(sizes, heads):
+    assert heads_at_once(causal_call(*sizes)) == heads
 
 
 @pytest.mark.parametrize(

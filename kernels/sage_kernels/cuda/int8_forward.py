@@ -137,12 +137,13 @@ class Arguments:
         valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
             `spans` count all keys; kv_len and causal_offset are those behind the first keys.
         spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
-        heads_at_once: whose causal items are worked through together.
+        heads_at_once: whose causal items are taken together, a group of fewer heads first.
         parts: of each item of the last round, unless the call is causal.
         valid_stride, spans_stride: from batch element to batch element.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
-        lists, queue: those of `block_lists.SortedLists`, the first number of the queue written; None without lists.
+        lists, queue: those of `block_lists.SortedLists`, the first number of the queue written; or None and that of
+            `operands.Int8Operands`, written.
         list_stride: from list to list.
         lists_of_batch, lists_of_head: lists from batch element to batch element, and from head to head.
     """
@@ -371,11 +372,8 @@ def forward(
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts, together = 1, heads_in_cache(call)
-    if is_causal and lists is None:
-        sizes = q_len, tail.kv_len, tail.causal_offset, config.block_m, config.block_n
-        together = heads_at_once(batch * q_heads, together, min(items, multiprocessors), *sizes)
-    elif (config.heavy or config.warpgroups == 2) and lists is None:
+    parts = 1
+    if (config.heavy or config.warpgroups == 2) and not is_causal and lists is None:
         parts = last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if quantizes_query:
         query_map = tensor_map(query, box, LINE_BYTES)
@@ -406,13 +404,14 @@ def forward(
         q_rows=query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
-        heads_at_once=together,
+        heads_at_once=heads_at_once(call),
         parts=parts,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
         head_dim=call.query.shape[3],
         softmax_scale=float(call.scale),
+        queue=operands.queue,
     )
     if lists is not None:
         arguments.lists, arguments.queue = lists.lists, lists.queue

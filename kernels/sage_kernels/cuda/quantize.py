@@ -86,6 +86,7 @@ class Operands:
             order, not in that of `layout.heavy_order`.
         spans: (paddings, 3), those of `operands.KeyPadding`; None without padding.
         paddings: batch elements of `Statistics.valid`.
+        queue: that of `operands.Int8Operands`, or None.
     """
 
     query: Bytes
@@ -104,6 +105,7 @@ class Operands:
     heavy_key_with_mean: Int
     spans: Ints
     paddings: UInt32
+    queue: Ints
 
 
 @dataclass(slots=True)
@@ -154,7 +156,8 @@ class Features:
     Attributes:
         padded: keys may not exist.
         choice: heavy keys are not just the first ones (`Call.chooses_heavy_keys`).
-        late: those that are chosen are late ones.
+        causal: rows attend to keys up to their own, and to all tiles of these: the forward kernel takes items from a
+            queue, and keys that are chosen are late ones.
     """
 
     rotate: bool = False
@@ -162,7 +165,7 @@ class Features:
     heavy_keys: int = 0
     padded: bool = False
     choice: bool = False
-    late: bool = False
+    causal: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, kv_len: int, padded: bool, is_causal: bool) -> Features:
@@ -170,7 +173,12 @@ class Features:
         mask: MaskKind = "keys" if padded else "none"
         choice = chooses_heavy_keys(recipe, kv_len, mask, is_causal)
         heavy_keys = heavy_keys_of(recipe, kv_len, mask)
-        return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice, choice and is_causal)
+        return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice, is_causal)
+
+    @property
+    def late(self) -> bool:
+        """Return whether some heavy keys are late ones."""
+        return self.choice and self.causal
 
     @property
     def places(self) -> int:
@@ -208,6 +216,7 @@ def kernels(
         "PADDED": features.padded,
         "CHOICE": features.choice,
         "LATE": features.late,
+        "QUEUE": features.causal,
         "PLACES": features.places,
         "FIRST_KEYS": features.heavy_keys - features.late * features.places,
         "HEAVY_QUERIES": HEAVY_QUERIES,
@@ -247,7 +256,7 @@ def unavailable(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     features = Features.of(recipe, request.kv_len, request.mask in ("keys", "block_keys"), request.is_causal)
     if request.mask in ("blocks", "block_keys"):
-        features = replace(features, heavy_keys=0, choice=False, late=False)
+        features = replace(features, heavy_keys=0, choice=False, causal=False)
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
 
 
@@ -258,8 +267,8 @@ def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:
 
 
 def _features(call: Call, padded: bool) -> Features:
-    recipe, choice = call.recipe, call.chooses_heavy_keys
-    return Features(recipe.rotate, recipe.balance, call.heavy_keys, padded, choice, choice and call.is_causal)
+    recipe, causal = call.recipe, call.is_causal and call.mask.blocks is None
+    return Features(recipe.rotate, recipe.balance, call.heavy_keys, padded, call.chooses_heavy_keys, causal)
 
 
 def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
@@ -315,6 +324,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         heavy,
         new(batch, kv_heads, channels) if features.balance else None,
         lines[:, :, features.factors_row] if leaves_query and features.rotate else None,
+        new(1, dtype=torch.int32) if features.causal else None,
     )
     halves = BLOCK // HALF_BLOCK
     query_blocks = 0 if leaves_query else q_blocks * halves * batch * q_heads
@@ -354,6 +364,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         heavy_key_with_mean=leaves_query,
         spans=None if padding is None else padding.spans,
         paddings=paddings,
+        queue=operands.queue,
     )
     statistics, quantize = kernels_of(call, padding is not None)
     query_tokens, distance = Tokens.of(query), ceil_div(q_len, BALANCE_QUERIES)

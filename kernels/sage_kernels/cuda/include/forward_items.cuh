@@ -70,6 +70,8 @@ constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && !LISTS;
 // An item's last tile of half as many keys, which heavy keys leave of a multiple of BLOCK_N, takes half of the softmax.
 constexpr bool HALVES = ERASES && BLOCK_N == 128;
+// Causal items differ in length: blocks take them from a queue, as they get free.
+constexpr bool QUEUE = CAUSAL && !LISTS;
 // Warpgroups whose rows see none of the item's last tiles leave them to the others.
 constexpr bool SKIPS = CAUSAL && !PADDED && !LISTS;
 static_assert(!SKIPS || ((WARPGROUPS - 1) * WARPGROUP_ROWS + BLOCK_N - 1) / BLOCK_N <= STAGES,
@@ -125,6 +127,12 @@ struct alignas(16) ListedTile {
   int number;
 };
 
+// The place in the QUEUE that one thread takes, for two others.
+struct TakenPlace {
+  uint64 full, empty;
+  int place;
+};
+
 // What lies in shared memory behind the tiles.
 struct alignas(256) Control {
   uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes, whose products with weights are their sums
@@ -133,17 +141,42 @@ struct alignas(256) Control {
   Factors factors[QUERY_STAGES];
   Item items[QUERY_STAGES];
   ListedTile listed[STAGES];
+  TakenPlace taken;
 };
 static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
 
-// Item `round` of this block. Causal items differ in length: the longest of a group of heads come first
-// (`heads_at_once` of item_order.py), and blocks change order from round to round. Of others a head's last may have
-// fewer rows: blocks take turns with these. Those that are left for the last round are split in parts, so that more
-// blocks have some.
-DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+// Take this block's place `round` in the QUEUE of so many items, for two other threads too; that of round 0 is its
+// number. In the end each block takes a place in vain, so the counter goes up `items` times in all, and is back at 0.
+// Operands without a counter have their items dealt out; blocks then change order from round to round.
+DEVICE int take_place(const Arguments& a, int round, int items, TakenPlace& taken) {
+  const int grid = gridDim.x;
+  int place = round * grid + (round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  if (round == 0) return place;
+  if (a.queue != nullptr) place = grid + atomicInc(reinterpret_cast<uint32*>(a.queue), items - 1);
+  wait(taken.empty, round & 1);
+  taken.place = place;
+  arrive(taken.full);
+  return place;
+}
+
+// Get this block's place `round`, which another thread takes.
+DEVICE int get_place(int round, TakenPlace& taken) {
+  if (round == 0) return blockIdx.x;
+  wait(taken.full, round & 1 ^ 1);
+  const int place = taken.place;
+  arrive(taken.empty);
+  return place;
+}
+
+// Find item `round` of this block; of the QUEUE, one of the three threads that do `takes` its place. There the longest
+// of a group of heads come first, and a group of fewer heads is the first one: in the end all blocks have short items.
+// Of other items a head's last may have fewer rows: blocks take turns with these. Those that are left for the last
+// round are split in parts, so that more blocks have some.
+DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& taken, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
   const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;
-  int index = round * grid + (!CAUSAL ? turn : round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
+  int index = round * grid + turn;
+  if (QUEUE) index = takes ? take_place(a, round, items, taken) : get_place(round, taken);
   int first = 0, end = WARPGROUPS;
   if (!CAUSAL && index >= whole) {
     const int part = (index - whole) % a.parts;
@@ -153,9 +186,10 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   if (index >= items) return false;
   int block, pair;
   if (CAUSAL) {
-    const int group = index / (blocks * a.heads_at_once), within = index - group * blocks * a.heads_at_once;
+    const int behind = items - 1 - index, group = behind / (blocks * a.heads_at_once);
+    const int within = behind - group * blocks * a.heads_at_once;
     const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
-    block = blocks - 1 - within / heads;
+    block = within / heads;
     pair = group * a.heads_at_once + within % heads;
   } else {
     block = index % blocks;
@@ -181,8 +215,7 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   return item.warpgroups > 0;
 }
 
-// Take the next item of the queue, which all blocks share: lists differ in length, so a block that is done with its own
-// takes more. The first ones are shared out by number.
+// Take the next item of the queue of LISTS, which differ in length. The first ones are shared out by number.
 DEVICE bool take_item(const Arguments& a, int round, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M;
   const int place = round == 0 ? blockIdx.x : gridDim.x + atomicAdd(a.queue, 1);

@@ -16,12 +16,12 @@ DEVICE void show_item(bool exists, const Item& item, Item& shown, uint64& full) 
 
 // Bring items with tiles of Q in INT8, by the first thread.
 DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Factors* factors, Item* items,
-                         Barriers& b) {
+                         TakenPlace& taken, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
   for (int round = 0;; round++) {
-    bool exists = !LISTS && next_item(a, round, item);
+    bool exists = !LISTS && next_item(a, round, false, taken, item);
     const int stage = round % STAGES;
     wait(b.q_empty[stage], round / STAGES & 1 ^ 1);
     if (LISTS) exists = take_item(a, round, item);
@@ -41,12 +41,12 @@ DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, F
 // Bring items with tiles of Q in 16 bits, by the first thread: none of them is what the stream's previous kernels
 // write, but the factors are.
 DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* tokens, Factors& factors, Item* items,
-                        Barriers& b) {
+                        TakenPlace& taken, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
   for (int round = 0;; round++) {
-    const bool exists = next_item(a, round, item);
+    const bool exists = next_item(a, round, false, taken, item);
     wait(b.q_empty[0], round & 1 ^ 1);
     show_item(exists, item, items[0], b.q_full[0]);
     if (!exists) return;
@@ -64,8 +64,9 @@ DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* token
 }
 
 // Return whether there is an item `round` of this block; of LISTS, that which `load_queries` shows.
-DEVICE bool find_item(const Arguments& a, int round, const Item* items, Barriers& b, Item& item) {
-  if (!LISTS) return next_item(a, round, item);
+DEVICE bool find_item(const Arguments& a, int round, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
+                      Item& item) {
+  if (!LISTS) return next_item(a, round, takes, taken, item);
   const int stage = round % STAGES;
   wait(b.q_full[stage], round / STAGES & 1);
   item = items[stage];
@@ -80,13 +81,14 @@ DEVICE int first_key(const Item& item, int tile) { return (LISTS ? tile : item.t
 // numbers in the item, or those that its list names; behind a list an empty stage completes a round.
 // It does not follow the tile that completes a round: the stage of that is free only when all warpgroups have left what
 // they do not attend to, and they wait for what `end` brings before they do.
+// The thread that brings K `takes` an item's place when it has begun to bring the last tile of the item before.
 template <typename Load, typename End>
-DEVICE void produce_tiles(const Arguments& a, const Item* items, Barriers& b, uint64 (&full)[STAGES],
-                          uint64 (&empty)[STAGES], Load load, End end) {
+DEVICE void produce_tiles(const Arguments& a, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
+                          uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load, End end) {
   Item item;
   int uses = 0;
 #pragma unroll 1
-  for (int round = 0; find_item(a, round, items, b, item); round++) {
+  for (int round = 0; find_item(a, round, items, takes, taken, b, item); round++) {
     const int* listed = LISTS ? item.listed(a) : nullptr;
     int following = LISTS ? listed[0] : 0;
 #pragma unroll 1
@@ -108,9 +110,9 @@ DEVICE void produce_tiles(const Arguments& a, const Item* items, Barriers& b, ui
 // heavy keys with their values.
 DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorMap& heavy_key,
                          const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, const Item* items,
-                         ListedTile* listed, Barriers& b) {
+                         ListedTile* listed, TakenPlace& taken, Barriers& b) {
   produce_tiles(
-      a, items, b, b.k_full, b.k_empty,
+      a, items, true, taken, b, b.k_full, b.k_empty,
       [&](const Item& item, int tile, int stage) {
         if constexpr (LISTS) {
           constexpr int SCALES = BLOCK_N / KEYS_PER_SCALE;
@@ -142,7 +144,8 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
       });
 }
 
-DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, const Item* items, Barriers& b) {
+DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, const Item* items, TakenPlace& taken,
+                           Barriers& b) {
   const auto load = [&](const Item& item, int tile, int stage) {
     arrive_expecting(b.v_full[stage], V_BYTES);
     if (PV_FLOAT16) {
@@ -157,5 +160,5 @@ DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v,
                  first_key(item, tile) + i * VALUE_WIDTH);
     }
   };
-  produce_tiles(a, items, b, b.v_full, b.v_empty, load, [](const Item&, int) {});
+  produce_tiles(a, items, false, taken, b, b.v_full, b.v_empty, load, [](const Item&, int) {});
 }

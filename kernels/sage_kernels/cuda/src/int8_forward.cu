@@ -284,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
       init(barriers.v_full[i], 1), init(barriers.v_empty[i], WARPS * WARP_ARRIVALS);
     }
     init(barriers.ending_full, 1), init(barriers.ending_empty, WARPS * WARP_ARRIVALS);
+    if (QUEUE) init(control.taken.full, 1), init(control.taken.empty, 2);
   }
   if (threadIdx.x < sizeof(control.ones) / 4) control.ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
@@ -293,13 +294,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
     if constexpr (QUANTIZES_QUERY)
-      load_tokens(arguments, query, tokens, control.factors[0], control.items, barriers);
+      load_tokens(arguments, query, tokens, control.factors[0], control.items, control.taken, barriers);
     else
-      load_queries(arguments, query, q, control.factors, control.items, barriers);
+      load_queries(arguments, query, q, control.factors, control.items, control.taken, barriers);
     if (thread == 32)
       produce_keys(arguments, key, heavy_key, heavy_value, k, heavy, control.value_scales, control.items,
-                   control.listed, barriers);
-    if (thread == 64) produce_values(arguments, value, v, control.items, barriers);
+                   control.listed, control.taken, barriers);
+    if (thread == 64) produce_values(arguments, value, v, control.items, control.taken, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     Consumer consumer{arguments, query_tokens, output, barriers, control.value_scales, control.factors, control.items};

@@ -35,6 +35,7 @@ ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(BALANCE, "Q and K are balanced before they are rotated, or not");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
+ASSERT_FLAG(QUEUE, "the forward kernel takes items from a queue, or has none");
 static_assert(ROTATE || !BALANCE, "BALANCE needs ROTATE: factors are applied by the rotation");
 static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 15, "MAX_BALANCE must be 1 to 14: factors are normal in float16");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
@@ -126,6 +127,7 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
+  if (QUEUE && blockIdx.x == 0 && threadIdx.x == 0) *o.queue = 0;
   if (PADDED && blockIdx.x >= gridDim.x - o.paddings) {
     const uint32 number = gridDim.x - 1 - blockIdx.x;
     find_spans(all_valid(s, number), s.kv_len + FIRST_KEYS, o.spans + 3 * number);
