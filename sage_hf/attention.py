@@ -8,11 +8,14 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from sage_hf import record
+from sage_hf.record import observers
 from sage_kernels import checks, dispatch, empty_rows, exact, ops, prepared, prepared_training, training
 from sage_kernels.blocks import BlockList, check_blocks, exact_attention
 from sage_kernels.call import Mask
+from sage_kernels.prepared import repeat
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
 
@@ -155,7 +158,14 @@ def sage_attention(
         )
         return sparse if return_lse else sparse[0]
     output, lse = attend(
-        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
         recipe=recipe,
         fallback=fallback,
         return_lse=return_lse,
@@ -189,35 +199,32 @@ def attend(
     Returns:
         (output, lse); without return_lse, the lse is None or has no elements.
     """
-    checked_fallback = _default_fallback
-    if fallback is not None and fallback != _default_fallback:
-        checked_fallback = check_fallback(fallback)
-    is_causal = bool(is_causal)
-    slot = None
+    chosen_fallback, slot = _default_fallback if fallback is None else fallback, None
     # While something else than Dynamo traces, modes are active, and no call is found.
-    if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
+    if not is_dynamo_compiling() and dropout_p == 0.0:
+        grad = torch.is_grad_enabled()
+        options = recipe, chosen_fallback, return_lse, tokens_first
+        facts = attn_mask is None, grad, is_causal, causal_offset, scale.__class__, scale, enable_gqa, options
+        if not observers and (found := repeat(query, key, value, attn_mask, facts)) is not None:
+            return found, None
         if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             query, key, value = exact.in_autocast_dtype(query, key, value)
-        grad = torch.is_grad_enabled() and ops.wants_gradient(query, key, value, attn_mask)
-        options = is_causal, causal_offset, scale.__class__, scale, enable_gqa, recipe, checked_fallback, return_lse
-        facts = "sage_attention", tokens_first, grad, options
-        slot = prepared.recall(query, key, value, attn_mask, facts)
-        if slot is None:
-            slot = prepared.look_up(query, key, value, attn_mask, facts)
-            may_be_a_step = attn_mask is None and not tokens_first
-            if may_be_a_step and slot is not None and slot.prepared is None and slot.calls == 0:
-                prepared.follow_step(slot, query, key, value, *facts)
-        if slot is not None and (call := slot.prepared) is not None:
-            dispatch.announce(call.plan)
-            plain = slot.plan_anew is None and not tokens_first
-            output, lse = (call if plain else slot.run)(query, key, value, attn_mask)
-            if record.observers:
+        grad = grad and ops.wants_gradient(query, key, value, attn_mask)
+        slot = prepared.look_up(query, key, value, attn_mask, facts, grad)
+        may_be_a_step = attn_mask is None and not tokens_first
+        if may_be_a_step and slot is not None and slot.prepared is None and slot.calls == 0:
+            prepared.follow_step(slot, query, key, value, *facts)
+        if slot is not None and slot.prepared is not None:
+            dispatch.announce(slot.prepared.plan)
+            output, lse = slot.run(query, key, value, attn_mask)
+            if observers:
                 shown = query, key, value, output
                 query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
                 record.notify_observers(
                     *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
                 )
             return output, lse
+    checked_fallback, is_causal = check_fallback(chosen_fallback), bool(is_causal)
     if tokens_first:
         if slot is not None:
             slot.tokens_first = True

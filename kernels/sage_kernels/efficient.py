@@ -11,7 +11,7 @@ from . import exact
 from .call import Call
 from .registry import Attend, Request, register_exact
 
-_operator = torch.ops.aten._scaled_dot_product_efficient_attention
+_operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 
 class EfficientAttention:
@@ -35,13 +35,15 @@ class EfficientAttention:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self.bind(call)(call.query, call.key, call.value)
+        return self.bind(call)(call.query, call.key, call.value, None)
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
         is_causal, scale = call.is_causal, call.scale
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
             if scale <= 0:  # which it would multiply masked scores by
                 return exact.sdpa(query, key, value, is_causal=is_causal, scale=scale)
             output, *_ = _operator(query, key, value, None, False, 0.0, is_causal, scale=scale)

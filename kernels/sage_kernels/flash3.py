@@ -13,7 +13,7 @@ import torch
 
 from . import rehearsal
 from .call import Call
-from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact
+from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self.bind(call)(*(x.transpose(1, 2) for x in (call.query, call.key, call.value))).transpose(1, 2)
+        return transposed(self.bind(call))(call.query, call.key, call.value, None)
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
@@ -59,7 +59,9 @@ class FlashAttention3:
         options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": _splits(call)}
         assert operator is not None
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
             output: torch.Tensor = operator(-query if negative else query, key, value, **options)[0]
             return output
 

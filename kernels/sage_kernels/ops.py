@@ -88,11 +88,11 @@ def attention(
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    if blocks is None and not torch.compiler.is_compiling():
+    if blocks is None and not torch.compiler.is_compiling() and not wants_gradient(query, key, value, mask):
         options = is_causal, causal_offset, scale, recipe, fallback, return_lse
-        slot = find_prepared(query, key, value, mask, *options)
-        if slot is not None and slot.prepared is not None and not wants_gradient(query, key, value, mask):
-            return _repeat(slot.prepared, query, key, value, mask)
+        repeated, _ = _repeat(query, key, value, mask, *options)
+        if repeated is not None:
+            return repeated
     checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
     if blocks is not None:
@@ -171,7 +171,7 @@ def log_sum_exp(
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
-def find_prepared(
+def _repeat(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -182,22 +182,23 @@ def find_prepared(
     recipe: str,
     fallback: Fallback,
     return_lse: bool,
-) -> prepared.Slot | None:
-    """Return what is known of calls of `attention` like this one; None if such a call is never prepared."""
+) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, prepared.Slot | None]:
+    """Repeat a prepared call of `attention` without gradients.
+
+    Returns:
+        What it returns, None if it is not prepared; and then what is known of such calls, None if they never are.
+    """
     options = is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
-    return prepared.find(query, key, value, mask, "attention", *options)
-
-
-def _repeat(
-    call: prepared.Prepared,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dispatch.announce(call.plan)
-    output, lse = call(query, key, value, mask)
-    return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+    facts = "attention", mask is None, torch.is_grad_enabled(), *options
+    output = None if return_lse else prepared.repeat(query, key, value, mask, facts)
+    if output is not None:
+        return (output, query.new_empty(0, dtype=torch.float32)), None
+    slot = prepared.look_up(query, key, value, mask, facts)
+    if slot is None or slot.prepared is None:
+        return None, slot
+    dispatch.announce(slot.prepared.plan)
+    output, lse = slot.prepared(query, key, value, mask)
+    return (output, query.new_empty(0, dtype=torch.float32) if lse is None else lse), slot
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -237,9 +238,10 @@ def _attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    slot = find_prepared(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
-    if slot is not None and slot.prepared is not None:
-        return _repeat(slot.prepared, query, key, value, mask)
+    options = is_causal, causal_offset, scale, recipe, fallback, return_lse
+    repeated, slot = _repeat(query, key, value, mask, *options)
+    if repeated is not None:
+        return repeated
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
     plan = dispatch.plan_of(call, fallback)
     output, lse = dispatch.run(call, plan)
@@ -461,10 +463,8 @@ def _differentiable_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tens
     query, key, value, mask, *options = arguments
     if wants_gradient(query, key, value, mask):
         return _ForwardOnly.apply(*arguments)
-    slot = find_prepared(query, key, value, mask, *options)
-    if slot is not None and slot.prepared is not None:
-        return _repeat(slot.prepared, query, key, value, mask)
-    return _below_autograd(*arguments)
+    repeated, _ = _repeat(query, key, value, mask, *options)
+    return _below_autograd(*arguments) if repeated is None else repeated
 
 
 for _name, _run, _fake in (

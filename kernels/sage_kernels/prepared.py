@@ -23,7 +23,7 @@ from . import costs, dispatch, exact, registry
 from .call import NO_MASK, Call, Mask
 from .prepared_calls import BoundCall, ExactCall, Prepared, TapedCall
 from .recipe import Recipe, get_recipe
-from .registry import BoundExact, Fallback, Plan, get_forward, get_quantizer
+from .registry import Attend, BoundExact, Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
 from .tape import Tape
 
@@ -58,13 +58,13 @@ class Slot:
 
     Attributes:
         prepared: the call of tensors (batch, heads, tokens, channels), if it is prepared.
-        calls: how many there were before.
-        address: where the keys of the first step of decoding lay; 0 before one.
-        plan_anew: prepares a step of decoding whose keys lie where the first ones lay, so that their number is fixed;
-            None for other calls, and once it has.
+        calls: how many there were before it was prepared.
+        address: of the first call's keys, where a step of decoding may be one behind a cache that grows; else 0.
+        plan_anew: plans such a step again, once keys lie where they lay.
         tokens_first: the callers' tensors are (batch, tokens, heads, channels), and their output too.
         step: what steps of decoding have in common that are planned together; None for other calls.
         alike: compares tensors to the calls' own (`guards_of`), once a prepared call was found by its facts.
+        attend: computes the output of the prepared call, laid out as the callers' tensors are, in the fewest steps.
     """
 
     prepared: Prepared | None = None
@@ -74,6 +74,7 @@ class Slot:
     tokens_first: bool = False
     step: tuple[object, ...] | None = None
     alike: Any = None
+    attend: Attend | None = None
 
     def recurs(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Return whether a step of decoding finds its keys where those of the first one lay."""
@@ -86,36 +87,41 @@ class Slot:
         """Count a call that was not prepared; after the second one, or `at_once`, ask `make` for the prepared one."""
         self.calls += 1
         if self.calls == 2 or at_once:
-            self.prepared = made = make()
+            made = make()
+            self.hold(made)
             # Kernels that serve keys of a fixed number best need not be those of a cache that grows.
             if self.step is not None and isinstance(made, ExactCall) and not made.plan.request.recurs:
                 if len(_steps) == CALLS:
                     _steps.clear()
                 _steps[self.step] = made, self.plan_anew
 
+    def hold(self, made: Prepared | None) -> None:
+        """Keep a prepared call."""
+        self.prepared, self.attend = made, None
+        if made is not None and not made.plan.request.return_lse:
+            plain = self.plan_anew is None and not torch._C._is_any_autocast_enabled()
+            self.attend = made.shortcut(self.tokens_first) if plain else self._attend
+
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the prepared call with a caller's tensors; return what `Prepared` does, laid out as they are."""
-        call, transposes = self.prepared, self.tokens_first
-        assert call is not None
-        if not transposes:
-            output, lse = call(query, key, value, mask)
-        elif isinstance(call, BoundCall) and call.tokens_first:
-            output, lse = call.attend(query, key, value), None
-        elif isinstance(call, TapedCall):  # which reads addresses alone
-            output, lse = call(query, key, value, mask)
-            output = output.transpose(1, 2)
-        else:
-            output, lse = call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
-            output = output.transpose(1, 2)
+        assert self.prepared is not None
+        if self.tokens_first:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        output, lse = self.prepared(query, key, value, mask)
         if self.plan_anew is not None:
             if self.address == 0:
                 self.address = key.data_ptr()
             elif key.data_ptr() == self.address and not torch.cuda.is_current_stream_capturing():
-                tensors = (x.transpose(1, 2) if transposes else x for x in (query, key, value))
-                self.prepared, self.plan_anew = self.plan_anew(*tensors) or call, None
-        return output, lse
+                made, self.plan_anew = self.plan_anew(query, key, value), None
+                self.hold(made or self.prepared)
+        return output.transpose(1, 2) if self.tokens_first else output, lse
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.run(query, key, value, mask)[0]
 
 
 @lru_cache(maxsize=CALLS)
@@ -123,9 +129,9 @@ def _slot(*facts: object) -> Slot:
     return Slot()
 
 
-_at_hand: dict[tuple[bool, tuple[object, ...]], tuple[tuple[Callable[..., bool], Slot], ...]] = {}
-"""By whether there is no mask, and the options: prepared calls found of late, each with what compares tensors to its
-own at once, as the compiler of PyTorch does; the facts of `_slot` are a dozen of attributes."""
+_at_hand: dict[tuple[object, ...], tuple[tuple[Callable[..., bool], Slot], ...]] = {}
+"""By facts: prepared calls found of late, each with what compares tensors to its own at once, as PyTorch's compiler
+does; the facts of `_slot` are a dozen of attributes."""
 
 
 _steps: dict[tuple[object, ...], tuple[ExactCall, PlanAnew | None]] = {}
@@ -142,66 +148,72 @@ def forget() -> None:
 registry.forgetters.append(forget)
 
 
-def recall(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: tuple[object, ...]
-) -> Slot | None:
-    """Return the slot of a prepared call that is at hand, None if none is: the least that finding one takes.
+def repeat(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, facts: tuple[object, ...]
+) -> torch.Tensor | None:
+    """Announce and run the prepared call that is at hand: the least that a call can take.
 
-    What compares the tensors to a call's own sees subclasses, traces and transforms too, which all change the tensors'
-    dispatch keys. Modes need not.
+    What compares the tensors to a call's own sees subclasses, traces, transforms and autocast too, which all change the
+    tensors' dispatch keys. Modes need not.
 
     Args:
-        query, key, value, mask, options: as for `find`.
+        query, key, value, mask: as for `look_up`.
+        facts: as for `look_up`, of a call without the LSE.
+
+    Returns:
+        The output; None if no such call is at hand.
     """
     try:
-        near = _at_hand.get((mask is None, options))
+        near = _at_hand.get(facts)
         if near is None or _len_torch_dispatch_stack() or _len_torch_function_stack() or forward_ad._current_level >= 0:
             return None
-        if mask is None:
-            for check, slot in near:
-                if check(query, key, value):
-                    return None if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT else slot
-            return None
-        for check, slot in near:
-            if check(query, key, value, mask):
-                addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | mask.data_ptr()
-                return None if addresses % ALIGNMENT else slot
+        slot = None
+        for check, one in near:
+            if check(query, key, value) if mask is None else check(query, key, value, mask):
+                addresses = query.data_ptr() | key.data_ptr() | value.data_ptr()
+                slot = None if (addresses if mask is None else addresses | mask.data_ptr()) % ALIGNMENT else one
+                break
     except (AttributeError, RuntimeError, TypeError):  # `look_up` tells them apart
-        pass
-    return None
-
-
-def find(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *options: object
-) -> Slot | None:
-    """Return what is known of a call, or None if such a call is never prepared.
-
-    Args:
-        query, key, value, mask: the arguments, not checked yet.
-        options: all else that decides what runs; the first one names the function that is called.
-    """
-    return recall(query, key, value, mask, options) or look_up(query, key, value, mask, options)
+        return None
+    if slot is None or slot.prepared is None or slot.attend is None:
+        return None
+    for listener in dispatch.plan_listeners:
+        listener(slot.prepared.plan)
+    return slot.attend(query, key, value, mask)
 
 
 def look_up(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: tuple[object, ...]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    facts: tuple[object, ...],
+    grad: bool = False,
 ) -> Slot | None:
-    """Do as `find` for a call that is not at hand (`recall`): find its slot by the facts of its tensors."""
+    """Return what is known of a call, or None if such a call is never prepared; put it at hand if it is prepared.
+
+    Args:
+        query, key, value, mask: the arguments, not checked yet.
+        facts: all else that decides what runs: the function that is called, whether it gets a mask, whether gradients
+            are recorded, and the options.
+        grad: gradients of one of the arguments are wanted.
+    """
     if modes_are_active():
         return None
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     try:
         if not is_plain(*tensors):
             return None
-        slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
+        state = grad, torch._C._is_any_autocast_enabled()
+        slot = _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *state, *facts)
     except (
         AttributeError,
         RuntimeError,
         TypeError,
     ):  # no strides, no address, no hash: whoever checks the arguments says what is wrong
         return None
-    if slot.prepared is not None and TensorGuards is not None:
-        _put_at_hand(slot, tensors, (mask is None, options))
+    if slot.attend is not None and TensorGuards is not None:
+        _put_at_hand(slot, tensors, facts)
     return slot
 
 
@@ -209,9 +221,9 @@ def follow_step(slot: Slot, query: torch.Tensor, key: torch.Tensor, value: torch
     """Prepare a step of decoding without a mask as one of about as many keys was, if one was, without planning it.
 
     Args:
-        slot: of a call that `find` finds for the first time.
+        slot: of a call that `look_up` finds for the first time.
         query, key, value: its tensors, (batch, heads, tokens, channels), not checked yet.
-        options: as for `find`.
+        options: all else that decides what runs.
     """
     if query.dim() != 4 or query.shape[2] >= costs.DECODED_QUERIES or not query.dim() == key.dim() == value.dim():
         return
@@ -224,22 +236,23 @@ def follow_step(slot: Slot, query: torch.Tensor, key: torch.Tensor, value: torch
     if latest is None or not latest.direct or not exact.takes_as_they_are(query, key, value, latest.scale):
         return
     plan = replace(latest.plan, request=replace(latest.plan.request, kv_len=keys))
-    slot.calls, slot.prepared, slot.plan_anew = 1, replace(latest, plan=plan), plan_anew
+    slot.calls, slot.plan_anew = 1, plan_anew
+    slot.hold(replace(latest, plan=plan))
 
 
 def _kind(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return x.dtype, x.device
 
 
-def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], kind: tuple[bool, tuple[object, ...]]) -> None:
-    """Let `find` compare a call's tensors to these first, and return the slot for them."""
-    if kind not in _at_hand and len(_at_hand) == CALLS:
+def _put_at_hand(slot: Slot, tensors: tuple[torch.Tensor, ...], facts: tuple[object, ...]) -> None:
+    """Let `repeat` compare a call's tensors to these first, and run the slot's call for them."""
+    if facts not in _at_hand and len(_at_hand) == CALLS:
         return
     if slot.alike is None and len(set(map(id, tensors))) == len(tensors):  # guards take no tensor twice
         slot.alike = guards_of(tensors)
     if slot.alike is not None:
-        others = [one for one in _at_hand.get(kind, ()) if one[1] is not slot]
-        _at_hand[kind] = ((slot.alike.check, slot), *others[: AT_HAND - 1])
+        others = [one for one in _at_hand.get(facts, ()) if one[1] is not slot]
+        _at_hand[facts] = ((slot.alike.check, slot), *others[: AT_HAND - 1])
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Any:
@@ -334,7 +347,7 @@ def prepare_exact(
 
 
 def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:
-    """Prepare a call without gradients, or return None if its launches depend on more than `find` compares.
+    """Prepare a call without gradients, or return None if its launches depend on more than `look_up` compares.
 
     Args:
         call: the call.

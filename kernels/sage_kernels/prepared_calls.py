@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from . import empty_rows, exact
 from .dispatch import without_cudnn
-from .registry import Attend, Plan
+from .registry import Attend, Plan, transposed
 from .tape import Tape
 
 
@@ -24,7 +25,14 @@ class Prepared(Protocol):
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output, lse), the latter None if it is not wanted, for arguments that `find` finds alike."""
+        """Return (output, lse), the latter None if it is not wanted, for arguments that `look_up` finds alike."""
+
+    def shortcut(self, tokens_first: bool) -> Attend:
+        """Return what computes the output alone, outside of autocast, in the fewest steps.
+
+        Args:
+            tokens_first: its tensors, but the mask, are (batch, tokens, heads, channels).
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +77,25 @@ class ExactCall:
             output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
         return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
 
+    def shortcut(self, tokens_first: bool) -> Attend:
+        """Return PyTorch's function itself where it takes the arguments as they are."""
+        attend: Attend
+        if self.direct and self.cudnn and self.mask_form is None and not self.tokens_first:
+            attend = partial(
+                F.scaled_dot_product_attention,
+                is_causal=self.is_causal,
+                scale=self.scale,
+                enable_gqa=self.enable_gqa,
+            )
+        else:
+
+            def attend(
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+            ) -> torch.Tensor:
+                return self(query, key, value, mask)[0]
+
+        return transposed(attend) if tokens_first else attend
+
     def _attend_directly(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
@@ -110,10 +137,11 @@ class BoundCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        if not self.tokens_first:
-            return self.attend(query, key, value), None
-        output = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return output.transpose(1, 2), None
+        return self.shortcut(False)(query, key, value, mask), None
+
+    def shortcut(self, tokens_first: bool) -> Attend:
+        """Return the function that is bound."""
+        return self.attend if tokens_first == self.tokens_first else transposed(self.attend)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,3 +167,20 @@ class TapedCall:
             addresses.append(mask.data_ptr())
         output, *others = self.tape.run(*addresses, arguments=(query, key, value, mask))
         return output, others[0] if self.return_lse else None
+
+    def shortcut(self, tokens_first: bool) -> Attend:
+        """Return what runs the tape, which reads addresses alone, unless an operator is on it."""
+        if tokens_first and self.tape.has_operators:
+            return transposed(self.shortcut(False))
+        run = self.tape.run
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+            if mask is not None:
+                addresses.append(mask.data_ptr())
+            output = run(*addresses, arguments=(query, key, value, mask))[0]
+            return output.transpose(1, 2) if tokens_first else output
+
+        return attend

@@ -16,7 +16,16 @@ from .call import BackwardCall, Call, Mask, softmax_scale
 from .operands import Saved
 from .prepared import ALIGNMENT, attempt, guards_of, is_plain, modes_are_active, stand_in_of
 from .recipe import get_recipe
-from .registry import Fallback, Plan, TrainingForward, get_backward, get_forward, get_quantizer
+from .registry import (
+    Attend,
+    Fallback,
+    Plan,
+    TrainingForward,
+    get_backward,
+    get_forward,
+    get_quantizer,
+    transposed,
+)
 from .rehearsal import Rehearsal
 from .tape import Bundle, Tape
 
@@ -53,6 +62,17 @@ class TrainingCall:
     ) -> tuple[torch.Tensor, None]:
         """Attend; the output has gradients."""
         return _apply(query, key, value, mask, self), None
+
+    def shortcut(self, tokens_first: bool) -> Attend:
+        """Return what attends; see `prepared_calls.Prepared`."""
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            output: torch.Tensor = _apply(query, key, value, mask, self)
+            return output
+
+        return transposed(attend) if tokens_first else attend
 
     def backward(self, tensors: list[torch.Tensor], valid: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return dQ, dK and dV.

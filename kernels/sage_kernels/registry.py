@@ -142,8 +142,19 @@ class Exact(Protocol):
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(query, key, value) -> output, for the tensors of calls that agree in all else."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(query, key, value, mask) -> output, for the tensors of calls that agree in all else."""
+
+
+def transposed(attend: Attend) -> Attend:
+    """Return the same function of tensors whose tokens and heads have changed places, but for the mask's."""
+
+    def attend_transposed(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
+
+    return attend_transposed
 
 
 AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]

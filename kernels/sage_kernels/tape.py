@@ -63,6 +63,7 @@ class Tape:
     Attributes:
         device: the GPU.
         launches: how many kernels it runs.
+        has_operators: it also runs operators of PyTorch, which need the call's arguments.
         workspace_bytes: of the buffers that it allocates besides outputs.
     """
 
@@ -127,6 +128,7 @@ class Tape:
             (self._beside if step[1] else self._streams).append((config + driver.CONFIG_STREAM) // WORD)
             origin = ctypes.addressof(self._space)
             self._calls.append(_launcher(origin + config, launch.function, origin + addresses))
+        self.has_operators = any(isinstance(call, _Operator) for call in self._calls)
         self._latest = [0] * len(self._patches)
         self._latest_stream = -1
         self._events: dict[int, tuple[int, int, int]] = {}

@@ -3,7 +3,7 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sage_kernels.cuda import compiler
+from sage_kernels.prepared_calls import TapedCall
 
 FOLDER = Path(__file__).parent
 MOST_CACHED_BYTES = 2**31
@@ -53,6 +54,21 @@ def triton_compiles_once(run_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit.JITFunction, "_do_compile", compile_once)
         yield
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[TapedCall]:
+    """The calls that were repeated, not run anew."""
+    calls: list[TapedCall] = []
+    attend, shortcut = TapedCall.__call__, TapedCall.shortcut
+
+    def watched(self: TapedCall, tokens_first: bool) -> Callable[..., torch.Tensor]:
+        run = shortcut(self, tokens_first)
+        return lambda *tensors: calls.append(self) or run(*tensors)
+
+    monkeypatch.setattr(TapedCall, "__call__", lambda self, *tensors: calls.append(self) or attend(self, *tensors))
+    monkeypatch.setattr(TapedCall, "shortcut", watched)
+    return calls
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels import exact, prepared, prepared_calls
+from sage_kernels import exact, prepared
 from sage_kernels.cuda import delta_scores, nvfp4_forward, padding
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.recipe import get_recipe
@@ -226,17 +226,12 @@ def test_scores_of_means_are_those_of_triton(head_dim, tokens):
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "return_lse": True}], ids=str)
-def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, options):
+def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, repeated, options):
     def attend(self, call, quantizer):
         return nvfp4_forward.attend(call, quantizer, native=False)
 
     monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
     monkeypatch.setattr(NVFP4Forward, "attend", attend)
-    repeated = []
-    original = prepared_calls.TapedCall.__call__
-    monkeypatch.setattr(
-        prepared_calls.TapedCall, "__call__", lambda self, *tensors: repeated.append(1) or original(self, *tensors)
-    )
     select.cache_clear()
     prepared.forget()
     try:

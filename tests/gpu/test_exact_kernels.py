@@ -135,6 +135,9 @@ def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
     expected, _ = dispatch.run(other, plan)
     output, _ = repeated(other.query, other.key, other.value, other.mask.tensor)
     assert torch.equal(output, expected)
+    query, key, value = (x.transpose(1, 2) for x in (other.query, other.key, other.value))
+    output = repeated.shortcut(tokens_first=True)(query, key, value, other.mask.tensor)
+    assert torch.equal(output.transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

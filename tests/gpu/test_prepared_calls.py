@@ -8,7 +8,6 @@ import torch.utils.checkpoint
 
 from sage_hf import record, sage_attention
 from sage_kernels import prepared, prepared_training
-from sage_kernels.prepared_calls import TapedCall
 
 SHAPE = (2, 4, 320, 64)
 
@@ -34,15 +33,6 @@ def unprepared(*tensors, **options):
 
 def repeat(*tensors, **options):
     return sage_attention(*tensors, **{"recipe": "sage2", "fallback": "error", **options})
-
-
-@pytest.fixture
-def repeated(monkeypatch):
-    """The calls that were repeated, not run anew."""
-    calls = []
-    original = TapedCall.__call__
-    monkeypatch.setattr(TapedCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
-    return calls
 
 
 def same(one, other) -> bool:

@@ -18,6 +18,7 @@ from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
 from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.prepared import Slot
+from sage_kernels.prepared_calls import TapedCall
 from sage_kernels.recipe import get_recipe
 from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
@@ -34,13 +35,13 @@ def is_prepared(*tensors, **options) -> bool:
     """Return whether a call is repeated from its third time on."""
     for _ in range(2):
         sage_attention(*tensors, **options)
-    return "TapedCall.__call__" in python_calls(partial(sage_attention, *tensors, **options))
+    return "Tape.run" in python_calls(partial(sage_attention, *tensors, **options))
 
 
 def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
     assert is_prepared(*draw(), recipe="sage2")
     names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
-    assert "TapedCall.__call__" in names
+    assert "Tape.run" in names
     for tensors, options in (
         (draw(1, 2, 193, 64), {}),
         ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw()], {}),
@@ -51,9 +52,7 @@ def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
         (draw(), {"return_lse": True}),
         (draw(), {"fallback": "emulate"}),
     ):
-        assert "TapedCall.__call__" not in python_calls(
-            partial(sage_attention, *tensors, **{"recipe": "sage2", **options})
-        )
+        assert "Tape.run" not in python_calls(partial(sage_attention, *tensors, **{"recipe": "sage2", **options}))
 
 
 def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeypatch):
@@ -104,7 +103,7 @@ def test_a_kernel_registered_later_is_considered(gpu):
     with registrations_undone():
         registry.register_forward(SimpleNamespace(name="new", native=False, serves=lambda recipe: False))
         names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
-    assert "TapedCall.__call__" not in names
+    assert "Tape.run" not in names
 
 
 class Subclass(torch.Tensor):
@@ -134,9 +133,9 @@ def test_only_plain_calls_are_found(kind):
             stack.enter_context(torch.autograd.forward_ad.dual_level())
         found = []
         if kind == "mapped":
-            torch.vmap(lambda x: found.append(prepared.find(x, x, x, None)) or x)(query)
+            torch.vmap(lambda x: found.append(prepared.look_up(x, x, x, None, ())) or x)(query)
         else:
-            found.append(prepared.find(query, key, value, None))
+            found.append(prepared.look_up(query, key, value, None, ()))
     assert found == [None]
 
 
@@ -171,7 +170,7 @@ def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad):
     call = partial(sage_attention, query, key, value, MASKS[mask], recipe=recipe)
     outputs = [call() for _ in range(4)]
     assert all(torch.equal(outputs[0], x) and x.stride() == outputs[0].stride() for x in outputs[1:])
-    assert "ExactCall.__call__" in python_calls(call)
+    assert "look_up" not in python_calls(call)
     if grad:
         gradients = [torch.autograd.grad(x.sum(), (query, key, value)) for x in outputs]
         assert all(torch.equal(x, y) for one in gradients for x, y in zip(one, gradients[0], strict=True))
@@ -190,7 +189,7 @@ def test_calls_with_tokens_before_heads_are_those_of_their_transposes(recipe, ma
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
         assert torch.equal(call.output, expected) and torch.equal(call.query, transposed[0])
-    assert "Slot.run" in python_calls(partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True))
+    assert "look_up" not in python_calls(partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True))
 
 
 def test_launches_with_tokens_before_heads_cost_no_views(gpu):
@@ -205,22 +204,33 @@ def test_launches_with_tokens_before_heads_cost_no_views(gpu):
     assert len(gpu.launched) == 3 and gpu.launched[0].word(3) == query.data_ptr()
 
 
-def test_a_call_at_hand_is_found_by_tensors_like_its_own_only(gpu):
+def test_a_call_at_hand_serves_tensors_like_its_own_only(gpu):
     """Others, of another alignment or kind, are looked up by their facts."""
     tensors = draw()
-    assert is_prepared(*tensors, recipe="sage2")
-    options = ("sage_attention", False, False, (False, 0, None.__class__, None, False, "sage2", "native", False))
-    slot = prepared.find(*tensors, None, *options)
-    assert slot is not None and prepared.find(*draw(), None, *options) is slot
-    with mock.patch.object(prepared, "_slot", side_effect=AssertionError("looked up")):
-        assert prepared.find(*draw(), None, *options) is slot
+    assert is_prepared(*tensors, recipe="sage2") and is_prepared(*tensors, recipe="sage2")
+    ((facts, ((_, slot),)),) = prepared._at_hand.items()
+    assert slot.prepared is not None
+    for found in (tensors, draw()):
+        assert prepared.repeat(*found, None, facts) is not None
     unaligned = torch.randn(tensors[0].numel() + 1, dtype=torch.bfloat16)[1:].view(SHAPE)
-    assert prepared.find(unaligned, *tensors[1:], None, *options) is None
-    assert prepared.find(tensors[0]._neg_view(), *tensors[1:], None, *options) is None
+    assert prepared.repeat(unaligned, *tensors[1:], None, facts) is None
+    assert prepared.repeat(tensors[0]._neg_view(), *tensors[1:], None, facts) is None
+    assert prepared.repeat(None, *tensors[1:], None, facts) is None
     for other in (draw(1, 2, 193, 64), [x.half() for x in tensors], [x.transpose(2, 3).contiguous() for x in tensors]):
-        assert prepared.find(*other, None, *options) is not slot
+        assert prepared.repeat(*other, None, facts) is None
+    with torch.autocast("cpu"):
+        assert prepared.repeat(*tensors, None, facts) is None
+    assert prepared.repeat(*(x.requires_grad_() for x in draw()), None, facts) is None
     prepared.forget()
-    assert prepared.find(*tensors, None, *options) is not slot
+    assert prepared.repeat(*tensors, None, facts) is None
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
+    inputs = [torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3)]
+    for enabled in (first, not first, first):
+        with torch.set_grad_enabled(enabled):
+            assert all(sage_attention(*inputs, recipe="exact").requires_grad == enabled for _ in range(5))
 
 
 def test_more_kinds_of_calls_than_are_at_hand_are_found(gpu):
@@ -229,7 +239,7 @@ def test_more_kinds_of_calls_than_are_at_hand_are_found(gpu):
         assert is_prepared(*tensors, recipe="sage2")
     for tensors in kinds + kinds:
         names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
-        assert "TapedCall.__call__" in names
+        assert "Tape.run" in names
 
 
 def test_a_launch_may_prefer_shared_memory(gpu, gluon):
@@ -248,14 +258,16 @@ def test_one_tensor_as_query_key_and_value_is_found_without_a_comparison_made_ea
     tensors = draw()[:1] * 3
     assert is_prepared(*tensors, recipe="sage2")
     names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
-    assert "TapedCall.__call__" in names and "guards_of" not in names
+    assert "Tape.run" in names and "guards_of" not in names
 
 
 def test_a_prepared_exact_call_under_autocast_has_its_dtype():
     tensors = [torch.randn(1, 2, 32, 16) for _ in range(3)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert [sage_attention(*tensors, recipe="exact").dtype for _ in range(4)] == [torch.bfloat16] * 4
-    assert sage_attention(*tensors, recipe="exact").dtype == torch.float32
+    assert [sage_attention(*tensors, recipe="exact").dtype for _ in range(5)] == [torch.float32] * 5
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sage_attention(*tensors, recipe="exact").dtype == torch.bfloat16
 
 
 def test_the_tensors_of_gradients_may_be_saved_elsewhere(gpu, gluon):
@@ -294,7 +306,7 @@ def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch
         torch.backends.cuda.enable_cudnn_sdp(before)
     assert seen == [((2, 4), False)] * 4
     assert all(torch.equal(outputs[0], x) for x in outputs) and not outputs[0][1].any()
-    assert "ExactCall.__call__" in python_calls(call)
+    assert "look_up" not in python_calls(call)
 
 
 class StepKernel:
@@ -338,6 +350,24 @@ def test_an_operator_among_launches_gets_the_tensors_of_each_call(gpu):
         assert torch.equal(found, 3 * given)
 
 
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_an_operator_among_launches_gets_tensors_laid_out_as_they_were_rehearsed(gpu, tokens_first):
+    drawn = torch.randn(1, 5, 2, 16)  # tokens before heads
+
+    def attend(query, key, value, output):
+        output.copy_(query * key.sum(2, keepdim=True) + value)
+
+    with rehearsal.rehearsing() as rehearsed:
+        inputs = [rehearsed.stand_in(drawn.transpose(1, 2)) for _ in range(3)]
+        output = inputs[0].new_empty(1, 2, 5, 16)
+        rehearsed.ran(attend, *inputs, output)
+        recorded = tape.Tape(rehearsed, inputs, [output], torch.device("cpu"))
+    run = TapedCall(None, recorded, return_lse=False).shortcut(tokens_first)
+    given = drawn if tokens_first else drawn.transpose(1, 2)
+    expected = drawn * drawn.sum(1, keepdim=True) + drawn
+    torch.testing.assert_close(run(given, given, given, None), expected if tokens_first else expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("argument", [lambda x: x[1:], lambda x: x.transpose(0, 1), lambda x: torch.empty(2)])
 def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argument):
     with rehearsal.rehearsing() as rehearsed, pytest.raises(rehearsal.NotRepeatableError):
@@ -354,6 +384,9 @@ class Repeated:
 
     def __call__(self, query, key, value, mask):
         return query, None
+
+    def shortcut(self, tokens_first):
+        return lambda query, key, value, mask: query
 
 
 @pytest.fixture
