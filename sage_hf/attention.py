@@ -199,17 +199,56 @@ def attend(
     Returns:
         (output, lse); without return_lse, the lse is None or has no elements.
     """
-    chosen_fallback, slot = _default_fallback if fallback is None else fallback, None
+    chosen_fallback, facts = _default_fallback if fallback is None else fallback, None
     # While something else than Dynamo traces, modes are active, and no call is found.
     if not is_dynamo_compiling() and dropout_p == 0.0:
-        grad = torch.is_grad_enabled()
-        options = recipe, chosen_fallback, return_lse, tokens_first
-        facts = attn_mask is None, grad, is_causal, causal_offset, scale.__class__, scale, enable_gqa, options
-        if not observers and (found := repeat(query, key, value, attn_mask, facts)) is not None:
-            return found, None
+        kind = attn_mask is None, torch.is_grad_enabled(), recipe, chosen_fallback, return_lse, tokens_first
+        facts = is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
+        if not observers and (output := repeat(query, key, value, attn_mask, facts)) is not None:
+            return output, None
+    return _attend(
+        facts,
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        causal_offset,
+        recipe,
+        chosen_fallback,
+        return_lse,
+        tokens_first,
+    )
+
+
+def _attend(
+    facts: tuple[object, ...] | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_offset: int,
+    recipe: str,
+    fallback: str,
+    return_lse: bool,
+    tokens_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do as `attend` for a call that is not at hand; `facts`, as for `prepared.look_up`: None if it is never prepared.
+
+    It is prepared here, so that the next one like it is found.
+    """
+    slot = None
+    if facts is not None:
         if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             query, key, value = exact.in_autocast_dtype(query, key, value)
-        grad = grad and ops.wants_gradient(query, key, value, attn_mask)
+        grad = ops.wants_gradient(query, key, value, attn_mask)
         slot = prepared.look_up(query, key, value, attn_mask, facts, grad)
         may_be_a_step = attn_mask is None and not tokens_first
         if may_be_a_step and slot is not None and slot.prepared is None and slot.calls == 0:
@@ -224,7 +263,7 @@ def attend(
                     *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
                 )
             return output, lse
-    checked_fallback, is_causal = check_fallback(chosen_fallback), bool(is_causal)
+    checked_fallback, is_causal = check_fallback(fallback), bool(is_causal)
     if tokens_first:
         if slot is not None:
             slot.tokens_first = True
