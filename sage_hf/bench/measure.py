@@ -6,11 +6,12 @@ import contextlib
 import importlib.metadata
 import itertools
 import os
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ ERROR_ROWS = 256
 Kind = Literal["normal", "biased"]
 KINDS: tuple[Kind, ...] = ("normal", "biased")
 
+Item = TypeVar("Item")
 Steps = tuple[Sequence[Callable[[], object]], int]
 """(the consecutive steps of a call, the number of calls)."""
 
@@ -100,6 +102,17 @@ def draw(shape: Shape, kind: Kind, device: torch.device) -> tuple[Tensor, Tensor
         key += 3 * normal(shape.kv_heads, 1)
         value += 0.5 * normal(shape.kv_heads, 1)
     return query, key, value
+
+
+def drawn_orders(items: Sequence[Item], turns: int) -> Iterator[list[Item]]:
+    """Yield the items for each of some turns, in an order drawn anew.
+
+    What runs before decides the GPU's clock, which follows its power, and what its caches and the host's hold: in one
+    order, each would always follow the same other one.
+    """
+    draw = random.Random(0)
+    for _ in range(turns):
+        yield draw.sample(items, len(items))
 
 
 def median_ms(calls: dict[Any, tuple[Callable[[], object], int]]) -> dict[Any, float]:

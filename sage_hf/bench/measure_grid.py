@@ -20,13 +20,13 @@ from torch import Tensor
 
 from sage_hf.bench.grid import POINTS, Arguments, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, TRAINING_GRID_PROVIDERS, GridProvider, watch
-from sage_hf.bench.measure import facts, reason
+from sage_hf.bench.measure import drawn_orders, facts, reason
 from sage_hf.bench.warming import PROCESSES, call_in_processes
 from sage_kernels import training_routes
 
 # A provider is replayed for about WINDOW_MS at a point, in turns with the others: once to warm up, then TURNS times.
 WINDOW_MS = 20.0
-TURNS = 3
+TURNS = 6
 MAX_CALLS = 32
 # The GPU is kept busy for so many cycles, some 0.15 and 0.5 ms, while the host launches a replay, or a call.
 REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
@@ -282,24 +282,22 @@ class Queue:
         return Timed(provider, output, call, once_ms, self._capture(call, calls).replay, calls)
 
     def take_host_times(self, timed: Sequence[Timed]) -> None:
-        """Take the host times of all in turns, each of which begins with another; see `_host_us`."""
+        """Take the host times of all in turns, in drawn orders; see `_host_us`."""
         fewest, most = HOST_TURNS
         longest = max((one.once_ms for one in timed), default=HOST_MS)
-        for turn in range(max(fewest, min(most, int(HOST_MS / longest)))):
-            first = turn % max(1, len(timed))
-            for one in (*timed[first:], *timed[:first]):
+        for order in drawn_orders(timed, max(fewest, min(most, int(HOST_MS / longest)))):
+            for one in order:
                 with one.provider.context():
                     one.host_times.append(self._host_us(one.call))
         self._stream.synchronize()
 
     def replay(self, timed: Sequence[Timed]) -> None:
-        """Replay all graphs in turns, each of which begins with another, and wait until the last has ended.
+        """Replay all graphs in turns, in drawn orders, and wait until the last has ended.
 
         Before each timed replay the GPU is kept busy: else the calls of a short one would wait for the host's launch.
         """
-        for turn in range(TURNS + 1):
-            first = turn % max(1, len(timed))
-            for one in (*timed[first:], *timed[:first]):
+        for turn, order in enumerate(drawn_orders(timed, TURNS + 1)):
+            for one in order:
                 if turn:
                     torch.cuda._sleep(REPLAY_CYCLES)
                 start = self._mark()

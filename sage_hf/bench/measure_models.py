@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_hf.bench.measure import facts, reason
+from sage_hf.bench.measure import drawn_orders, facts, reason
 from sage_hf.bench.model_peers import (
     DEFAULT,
     MODEL_PROVIDERS,
@@ -29,7 +29,7 @@ from sage_hf.targets import find_targets
 
 # Each provider times one step of a model in each of its turns: in so many turns as take about SECONDS of its steps. The
 # GPU's clock follows its load, and the host's speed changes within seconds where others use it too.
-SECONDS = 0.7
+SECONDS = 1.2
 MIN_TURNS, MAX_TURNS = 3, 20
 # A shorter step is preceded by one that is not timed: the first one after a switch of providers is slower on the host.
 LONG_STEP = 0.5
@@ -124,12 +124,12 @@ class _Measurement:
         self._reference: Tensor | None = None
 
     def measure(self, providers: Sequence[ModelProvider]) -> None:
-        """Measure with all providers: each on its own first, then in turns."""
+        """Measure with all providers: each on its own first, then in turns, in drawn orders."""
         for provider in providers:
             self._attempt(provider, self._first_steps)
         if self._mode == "eager":
-            for turn in range(MAX_TURNS):
-                for provider in providers:
+            for turn, order in enumerate(drawn_orders(providers, MAX_TURNS)):
+                for provider in order:
                     if turn < _turns(self._seconds.get(provider.name, SECONDS)):
                         self._attempt(provider, self._turn)
         for name, samples in self._samples.items():
