@@ -40,6 +40,8 @@ FP4_PREPARATION = "nvidia-h200-sage3"
 """Name of the result with the times of what FP4 attention needs before it attends."""
 HOST = "nvidia-h200-host"
 """Name of the result with the host time of calls."""
+FIRST_CALLS = "nvidia-h200-first_calls"
+"""Name of the result with the times of first calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
 TREES = ("sage_hf", "kernels/sage_kernels")
@@ -203,6 +205,15 @@ def sparse_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def first_calls() -> str:
+    """Return a table of what first calls wait for."""
+    lines = ["| call | runs | empty caches, s | full caches, s | second call, ms |", "|---|---|---|---|---|"]
+    for row in read_result(FIRST_CALLS)["rows"]:
+        times = f"{row['first_s']:.2f} | {row['cached_s']:.2f} | {row['second_ms']:.1f}"
+        lines.append(f"| {row['call']} | {row['recipe']} by {row['kernel']} | {times} |")
+    return "\n".join([*lines, "", sources(FIRST_CALLS)])
+
+
 def training_speed() -> str:
     """Return tables of every provider's speed, errors and memory in training."""
     return tables.markdown(read_result("nvidia-h200-forward_backward"))
@@ -301,6 +312,8 @@ def measure_commands() -> str:
 python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/grid.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/forward.py --host --output {BENCHMARKS}/results
+python {BENCHMARKS}/first_calls.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
@@ -376,6 +389,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "phases": phases,
     "fp4-preparation": fp4_preparation,
     "host": host,
+    "first-calls": first_calls,
     "training-speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),
