@@ -207,20 +207,8 @@ def attend(
         if not observers and (output := repeat(query, key, value, attn_mask, facts)) is not None:
             return output, None
     return _attend(
-        facts,
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        causal_offset,
-        recipe,
-        chosen_fallback,
-        return_lse,
-        tokens_first,
+        *(facts, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        *(causal_offset, recipe, chosen_fallback, return_lse, tokens_first),
     )
 
 
