@@ -97,10 +97,11 @@ class Slot:
 
     def hold(self, made: Prepared | None) -> None:
         """Keep a prepared call."""
-        self.prepared, self.attend = made, None
+        attend = None
         if made is not None and not made.plan.request.return_lse:
             plain = self.plan_anew is None and not torch._C._is_any_autocast_enabled()
-            self.attend = made.shortcut(self.tokens_first) if plain else self._attend
+            attend = made.shortcut(self.tokens_first) if plain else self._attend
+        self.prepared, self.attend = made, attend
 
     def run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -175,11 +176,11 @@ def repeat(
                 break
     except (AttributeError, RuntimeError, TypeError):  # `look_up` tells them apart
         return None
-    if slot is None or slot.prepared is None or slot.attend is None:
+    if slot is None or (call := slot.prepared) is None or (attend := slot.attend) is None:
         return None
     for listener in dispatch.plan_listeners:
-        listener(slot.prepared.plan)
-    return slot.attend(query, key, value, mask)
+        listener(call.plan)
+    return attend(query, key, value, mask)
 
 
 def look_up(
@@ -194,8 +195,8 @@ def look_up(
 
     Args:
         query, key, value, mask: the arguments, not checked yet.
-        facts: all else that decides what runs: the function that is called, whether it gets a mask, whether gradients
-            are recorded, and the options.
+        facts: all else that decides what runs: whether there is a mask, whether gradients are recorded, and the
+            options. Each function that is called has facts of another form.
         grad: gradients of one of the arguments are wanted.
     """
     if modes_are_active():
