@@ -248,7 +248,7 @@ def _operators() -> Any:
 def _operator() -> Callable[..., Any] | None:
     """Return the operator that attends; None without any package."""
     operators = _operators()
-    return None if operators is None else operators.fwd
+    return None if operators is None else getattr(operators.fwd, "default", operators.fwd)
 
 
 @lru_cache(maxsize=1)
