@@ -63,8 +63,7 @@ def _flash(arguments: Arguments) -> Callable[[], Tensor]:
 def _fa3(arguments: Arguments) -> Callable[[], Tensor]:
     import_module("fa3_fwd._C")
     point = arguments.point
-    # Tokens before heads, by strides, without a copy.
-    tensors = [x.transpose(1, 2) for x in (arguments.query, arguments.key, arguments.value)]
+    query, key, value = arguments.query, arguments.key, arguments.value
     # 0 splits: its own choice, which matters for few queries.
     options: dict[str, Any] = {"softmax_scale": point.head_dim**-0.5, "num_splits": 0 if point.q_len <= 64 else 1}
     match point.mask:
@@ -76,7 +75,14 @@ def _fa3(arguments: Arguments) -> Callable[[], Tensor]:
             pass
         case other:
             raise RuntimeError(f"fa3_fwd takes no mask such as {other}")
-    return lambda: torch.ops.fa3_fwd.fwd(*tensors, **options)[0].transpose(1, 2)
+
+    def call() -> Tensor:
+        # It takes tokens before heads: views, which are part of its call because all providers get the same tensors.
+        tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        output: Tensor = torch.ops.fa3_fwd.fwd(*tensors, **options)[0]
+        return output.transpose(1, 2)
+
+    return call
 
 
 def _ours(recipe: str) -> Attend:
