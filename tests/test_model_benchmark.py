@@ -168,6 +168,22 @@ def test_a_cpu_measures_every_kind_of_step(monkeypatch):
     assert "Not measured:\n" in tables.model_text(result) and "| `sage_bwd` |" in tables.model_gain(result)
 
 
+def test_decoding_goes_on_behind_a_cache_that_grows(monkeypatch):
+    """First steps have one length, so their outputs can be compared; those that are timed have one token more each."""
+    monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
+    attended, attend = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        model_peers.PYTORCH,
+        lambda query, key, *rest, **options: attended.append(key) or attend(query, key, *rest, **options),
+    )
+    default = [one for one in MODEL_PROVIDERS if one.name == "default"]
+    measure_models.run(CPU, [tiny("llama-3-decode-8k")], default, progress=lambda line: None)
+    timed = 2 * measure_models.MIN_TURNS
+    of_first_layer = attended[::2]
+    assert [key.shape[2] for key in of_first_layer] == [101, 101, *range(102, 102 + timed)]
+
+
 def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
     """It computes something else, and only where the grid of tokens is known and calls are long enough."""
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)

@@ -187,8 +187,13 @@ class _Measurement:
     def _turn(self, provider: ModelProvider) -> None:
         with provider.use(self._model, self._loaded.module):
             if self._seconds[provider.name] < LONG_STEP:
-                self._timed(self._loaded.step)
-            self._samples[provider.name].append(self._timed(self._loaded.step)[0])
+                self._next_step()
+            self._samples[provider.name].append(self._next_step())
+
+    def _next_step(self) -> float:
+        """Return the seconds of a step that differs from the last one as a model's steps do."""
+        self._loaded.advance()
+        return self._timed(self._loaded.step)[0]
 
     def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
         """Return (seconds of a step, what it returned)."""

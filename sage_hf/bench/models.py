@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -106,13 +107,15 @@ class Loaded:
         module: the model.
         layers: number of its transformer blocks.
         step: runs one step and returns its output.
-        reset: makes ready for the next step, also after one that failed.
+        reset: makes ready for another such step, also after one that failed.
+        advance: makes ready for the step behind it: when decoding, the cache then has one more token.
     """
 
     module: nn.Module
     layers: int
     step: Callable[[], Tensor]
     reset: Callable[[], None] = field(default=lambda: None)
+    advance: Callable[[], None] = field(default=lambda: None)
 
 
 def load(model: Model, device: torch.device, layers: int | None = None) -> Loaded:
@@ -151,18 +154,27 @@ def load(model: Model, device: torch.device, layers: int | None = None) -> Loade
 def _decoding(module: nn.Module, layers: int, inputs: Inputs, model: Model, device: torch.device) -> Loaded:
     config: Any = module.config
     cache = import_module("transformers").DynamicCache()
-    draw = Draw(device)
-    size = (1, config.num_key_value_heads, model.cache_tokens, config.hidden_size // config.num_attention_heads)
-    for layer in range(layers):
-        cache.update(draw.normal(*size), draw.normal(*size), layer)
+    draw, tokens = Draw(device), 0
+
+    def add(count: int) -> None:
+        nonlocal tokens
+        size = (1, config.num_key_value_heads, count, config.hidden_size // config.num_attention_heads)
+        for layer in range(layers):
+            cache.update(draw.normal(*size), draw.normal(*size), layer)
+        tokens += count
 
     def reset() -> None:
         """Leave the first tokens in each layer's cache, whether or not the step got as far as that layer."""
         for layer in cache.layers:
-            if (added := layer.get_seq_length() - model.cache_tokens) > 0:
+            if (added := layer.get_seq_length() - tokens) > 0:
                 layer.crop(-added)
 
-    return Loaded(module, layers, lambda: module(**inputs, past_key_values=cache, use_cache=True).logits, reset)
+    def step() -> Tensor:
+        logits: Tensor = module(**inputs, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    add(model.cache_tokens)
+    return Loaded(module, layers, step, reset, advance=partial(add, 1))
 
 
 def _training(module: nn.Module, layers: int, inputs: Inputs) -> Loaded:
