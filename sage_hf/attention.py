@@ -8,14 +8,11 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from sage_hf import record
-from sage_hf.record import observers
 from sage_kernels import checks, dispatch, empty_rows, exact, ops, prepared, prepared_training, training
 from sage_kernels.blocks import BlockList, check_blocks, exact_attention
 from sage_kernels.call import Mask
-from sage_kernels.prepared import repeat
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
 
@@ -201,10 +198,11 @@ def attend(
     """
     chosen_fallback, facts = _default_fallback if fallback is None else fallback, None
     # While something else than Dynamo traces, modes are active, and no call is found.
-    if not is_dynamo_compiling() and dropout_p == 0.0:
+    if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
         kind = attn_mask is None, torch.is_grad_enabled(), recipe, chosen_fallback, return_lse, tokens_first
         facts = is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
-        if not observers and (output := repeat(query, key, value, attn_mask, facts)) is not None:
+        output = None if record.observers else prepared.repeat(query, key, value, attn_mask, facts)
+        if output is not None:
             return output, None
     return _attend(
         *(facts, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
@@ -244,7 +242,7 @@ def _attend(
         if slot is not None and slot.prepared is not None:
             dispatch.announce(slot.prepared.plan)
             output, lse = slot.run(query, key, value, attn_mask)
-            if observers:
+            if record.observers:
                 shown = query, key, value, output
                 query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
                 record.notify_observers(

@@ -58,9 +58,10 @@ class Slot:
 
     Attributes:
         prepared: the call of tensors (batch, heads, tokens, channels), if it is prepared.
-        calls: how many there were before it was prepared.
-        address: of the first call's keys, where a step of decoding may be one behind a cache that grows; else 0.
-        plan_anew: plans such a step again, once keys lie where they lay.
+        calls: how many there were before.
+        address: where the keys of the first step of decoding lay; 0 before one.
+        plan_anew: prepares a step of decoding whose keys lie where the first ones lay, so that their number is fixed;
+            None for other calls, and once it has.
         tokens_first: the callers' tensors are (batch, tokens, heads, channels), and their output too.
         step: what steps of decoding have in common that are planned together; None for other calls.
         alike: compares tensors to the calls' own (`guards_of`), once a prepared call was found by its facts.

@@ -35,6 +35,15 @@ class Prepared(Protocol):
         """
 
 
+def output_alone(call: Prepared) -> Attend:
+    """Return what runs a call and returns its output."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return call(query, key, value, mask)[0]
+
+    return attend
+
+
 @dataclass(slots=True, eq=False)
 class ExactCall:
     """Call of exact attention without the LSE.
@@ -79,7 +88,7 @@ class ExactCall:
 
     def shortcut(self, tokens_first: bool) -> Attend:
         """Return PyTorch's function itself where it takes the arguments as they are."""
-        attend: Attend
+        attend = output_alone(self)
         if self.direct and self.cudnn and self.mask_form is None and not self.tokens_first:
             attend = partial(
                 F.scaled_dot_product_attention,
@@ -87,13 +96,6 @@ class ExactCall:
                 scale=self.scale,
                 enable_gqa=self.enable_gqa,
             )
-        else:
-
-            def attend(
-                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-            ) -> torch.Tensor:
-                return self(query, key, value, mask)[0]
-
         return transposed(attend) if tokens_first else attend
 
     def _attend_directly(
@@ -170,17 +172,7 @@ class TapedCall:
 
     def shortcut(self, tokens_first: bool) -> Attend:
         """Return what runs the tape, which reads addresses alone, unless an operator is on it."""
-        if tokens_first and self.tape.has_operators:
-            return transposed(self.shortcut(False))
-        run = self.tape.run
-
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
-            addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
-            if mask is not None:
-                addresses.append(mask.data_ptr())
-            output = run(*addresses, arguments=(query, key, value, mask))[0]
-            return output.transpose(1, 2) if tokens_first else output
-
-        return attend
+        attend = output_alone(self)
+        if not tokens_first:
+            return attend
+        return transposed(attend) if self.tape.has_operators else lambda *tensors: attend(*tensors).transpose(1, 2)

@@ -15,6 +15,7 @@ from . import ahead, dispatch, exact
 from .call import BackwardCall, Call, Mask, softmax_scale
 from .operands import Saved
 from .prepared import ALIGNMENT, attempt, guards_of, is_plain, modes_are_active, stand_in_of
+from .prepared_calls import output_alone
 from .recipe import get_recipe
 from .registry import (
     Attend,
@@ -65,13 +66,7 @@ class TrainingCall:
 
     def shortcut(self, tokens_first: bool) -> Attend:
         """Return what attends; see `prepared_calls.Prepared`."""
-
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
-            output: torch.Tensor = _apply(query, key, value, mask, self)
-            return output
-
+        attend = output_alone(self)
         return transposed(attend) if tokens_first else attend
 
     def backward(self, tensors: list[torch.Tensor], valid: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

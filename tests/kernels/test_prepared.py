@@ -35,13 +35,13 @@ def is_prepared(*tensors, **options) -> bool:
     """Return whether a call is repeated from its third time on."""
     for _ in range(2):
         sage_attention(*tensors, **options)
-    return "Tape.run" in python_calls(partial(sage_attention, *tensors, **options))
+    return "TapedCall.__call__" in python_calls(partial(sage_attention, *tensors, **options))
 
 
 def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
     assert is_prepared(*draw(), recipe="sage2")
     names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
-    assert "Tape.run" in names
+    assert "TapedCall.__call__" in names
     for tensors, options in (
         (draw(1, 2, 193, 64), {}),
         ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw()], {}),
@@ -52,7 +52,7 @@ def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
         (draw(), {"return_lse": True}),
         (draw(), {"fallback": "emulate"}),
     ):
-        assert "Tape.run" not in python_calls(partial(sage_attention, *tensors, **{"recipe": "sage2", **options}))
+        assert "TapedCall.__call__" not in python_calls(partial(sage_attention, *tensors, **{"recipe": "sage2", **options}))
 
 
 def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_kernel_registered_later_is_considered(gpu):
     with registrations_undone():
         registry.register_forward(SimpleNamespace(name="new", native=False, serves=lambda recipe: False))
         names = python_calls(partial(sage_attention, *draw(), recipe="sage2"))
-    assert "Tape.run" not in names
+    assert "TapedCall.__call__" not in names
 
 
 class Subclass(torch.Tensor):
@@ -239,7 +239,7 @@ def test_more_kinds_of_calls_than_are_at_hand_are_found(gpu):
         assert is_prepared(*tensors, recipe="sage2")
     for tensors in kinds + kinds:
         names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
-        assert "Tape.run" in names
+        assert "TapedCall.__call__" in names
 
 
 def test_a_launch_may_prefer_shared_memory(gpu, gluon):
@@ -258,7 +258,7 @@ def test_one_tensor_as_query_key_and_value_is_found_without_a_comparison_made_ea
     tensors = draw()[:1] * 3
     assert is_prepared(*tensors, recipe="sage2")
     names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
-    assert "Tape.run" in names and "guards_of" not in names
+    assert "TapedCall.__call__" in names and "guards_of" not in names
 
 
 def test_a_prepared_exact_call_under_autocast_has_its_dtype():
