@@ -52,7 +52,8 @@ def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
         (draw(), {"return_lse": True}),
         (draw(), {"fallback": "emulate"}),
     ):
-        assert "TapedCall.__call__" not in python_calls(partial(sage_attention, *tensors, **{"recipe": "sage2", **options}))
+        call = partial(sage_attention, *tensors, **{"recipe": "sage2", **options})
+        assert "TapedCall.__call__" not in python_calls(call)
 
 
 def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeypatch):
