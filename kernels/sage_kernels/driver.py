@@ -27,15 +27,24 @@ CONFIG = "<7I4xQQI4x"
 """A CUlaunchConfig, as Python's `struct` packs it: grid, block, dynamic shared memory, stream, attributes, how many."""
 CONFIG_STREAM = 32
 """First byte of the stream in a CUlaunchConfig."""
-DEPENDENT = "<I4xI60x"
-"""A CUlaunchAttribute with a 32-bit value."""
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
+ATTRIBUTE = "<I4x3I52x"
+"""A CUlaunchAttribute whose value is up to three numbers of 32 bits."""
+ATTRIBUTE_VALUE_BYTES = 64
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
+
+KERNEL_NODE = 0
+"""The type of a graph's node that launches a kernel."""
+KERNEL_NODE_PARAMS = "<Q7I4x4Q"
+"""A CUDA_KERNEL_NODE_PARAMS: function, grid, block, dynamic shared memory, parameters, extra, kernel, context."""
+FULL_EDGE, PROGRAMMATIC_EDGE = 0, 2**16 + 1
+"""A CUgraphEdgeData of a kernel that starts when the one before has ended, and of one that may start before."""
+RELAXED_CAPTURE = 2
 
 _INVALID_VALUE = 1
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
-_RELAXED_CAPTURE = 2
+_POINTER_MEMORY_TYPE = 2
 L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 
 
@@ -56,6 +65,16 @@ def library() -> ctypes.CDLL:
     loaded.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
     loaded.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
     loaded.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
+    loaded.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
+    loaded.cuStreamEndCapture.argtypes = [pointer, pointer]
+    loaded.cuGraphDestroy.argtypes = [pointer]
+    loaded.cuGraphGetNodes.argtypes = [pointer] * 3
+    loaded.cuGraphGetEdges_v2.argtypes = [pointer] * 5
+    loaded.cuGraphNodeGetType.argtypes = [pointer] * 2
+    loaded.cuGraphKernelNodeGetParams_v2.argtypes = [pointer] * 2
+    loaded.cuGraphKernelNodeGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
+    loaded.cuKernelGetFunction.argtypes = [pointer] * 2
+    loaded.cuPointerGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64]
     loaded.cuCtxGetCurrent.argtypes = [pointer]
     loaded.cuCtxSetCurrent.argtypes = [pointer]
     loaded.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
@@ -86,6 +105,12 @@ def _primary_context(index: int) -> int:
     context = ctypes.c_void_p()
     check("cuDevicePrimaryCtxRetain", library().cuDevicePrimaryCtxRetain(ctypes.addressof(context), index))
     return context.value or 0
+
+
+def is_address(word: int) -> bool:
+    """Return whether 64 bits are an address of memory that the driver knows."""
+    found = ctypes.c_uint64()
+    return library().cuPointerGetAttribute(ctypes.addressof(found), _POINTER_MEMORY_TYPE, word) == 0
 
 
 @cache
@@ -161,7 +186,7 @@ def new_stream() -> int:
 
 
 def _created(function: str, flags: int) -> int:
-    handle, mode = ctypes.c_void_p(), ctypes.c_int(_RELAXED_CAPTURE)
+    handle, mode = ctypes.c_void_p(), ctypes.c_int(RELAXED_CAPTURE)
     check("cuThreadExchangeStreamCaptureMode", library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode)))
     try:
         check(function, getattr(library(), function)(ctypes.addressof(handle), flags))

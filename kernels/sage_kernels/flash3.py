@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 import torch
 
-from . import rehearsal
+from . import captured, rehearsal
 from .call import Call
 from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
 
@@ -25,6 +25,8 @@ ROWS, PROGRAMS = 128, 132
 PLANNER = "get_scheduler_metadata"
 """Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
 PLANNED_AT_ONCE = 992
+COUNTED_ELEMENTS, MOST_COUNTING_VECTORS = 4, 4
+"""Batch elements for which a causal call brings memory at once, and how many numbers of each it brings at most."""
 MOST_SIZES = 1024  # of calls whose plans are remembered
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
@@ -51,7 +53,24 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return transposed(self.bind(call))(call.query, call.key, call.value, None)
+        if (rehearsed := rehearsal.current()) is None:
+            return transposed(self.bind(call))(call.query, call.key, call.value, None)
+        if call.scale < 0 or torch.cuda.is_current_stream_capturing():
+            raise rehearsal.NotRepeatableError("a negative scale takes another operator, or a graph is being captured")
+        output, _ = call.new_outputs()
+        splits = _splits(call)
+        counters = []
+        if call.is_causal and splits == 1 and (vectors := _counting_vectors(call.query.device)) is not None:
+            counters = [call.query.new_empty(_counters(call.batch, vectors), dtype=torch.int32)]
+        options: dict[str, Any] = {"softmax_scale": call.scale, "is_causal": call.is_causal, "num_splits": splits}
+
+        def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            query, key, value, output, *counter = tensors
+            return _write(query, key, value, output, scheduler_metadata=counter[0] if counter else None, **options)
+
+        tensors = call.query, call.key, call.value, output, *counters
+        captured.note_operator(rehearsed, run, *tensors, scratch=counters)
+        return output
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
@@ -66,6 +85,34 @@ class FlashAttention3:
             return output
 
         return attend
+
+
+def _counters(batch: int, vectors: int) -> int:
+    """Return how many numbers the operator wants for what it counts in a causal call."""
+    return 1 + vectors * -(-batch // COUNTED_ELEMENTS) * COUNTED_ELEMENTS
+
+
+@lru_cache(maxsize=16)
+def _counting_vectors(device: torch.device) -> int | None:
+    """Return for how many numbers of each batch element the operator lets a causal call's caller bring memory.
+
+    Versions differ, and say so by raising only. None if no such memory will do, whatever it holds: the operator
+    allocates some of its own without it.
+    """
+    with rehearsal.keeping():
+        # More blocks than programs, which count to know the next one.
+        x = torch.randn(1, 2 * PROGRAMS, ROWS, 64, dtype=torch.bfloat16, device=device)
+        wanted, output = torch.empty_like(x), torch.empty_like(x)
+        options: dict[str, Any] = {"softmax_scale": 1.0, "is_causal": True, "num_splits": 1}
+        _write(x, x, x, wanted, **options)
+        for vectors in range(MOST_COUNTING_VECTORS + 1):
+            counters = torch.full((_counters(1, vectors),), PROGRAMS, dtype=torch.int32, device=device)
+            try:
+                _write(x, x, x, output, scheduler_metadata=counters, **options)
+            except RuntimeError:
+                continue
+            return vectors if torch.equal(output, wanted) else None
+    return None
 
 
 def _splits(call: Call) -> int:
@@ -122,26 +169,34 @@ def _attend_to_first(
     """Write the output of some batch elements; see `registry.AttendToFirst`."""
     of_rows = q_lengths if plan is None else plan
     assert of_rows is not None
-    scale, planned = call.scale, plan is not None
+    run = partial(_write_first, scale=call.scale, planned=plan is not None)
+    tensors = call.query, call.key, call.value, output, of_rows, kv_lengths
+    if (rehearsed := rehearsal.current()) is None:
+        run(*tensors)
+        return
+    try:
+        captured.note_operator(rehearsed, run, *tensors)
+    except (rehearsal.NotRepeatableError, RuntimeError) as error:
+        logger.info("FlashAttention 3 is called, not repeated, beside a mask: %s", error)
+        rehearsed.ran(run, *tensors)
 
-    def attend(*tensors: torch.Tensor) -> None:
-        _write(*tensors, scale=scale, planned=planned)
 
-    tensors = call.query, call.key, call.value, output, kv_lengths, of_rows
-    if (rehearsed := rehearsal.current()) is not None:
-        rehearsed.ran(attend, *tensors)
-    else:
-        attend(*tensors)
+def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> Sequence[torch.Tensor]:
+    """Do as `_write` for some batch elements' first keys; the last tensors are a plan or lengths, and lengths."""
+    *mains, of_rows, kv_lengths = tensors
+    options = {"seqused_k": kv_lengths, "scheduler_metadata" if planned else "seqused_q": of_rows}
+    return _write(*mains, softmax_scale=scale, num_splits=1, **options)
 
 
-def _write(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
-    """Attend by Q, K, V and the number of keys, and write to the output; the last tensor is a plan or says which."""
-    *mains, kv_lengths, of_rows = tensors
-    query, key, value, into = (x.transpose(1, 2) for x in mains)
-    options = {"scheduler_metadata" if planned else "seqused_q": of_rows, "softmax_scale": scale, "num_splits": 1}
+def _write(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, **options: Any
+) -> Sequence[torch.Tensor]:
+    """Let the operator write an output, (batch, heads, tokens, channels) as Q, K and V; return its other results."""
+    tensors = [x.transpose(1, 2) for x in (query, key, value)]
     operator = _operator()
     assert operator is not None
-    operator(query, key, value, out=into, seqused_k=kv_lengths, **options)
+    _, *others = operator(*tensors, out=output.transpose(1, 2), **options)
+    return [x for x in others if isinstance(x, torch.Tensor) and x.numel()]
 
 
 _row_blocks_found: dict[tuple[Any, ...], int] = {}
@@ -195,8 +250,8 @@ def _follows_plans(device: torch.device) -> bool:
         for x in ([1000, 0, 17, 640], [640, 0, 640, 640], [*ones, blocks, 0, blocks, blocks, *numbers, 0])
     )
     outputs = [torch.full_like(inputs[0], 7.0) for _ in range(2)]
-    _write(*inputs, outputs[0], kv_lengths, q_lengths, scale=0.1, planned=False)
-    _write(*inputs, outputs[1], kv_lengths, plan, scale=0.1, planned=True)
+    _write_first(*inputs, outputs[0], q_lengths, kv_lengths, scale=0.1, planned=False)
+    _write_first(*inputs, outputs[1], plan, kv_lengths, scale=0.1, planned=True)
     return torch.equal(*outputs) and bool((outputs[0][1] == 7.0).all())
 
 

@@ -362,8 +362,11 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     own = registry.get_exact(plan.kernel)
     if plan.numerics != "exact" or (own is not None and own.repeats):
         return _prepare_launches(call, plan) if call.query.is_cuda else None
+    if isinstance(own, BoundExact):
+        taped = _prepare_launches(call, plan) if call.query.is_cuda else None
+        return taped or BoundCall(plan, own.bind(call), own.tokens_first)
     if own is not None:
-        return BoundCall(plan, own.bind(call), own.tokens_first) if isinstance(own, BoundExact) else None
+        return None
     if call.return_lse or (call.is_causal and call.causal_offset):
         return None
     return prepare_exact(

@@ -45,6 +45,7 @@ class PackedLaunch:
         starts: first byte of each parameter.
         addresses: first bytes of the 64-bit addresses among them, those at the heads of tensor maps included.
         constants: tensors with memory whose addresses are among them.
+        cluster: blocks of a cluster along three axes; zeros: as the kernel was compiled.
     """
 
     function: int
@@ -56,6 +57,7 @@ class PackedLaunch:
     starts: tuple[int, ...]
     addresses: tuple[int, ...]
     constants: tuple[torch.Tensor, ...] = ()
+    cluster: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)

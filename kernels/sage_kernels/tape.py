@@ -263,7 +263,9 @@ def _last(buffer: Memory, steps: int) -> int:
 
 def _pack(launches: Sequence[PackedLaunch]) -> tuple[ctypes.Array[ctypes.c_char], list[tuple[int, int, int]]]:
     """Return what the driver reads of all launches, and where that of each begins: config, addresses, parameters."""
-    size = len(launches) * struct.calcsize(driver.CONFIG) + struct.calcsize(driver.DEPENDENT)
+    attributes = [_attributes(launch) for launch in launches]
+    first_attribute = len(launches) * struct.calcsize(driver.CONFIG)
+    size = first_attribute + sum(map(len, attributes))
     starts = []
     for number, launch in enumerate(launches):
         addresses = size
@@ -272,17 +274,28 @@ def _pack(launches: Sequence[PackedLaunch]) -> tuple[ctypes.Array[ctypes.c_char]
         size = parameters + -(-len(launch.parameters) // WORD) * WORD
     space = ctypes.create_string_buffer(size)
     origin = ctypes.addressof(space)
-    dependent = len(launches) * struct.calcsize(driver.CONFIG)
-    struct.pack_into(driver.DEPENDENT, space, dependent, driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-    for launch, (config, addresses, parameters) in zip(launches, starts, strict=True):
-        attributes = (origin + dependent, 1) if launch.dependent else (0, 0)
+    place = first_attribute
+    for launch, (config, addresses, parameters), packed in zip(launches, starts, attributes, strict=True):
         sizes = *launch.grid, launch.threads, 1, 1, launch.shared_bytes
-        struct.pack_into(driver.CONFIG, space, config, *sizes, 0, *attributes)
+        given = origin + place if packed else 0, len(packed) // struct.calcsize(driver.ATTRIBUTE)
+        struct.pack_into(driver.CONFIG, space, config, *sizes, 0, *given)
         struct.pack_into(
             f"<{len(launch.starts)}Q", space, addresses, *(origin + parameters + start for start in launch.starts)
         )
         struct.pack_into(f"{len(launch.parameters)}s", space, parameters, launch.parameters)
+        struct.pack_into(f"{len(packed)}s", space, place, packed)
+        place += len(packed)
     return space, starts
+
+
+def _attributes(launch: PackedLaunch) -> bytes:
+    """Return a launch's attributes as the driver takes them."""
+    packed = b""
+    if launch.dependent:
+        packed += struct.pack(driver.ATTRIBUTE, driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0)
+    if any(launch.cluster):
+        packed += struct.pack(driver.ATTRIBUTE, driver.CLUSTER_DIMENSION, *launch.cluster)
+    return packed
 
 
 def _launcher(config: int, function: int, parameters: int) -> Callable[[], int]:

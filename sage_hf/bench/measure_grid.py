@@ -36,8 +36,8 @@ LONG_MS = 1.0
 # Calls of a provider between its second one and its timed ones: ours is prepared by then, its backward pass too.
 SETTLING_CALLS = 2
 # Host times at a point are taken in turns, for about HOST_MS of each provider; the fewest and the most turns.
-HOST_MS = 4.0
-HOST_TURNS = 7, 15
+HOST_MS = 8.0
+HOST_TURNS = 11, 31
 
 WRITE_SECONDS = 2.0
 
