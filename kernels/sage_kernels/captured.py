@@ -1,14 +1,15 @@
 """Launches of an operator that others wrote, noted in a rehearsal as the driver captures them in a graph.
 
-Such an operator's host code cannot run with stand-ins. It is captured twice, with tensors at other addresses: where the
-parameters of its kernels differ, they must hold the addresses of these tensors; elsewhere, no address at all.
+Such an operator's host code cannot run with stand-ins. It is captured twice, with tensors at other addresses. Addresses
+in the parameters of its kernels must be of these tensors, which the captures show, or of one memory that the operator
+allocates besides. All else is the same for tensors at any address, but for bytes that its host code leaves unwritten.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import driver
-from .rehearsal import NotRepeatableError, PackedLaunch, Rehearsal, StandIn, keeping, locate
+from .rehearsal import Fill, NotRepeatableError, PackedLaunch, Rehearsal, StandIn, keeping
 
 MOST_BYTES = 2**28
 """Of a tensor of an operator that is captured: with larger ones the GPU takes longer than any host."""
@@ -28,59 +29,64 @@ Run = Callable[..., Sequence[torch.Tensor]]
 """(*tensors) -> the tensors that an operator has allocated for its results."""
 
 
-def note_operator(
-    rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor, scratch: Sequence[torch.Tensor] = ()
-) -> None:
-    """Note the launches of an operator.
+def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> list[torch.Tensor]:
+    """Note what an operator has the GPU do.
 
     Args:
-        rehearsal: of a call on the current device.
+        rehearsal: of a call on the current device, one that captures.
         run: runs the operator.
         arguments: stand-ins for its tensors, also for those that it writes to.
-        scratch: those of them that nobody reads afterwards: launches at the end that know no others are left out.
+
+    Returns:
+        Stand-ins for the results.
 
     Raises:
-        NotRepeatableError: it does more than launch kernels in a row, or these hold addresses of other memory.
+        NotRepeatableError: it does more than launch kernels and fill memory, one after the other, or knows addresses
+            of more memory.
         RuntimeError: the driver refuses.
     """
     stand_ins = [x for x in arguments if isinstance(x, StandIn)]
     sizes = [_bytes_of(x) for x in stand_ins]
-    if len(stand_ins) < len(arguments) or max(sizes) > MOST_BYTES or torch.cuda.is_current_stream_capturing():
-        raise NotRepeatableError("an operator's tensors are no stand-ins or too large, or its caller captures a graph")
+    if not rehearsal.captures or len(stand_ins) < len(arguments) or max(sizes) > MOST_BYTES:
+        raise NotRepeatableError("nothing is captured now, or an operator's tensors are no stand-ins, or too large")
     like, count = stand_ins[0], len(stand_ins)
     with keeping():
-        space = torch.empty(max(sizes) + (2 * count + 1) * SPACING, dtype=torch.uint8, device=like.device)
+        space = torch.empty(max(sizes) + 2 * count * SPACING, dtype=torch.uint8, device=like.device)
 
         def capture(places: Sequence[int]) -> _Capture:
             tensors = []
             for place, size, x in zip(places, sizes, stand_ins, strict=True):
                 start = place * SPACING
                 tensors.append(space[start : start + size].view(x.dtype).as_strided(x.shape, x.stride()))
-            # Bytes that are left unwritten hold what an earlier run has left there: these addresses after one run.
+            # Bytes that are left unwritten hold what an earlier run has left there: after one, mostly these addresses.
             _capture(run, tensors)
             return _capture(run, tensors)
 
-        # In the other order, so that each tensor is moved by another distance; none is where their memory begins.
-        first, second = capture(range(1, count + 1)), capture(range(2 * count, count, -1))
+        # In the other order, so that each tensor is moved by another distance.
+        first, second = capture(range(count)), capture(range(2 * count - 1, count - 1, -1))
+    if any(x.untyped_storage().nbytes() != _bytes_of(x) for x in first.tensors[count:]):
+        raise NotRepeatableError("an operator's result is a part of what it allocates")
+    if [type(x) for x in first.steps] != [type(x) for x in second.steps]:
+        raise NotRepeatableError("an operator launches otherwise with tensors at other addresses")
     results = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in first.tensors[count:]]
     moves = [
-        _Move(range(x.data_ptr(), x.data_ptr() + _bytes_of(x)), y.data_ptr() - x.data_ptr(), stand_in.data_ptr())
+        _Move(_addresses_of(x), y.data_ptr() - x.data_ptr(), stand_in.data_ptr())
         for x, y, stand_in in zip(first.tensors, second.tensors, [*stand_ins, *results], strict=True)
     ]
-    if len(first.launches) != len(second.launches):
-        raise NotRepeatableError("an operator launches otherwise with tensors at other addresses")
-    launches = [
-        _relocated(*both, moves, space.data_ptr()) for both in zip(first.launches, second.launches, strict=True)
-    ]
-    spared = {locate(x.data_ptr())[0] for x in scratch}
-    while launches and spared and {locate(address)[0] for address in _addresses(launches[-1])} <= spared:
-        launches.pop()
-    for launch in launches:
-        rehearsal.launched(launch)
-
-
-def _addresses(launch: PackedLaunch) -> list[int]:
-    return [struct.unpack_from("<Q", launch.parameters, place)[0] for place in launch.addresses]
+    # The second capture was given none of the first one's tensors, all of which were there still.
+    before = range(space.data_ptr(), space.data_ptr() + count * SPACING)
+    known = _Known(moves, [before, *map(_addresses_of, first.tensors[count:])])
+    pairs = [pair for both in zip(first.steps, second.steps, strict=True) for pair in _pairs(*both)]
+    if unknown := [pair for pair in pairs if known.is_unknown(*pair)]:
+        own = like.new_empty(max(1, first.own_bytes), dtype=torch.uint8)
+        start, start_again = (min(addresses) for addresses in zip(*unknown, strict=True))
+        known.moves.append(_Move(range(start, start + first.own_bytes), start_again - start, own.data_ptr()))
+    for step in [_relocated(*both, known) for both in zip(first.steps, second.steps, strict=True)]:
+        if isinstance(step, Fill):
+            rehearsal.filled(step)
+        else:
+            rehearsal.launched(step)
+    return list(results)
 
 
 def _bytes_of(x: torch.Tensor) -> int:
@@ -89,12 +95,36 @@ def _bytes_of(x: torch.Tensor) -> int:
     return (last + 1) * x.element_size()
 
 
+def _addresses_of(x: torch.Tensor) -> range:
+    return range(x.data_ptr(), x.data_ptr() + _bytes_of(x))
+
+
 class _Move(NamedTuple):
-    """Tensor of both captures: its addresses in the first one, the way to those in the second, and its stand-in's."""
+    """Memory of both captures: its addresses in the first one, the way to those in the second, and its stand-in's."""
 
     addresses: range
     distance: int
     stand_in: int
+
+
+class _Known(NamedTuple):
+    """Memory of both captures, and addresses that the second capture cannot have been given."""
+
+    moves: list[_Move]
+    impossible: list[range]
+
+    def stand_in(self, one: int, other: int) -> int | None:
+        """Return the stand-in's address for a word of the first capture and that of the second; None for others."""
+        for move in self.moves:
+            if other - one == move.distance and one in move.addresses:
+                return move.stand_in + one - move.addresses.start
+        return None
+
+    def is_unknown(self, one: int, other: int) -> bool:
+        """Return whether both are addresses of memory that is not known."""
+        if self.stand_in(one, other) is not None or any(other in addresses for addresses in self.impossible):
+            return False
+        return driver.is_address(one) and driver.is_address(other)
 
 
 @dataclass(frozen=True)
@@ -102,16 +132,19 @@ class _Capture:
     """Graph of an operator.
 
     Attributes:
-        launches: its kernels in order, with the addresses of the tensors of this capture.
+        steps: what it does in order, with the addresses of this capture.
         tensors: the operator's arguments, then its results.
+        own_bytes: what it allocated besides, and has freed again.
     """
 
-    launches: list[PackedLaunch]
+    steps: list[PackedLaunch | Fill]
     tensors: list[torch.Tensor]
+    own_bytes: int
 
 
 def _capture(run: Run, arguments: Sequence[torch.Tensor]) -> _Capture:
-    library, graph, stream = driver.library(), ctypes.c_void_p(), _stream(arguments[0].device)
+    library, graph, device = driver.library(), ctypes.c_void_p(), arguments[0].device
+    stream, allocated = _stream(device), _allocated_bytes(device)
     driver.check("cuStreamBeginCapture", library.cuStreamBeginCapture_v2(stream.cuda_stream, driver.RELAXED_CAPTURE))
     try:
         try:
@@ -120,7 +153,8 @@ def _capture(run: Run, arguments: Sequence[torch.Tensor]) -> _Capture:
         finally:
             status = library.cuStreamEndCapture(stream.cuda_stream, ctypes.addressof(graph))
         driver.check("cuStreamEndCapture", status)
-        return _Capture([_launch(*node) for node in _row_of_nodes(graph)], [*arguments, *results])
+        allocated = _allocated_bytes(device) - allocated - sum(x.untyped_storage().nbytes() for x in results)
+        return _Capture([_step(*node) for node in _row_of_nodes(graph)], [*arguments, *results], allocated)
     finally:
         if graph.value:
             library.cuGraphDestroy(graph)
@@ -130,6 +164,11 @@ def _capture(run: Run, arguments: Sequence[torch.Tensor]) -> _Capture:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which operators are captured, and nothing runs."""
     return torch.cuda.Stream(device)
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    """Return how many bytes this process has ever asked PyTorch's allocator for, on a GPU."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]["allocated"])
 
 
 def _row_of_nodes(graph: ctypes.c_void_p) -> list[tuple[int, bool]]:
@@ -158,12 +197,25 @@ def _row_of_nodes(graph: ctypes.c_void_p) -> list[tuple[int, bool]]:
     return [(node, kind == driver.PROGRAMMATIC_EDGE) for node, kind in row]
 
 
-def _launch(node: int, dependent: bool) -> PackedLaunch:
-    """Return the launch of a node of a graph, without what is known of its addresses."""
+def _step(node: int, dependent: bool) -> PackedLaunch | Fill:
+    """Return what a node of a graph does."""
     library, kind = driver.library(), ctypes.c_int()
     driver.check("cuGraphNodeGetType", library.cuGraphNodeGetType(node, ctypes.addressof(kind)))
-    if kind.value != driver.KERNEL_NODE:
-        raise NotRepeatableError(f"an operator does more than launch kernels: node of type {kind.value}")
+    if kind.value == driver.KERNEL_NODE:
+        return _launch(node, dependent)
+    if kind.value != driver.MEMSET_NODE:
+        raise NotRepeatableError(f"an operator does more than launch and fill: node of type {kind.value}")
+    raw = ctypes.create_string_buffer(struct.calcsize(driver.MEMSET_NODE_PARAMS))
+    driver.check("cuGraphMemsetNodeGetParams", library.cuGraphMemsetNodeGetParams(node, raw))
+    address, _, value, element_size, count, rows = struct.unpack(driver.MEMSET_NODE_PARAMS, raw)
+    if rows != 1 or dependent:
+        raise NotRepeatableError("an operator fills memory in a way that is not known here")
+    return Fill(address, value, element_size, count)
+
+
+def _launch(node: int, dependent: bool) -> PackedLaunch:
+    """Return the launch of a node of a graph, without what is known of its addresses."""
+    library = driver.library()
     raw = ctypes.create_string_buffer(struct.calcsize(driver.KERNEL_NODE_PARAMS))
     driver.check("cuGraphKernelNodeGetParams", library.cuGraphKernelNodeGetParams_v2(node, raw))
     function, *sizes, shared_bytes, pointers, extra, kernel, _ = struct.unpack(driver.KERNEL_NODE_PARAMS, raw)
@@ -200,23 +252,35 @@ def _attribute(node: int, attribute: int) -> tuple[int, int, int]:
     return value[0], value[1], value[2]
 
 
-def _relocated(first: PackedLaunch, second: PackedLaunch, moves: Sequence[_Move], space: int) -> PackedLaunch:
-    """Return the launch of two captures with the addresses of stand-ins.
+def _pairs(first: PackedLaunch | Fill, second: PackedLaunch | Fill) -> Iterator[tuple[int, int]]:
+    """Yield what a step holds in both captures wherever an address may be."""
+    return zip(_words(first), _words(second), strict=True)
 
-    Args:
-        first, second: the launch in both captures.
-        moves: the tensors of both.
-        space: address of the memory in which they lie, which the host code of tensors knows too.
-    """
-    if replace(first, parameters=b"") != replace(second, parameters=b""):
+
+def _words(step: PackedLaunch | Fill) -> tuple[int, ...]:
+    if isinstance(step, Fill):
+        return (step.address,)
+    return struct.unpack(f"<{len(step.parameters) // WORD}Q", step.parameters)
+
+
+def _relocated(first: PackedLaunch | Fill, second: PackedLaunch | Fill, known: _Known) -> PackedLaunch | Fill:
+    """Return the step of two captures with the addresses of stand-ins."""
+    repeated: PackedLaunch | Fill | None
+    again: PackedLaunch | Fill | None
+    words, places = list(_words(first)), []
+    for place, pair in enumerate(_pairs(first, second)):
+        if (address := known.stand_in(*pair)) is not None:
+            words[place] = address
+            places.append(WORD * place)
+        elif known.is_unknown(*pair):
+            raise NotRepeatableError("an operator holds an address in other memory than its tensors' and its own")
+    if isinstance(first, Fill) and isinstance(second, Fill) and places:
+        repeated, again = (replace(one, address=words[0]) for one in (first, second))
+    elif isinstance(first, PackedLaunch) and isinstance(second, PackedLaunch):
+        parameters = struct.pack(f"<{len(words)}Q", *words)
+        repeated, again = (replace(one, parameters=parameters, addresses=tuple(places)) for one in (first, second))
+    else:
+        repeated = again = None
+    if repeated is None or repeated != again:
         raise NotRepeatableError("an operator launches otherwise with tensors at other addresses")
-    form, addresses = f"<{len(first.parameters) // WORD}Q", []
-    words = list(struct.unpack(form, first.parameters))
-    for place, (one, other) in enumerate(zip(words, struct.unpack(form, second.parameters), strict=True)):
-        found = [x for x in moves if x.distance == other - one and one in x.addresses]
-        if found:
-            words[place] = found[0].stand_in + one - found[0].addresses.start
-            addresses.append(WORD * place)
-        elif any(word != space and driver.is_address(word) for word in (one, other)):
-            raise NotRepeatableError("a kernel of an operator holds an address in other memory than its tensors'")
-    return replace(first, parameters=struct.pack(form, *words), addresses=tuple(addresses))
+    return repeated

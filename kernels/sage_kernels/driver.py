@@ -32,15 +32,19 @@ ATTRIBUTE = "<I4x3I52x"
 ATTRIBUTE_VALUE_BYTES = 64
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 
-KERNEL_NODE = 0
-"""The type of a graph's node that launches a kernel."""
+KERNEL_NODE, MEMSET_NODE = 0, 2
+"""Types of a graph's nodes that launch a kernel, and fill memory."""
 KERNEL_NODE_PARAMS = "<Q7I4x4Q"
 """A CUDA_KERNEL_NODE_PARAMS: function, grid, block, dynamic shared memory, parameters, extra, kernel, context."""
+MEMSET_NODE_PARAMS = "<2Q2I2Q"
+"""A CUDA_MEMSET_NODE_PARAMS: address, pitch, value, bytes of an element, elements of a row, rows."""
 FULL_EDGE, PROGRAMMATIC_EDGE = 0, 2**16 + 1
 """A CUgraphEdgeData of a kernel that starts when the one before has ended, and of one that may start before."""
 RELAXED_CAPTURE = 2
 
 _INVALID_VALUE = 1
+_MEMSET_VALUES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32}
+"""Types of a value that the driver fills memory with, by their bits."""
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
@@ -72,12 +76,15 @@ def library() -> ctypes.CDLL:
     loaded.cuGraphGetEdges_v2.argtypes = [pointer] * 5
     loaded.cuGraphNodeGetType.argtypes = [pointer] * 2
     loaded.cuGraphKernelNodeGetParams_v2.argtypes = [pointer] * 2
+    loaded.cuGraphMemsetNodeGetParams.argtypes = [pointer] * 2
     loaded.cuGraphKernelNodeGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     loaded.cuKernelGetFunction.argtypes = [pointer] * 2
     loaded.cuPointerGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64]
     loaded.cuCtxGetCurrent.argtypes = [pointer]
     loaded.cuCtxSetCurrent.argtypes = [pointer]
     loaded.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
+    for bits, value in _MEMSET_VALUES.items():
+        getattr(loaded, f"cuMemsetD{bits}Async").argtypes = [ctypes.c_uint64, value, ctypes.c_size_t, pointer]
     loaded.cuGetErrorName.argtypes = [ctypes.c_int, pointer]
     return loaded
 

@@ -25,8 +25,6 @@ ROWS, PROGRAMS = 128, 132
 PLANNER = "get_scheduler_metadata"
 """Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
 PLANNED_AT_ONCE = 992
-COUNTED_ELEMENTS, MOST_COUNTING_VECTORS = 4, 4
-"""Batch elements for which a causal call brings memory at once, and how many numbers of each it brings at most."""
 MOST_SIZES = 1024  # of calls whose plans are remembered
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
@@ -55,21 +53,15 @@ class FlashAttention3:
         """Return the output."""
         if (rehearsed := rehearsal.current()) is None:
             return transposed(self.bind(call))(call.query, call.key, call.value, None)
-        if call.scale < 0 or torch.cuda.is_current_stream_capturing():
-            raise rehearsal.NotRepeatableError("a negative scale takes another operator, or a graph is being captured")
+        if call.scale < 0 or not rehearsed.captures:
+            raise rehearsal.NotRepeatableError("a negative scale takes another operator, or nothing is captured now")
         output, _ = call.new_outputs()
-        splits = _splits(call)
-        counters = []
-        if call.is_causal and splits == 1 and (vectors := _counting_vectors(call.query.device)) is not None:
-            counters = [call.query.new_empty(_counters(call.batch, vectors), dtype=torch.int32)]
-        options: dict[str, Any] = {"softmax_scale": call.scale, "is_causal": call.is_causal, "num_splits": splits}
-
-        def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            query, key, value, output, *counter = tensors
-            return _write(query, key, value, output, scheduler_metadata=counter[0] if counter else None, **options)
-
-        tensors = call.query, call.key, call.value, output, *counters
-        captured.note_operator(rehearsed, run, *tensors, scratch=counters)
+        options: dict[str, Any] = {
+            "softmax_scale": call.scale,
+            "is_causal": call.is_causal,
+            "num_splits": _splits(call),
+        }
+        captured.note_operator(rehearsed, partial(_write, **options), call.query, call.key, call.value, output)
         return output
 
     def bind(self, call: Call) -> Attend:
@@ -85,34 +77,6 @@ class FlashAttention3:
             return output
 
         return attend
-
-
-def _counters(batch: int, vectors: int) -> int:
-    """Return how many numbers the operator wants for what it counts in a causal call."""
-    return 1 + vectors * -(-batch // COUNTED_ELEMENTS) * COUNTED_ELEMENTS
-
-
-@lru_cache(maxsize=16)
-def _counting_vectors(device: torch.device) -> int | None:
-    """Return for how many numbers of each batch element the operator lets a causal call's caller bring memory.
-
-    Versions differ, and say so by raising only. None if no such memory will do, whatever it holds: the operator
-    allocates some of its own without it.
-    """
-    with rehearsal.keeping():
-        # More blocks than programs, which count to know the next one.
-        x = torch.randn(1, 2 * PROGRAMS, ROWS, 64, dtype=torch.bfloat16, device=device)
-        wanted, output = torch.empty_like(x), torch.empty_like(x)
-        options: dict[str, Any] = {"softmax_scale": 1.0, "is_causal": True, "num_splits": 1}
-        _write(x, x, x, wanted, **options)
-        for vectors in range(MOST_COUNTING_VECTORS + 1):
-            counters = torch.full((_counters(1, vectors),), PROGRAMS, dtype=torch.int32, device=device)
-            try:
-                _write(x, x, x, output, scheduler_metadata=counters, **options)
-            except RuntimeError:
-                continue
-            return vectors if torch.equal(output, wanted) else None
-    return None
 
 
 def _splits(call: Call) -> int:
@@ -173,11 +137,9 @@ def _attend_to_first(
     tensors = call.query, call.key, call.value, output, of_rows, kv_lengths
     if (rehearsed := rehearsal.current()) is None:
         run(*tensors)
-        return
-    try:
+    elif rehearsed.captures:
         captured.note_operator(rehearsed, run, *tensors)
-    except (rehearsal.NotRepeatableError, RuntimeError) as error:
-        logger.info("FlashAttention 3 is called, not repeated, beside a mask: %s", error)
+    else:
         rehearsed.ran(run, *tensors)
 
 
@@ -216,7 +178,8 @@ def _row_blocks(call: Call) -> int:
     if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
         if torch.cuda.is_current_stream_capturing():
             return 0
-        found = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
+        with rehearsal.keeping():
+            found = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
         if len(_row_blocks_found) >= MOST_SIZES:
             _row_blocks_found.clear()
         _row_blocks_found[known] = found

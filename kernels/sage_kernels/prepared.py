@@ -12,16 +12,16 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 
-from . import costs, dispatch, exact, registry
+from . import captured, costs, dispatch, exact, registry
 from .call import NO_MASK, Call, Mask
-from .prepared_calls import BoundCall, ExactCall, Prepared, TapedCall
+from .prepared_calls import BoundCall, Capture, CapturedCall, ExactCall, Prepared, TapedCall, backend_choice
 from .recipe import Recipe, get_recipe
 from .registry import Attend, BoundExact, Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
@@ -39,6 +39,10 @@ AT_HAND = 8
 """Calls with the same options that are at hand."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
+
+CAPTURED_AFTER = 128
+"""Repetitions of a call before what others' operators launch for it is captured, which takes as long as some hundred of
+them: more than layers that one prompt, or one step of decoding, passes."""
 
 STEP_KEYS = 64
 """Numbers of keys for which a step of decoding by PyTorch's attention is planned once: every step has one more."""
@@ -102,6 +106,8 @@ class Slot:
         if made is not None and not made.plan.request.return_lse:
             plain = self.plan_anew is None and not torch._C._is_any_autocast_enabled()
             attend = made.shortcut(self.tokens_first) if plain else self._attend
+            if plain and made.capture is not None:
+                attend = self._capturing_after(CAPTURED_AFTER, attend, made.capture)
         self.prepared, self.attend = made, attend
 
     def run(
@@ -119,6 +125,29 @@ class Slot:
                 made, self.plan_anew = self.plan_anew(query, key, value), None
                 self.hold(made or self.prepared)
         return output.transpose(1, 2) if self.tokens_first else output, lse
+
+    def _capturing_after(self, calls: int, attend: Attend, capture: Capture) -> Attend:
+        """Return `attend`, which after some calls has `capture` make the call that takes its place."""
+        left = calls
+
+        def attend_and_count(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if torch.cuda.is_current_stream_capturing():
+                    left = calls
+                else:
+                    self.attend = attend
+                    given = query, key, value
+                    if self.tokens_first:
+                        given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+                    if (made := capture(*given, mask)) is not None:
+                        self.hold(made)
+            return attend(query, key, value, mask)
+
+        return attend_and_count
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -239,7 +268,7 @@ def follow_step(slot: Slot, query: torch.Tensor, key: torch.Tensor, value: torch
         return
     plan = replace(latest.plan, request=replace(latest.plan.request, kv_len=keys))
     slot.calls, slot.plan_anew = 1, plan_anew
-    slot.hold(replace(latest, plan=plan))
+    slot.hold(replace(latest, plan=plan, capture=None))
 
 
 def _kind(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
@@ -345,7 +374,24 @@ def prepare_exact(
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
     cudnn = plan.kernel == "sdpa"
-    return ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
+    made = ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if query.is_cuda and direct and cudnn and mask is None and not (tokens_first or grad):
+        made.capture = partial(_capture_exact, made)
+    return made
+
+
+def _capture_exact(
+    made: ExactCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None
+) -> CapturedCall | None:
+    """Capture a call of PyTorch's attention; see `prepared_calls.Capture`."""
+
+    def rehearse(rehearsal: Rehearsal) -> CapturedCall:
+        inputs = [rehearsal.stand_in(x) for x in (query, key, value)]
+        outputs = captured.note_operator(rehearsal, lambda q, k, v: [made(q, k, v, None)[0]], *inputs)
+        return CapturedCall(made, Tape(rehearsal, inputs, outputs, query.device), backend_choice())
+
+    return attempt(rehearse, query.device, captures=True)
 
 
 def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:
@@ -361,10 +407,14 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
         return None
     own = registry.get_exact(plan.kernel)
     if plan.numerics != "exact" or (own is not None and own.repeats):
-        return _prepare_launches(call, plan) if call.query.is_cuda else None
-    if isinstance(own, BoundExact):
         taped = _prepare_launches(call, plan) if call.query.is_cuda else None
-        return taped or BoundCall(plan, own.bind(call), own.tokens_first)
+        if taped is not None and taped.tape.has_operators:
+            taped.capture = _capture_of(call, plan)
+        return taped
+    if isinstance(own, BoundExact):
+        return BoundCall(
+            plan, own.bind(call), own.tokens_first, _capture_of(call, plan) if call.query.is_cuda else None
+        )
     if own is not None:
         return None
     if call.return_lse or (call.is_causal and call.causal_offset):
@@ -377,7 +427,21 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     )
 
 
-def _prepare_launches(call: Call, plan: Plan) -> TapedCall | None:
+def _capture_of(call: Call, plan: Plan) -> Capture:
+    """Return what captures calls that are like this one in all but values."""
+    recipe, is_causal, causal_offset, scale = call.recipe, call.is_causal, call.causal_offset, call.scale
+
+    def capture(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> TapedCall | None:
+        given = Mask.of(None if mask is None else mask[(None,) * (4 - mask.dim())], key.shape[2])
+        again = Call(query, key, value, recipe, given, is_causal, causal_offset, scale)
+        return _prepare_launches(again, plan, captures=True)
+
+    return capture
+
+
+def _prepare_launches(call: Call, plan: Plan, captures: bool = False) -> TapedCall | None:
     own = registry.get_exact(plan.kernel)
 
     def rehearse(rehearsal: Rehearsal) -> TapedCall:
@@ -393,7 +457,7 @@ def _prepare_launches(call: Call, plan: Plan) -> TapedCall | None:
         tape = Tape(rehearsal, inputs, outputs, call.query.device)
         return TapedCall(plan, tape, call.return_lse)
 
-    return attempt(rehearse, call.query.device)
+    return attempt(rehearse, call.query.device, captures)
 
 
 def stand_in_of(rehearsal: Rehearsal, call: Call, recipe: Recipe) -> tuple[list[StandIn], Call]:
@@ -407,11 +471,12 @@ def stand_in_of(rehearsal: Rehearsal, call: Call, recipe: Recipe) -> tuple[list[
     return inputs, stand_in
 
 
-def attempt(rehearse: Callable[[Rehearsal], Made], device: torch.device) -> Made | None:
-    """Return what a rehearsal makes; None if the call cannot be rehearsed."""
+def attempt(rehearse: Callable[[Rehearsal], Made], device: torch.device, captures: bool = False) -> Made | None:
+    """Return what a rehearsal makes; None if the call cannot be rehearsed, or captured."""
     try:
-        with torch.cuda.device(device), rehearsing() as rehearsal:
+        with torch.cuda.device(device), rehearsing(captures=captures) as rehearsal:
             return rehearse(rehearsal)
     except Exception as error:  # the call has run, and runs so again: its next failure shows
-        logger.info("a call is not repeated but run anew each time: %s: %s", type(error).__name__, error)
+        what = "a call's operators are not captured" if captures else "a call is not repeated but run anew each time"
+        logger.info("%s: %s: %s", what, type(error).__name__, error)
         return None

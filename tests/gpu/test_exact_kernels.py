@@ -133,29 +133,33 @@ def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
     if reason := get_exact(name).unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
     plan = exact_plan(dispatch.request_of(call), kernel=name)
-    repeated = prepared.prepare(call, plan, call.mask.tensor)
-    assert isinstance(repeated, TapedCall) and not repeated.tape.has_operators
+    repeated = [prepared.prepare(call, plan, call.mask.tensor)]
+    if repeated[0].capture is not None:
+        repeated.append(repeated[0].capture(call.query, call.key, call.value, call.mask.tensor))
+    assert isinstance(repeated[-1], TapedCall) and not repeated[-1].tape.has_operators
     other = draw_call(device, sizes, 64, kind, seed=1)
     expected, _ = dispatch.run(other, plan)
-    output, _ = repeated(other.query, other.key, other.value, other.mask.tensor)
-    assert torch.equal(output, expected)
     query, key, value = (x.transpose(1, 2) for x in (other.query, other.key, other.value))
-    output = repeated.shortcut(tokens_first=True)(query, key, value, other.mask.tensor)
-    assert torch.equal(output.transpose(1, 2), expected)
+    for one in repeated:
+        output, _ = one(other.query, other.key, other.value, other.mask.tensor)
+        assert torch.equal(output, expected)
+        output = one.shortcut(tokens_first=True)(query, key, value, other.mask.tensor)
+        assert torch.equal(output.transpose(1, 2), expected)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("name", ["fa3", "sdpa"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["none", "causal none"])
-def test_captured_calls_of_flash_attention_3_share_nothing(device, kind, head_dim):
+def test_captured_calls_share_nothing(device, kind, head_dim, name):
     """Calls on several streams, each with memory that holds anything, and those of a graph."""
     calls = [draw_call(device, (1, 40, 8, 600, 600), head_dim, kind, seed=seed) for seed in range(6)]
-    if reason := get_exact("fa3").unsupported(dispatch.request_of(calls[0])):
+    if name == "fa3" and (reason := get_exact("fa3").unsupported(dispatch.request_of(calls[0]))):
         pytest.skip(reason)
-    plan = exact_plan(dispatch.request_of(calls[0]), kernel="fa3")
+    plan = exact_plan(dispatch.request_of(calls[0]), kernel=name)
     wanted = [dispatch.run(call, plan)[0] for call in calls]
-    attend = prepared.prepare(calls[0], plan, None).shortcut(tokens_first=False)
     tensors = [(call.query, call.key, call.value, None) for call in calls]
+    attend = prepared.prepare(calls[0], plan, None).capture(*tensors[0]).shortcut(tokens_first=False)
     streams, outputs = [torch.cuda.Stream() for _ in range(3)], []
     torch.cuda.synchronize()
     for turn in range(12):

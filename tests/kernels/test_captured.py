@@ -23,18 +23,32 @@ class Driver(fake_gpu.FakeLibrary):
     def __init__(self):
         super().__init__()
         self.memory, self.graphs, self.kept, self.edges, self.kinds = [], 0, [], [], []
-        self.node_kind, self.cooperative, self.cluster = driver.KERNEL_NODE, 0, (0, 0, 0)
-        self.block = (128, 1, 1)
+        self.node_kind, self.cooperative, self.cluster = None, 0, (0, 0, 0)
+        self.block, self.rows, self.allocated = (128, 1, 1), 1, 0
 
     def launch(self, *words, kind=driver.FULL_EDGE):
         """Let the operator launch a kernel of one parameter, which holds 64-bit words."""
         parameter = ctypes.create_string_buffer(struct.pack(f"<{len(words)}Q", *words), 8 * len(words))
         pointers = (ctypes.c_uint64 * 1)(ctypes.addressof(parameter))
         self.kept.append(parameter)
-        self.nodes.append((pointers, len(words)))
+        self._add((pointers, len(words)), kind)
+
+    def fill(self, address, value, element_size, count, kind=driver.FULL_EDGE):
+        """Let the operator fill memory."""
+        self._add((address, 0, value, element_size, count, self.rows), kind)
+
+    def _add(self, node, kind):
+        self.nodes.append(node)
         if len(self.nodes) > 1:
             self.edges.append((len(self.nodes) - 1, len(self.nodes)))
             self.kinds.append(kind)
+
+    def allocate(self, *shape, dtype=torch.float32):
+        """Let the operator allocate a tensor."""
+        x = torch.zeros(shape, dtype=dtype)
+        self.allocated += x.nbytes
+        self.memory.append(range(x.data_ptr(), x.data_ptr() + x.nbytes))
+        return x
 
     def cuStreamBeginCapture_v2(self, stream, mode):
         self.nodes, self.edges, self.kinds = [], [], []
@@ -64,7 +78,16 @@ class Driver(fake_gpu.FakeLibrary):
         return 0
 
     def cuGraphNodeGetType(self, node, kind):
-        ctypes.c_int.from_address(kind).value = self.node_kind
+        fills = len(self.nodes[node - 1]) > 2
+        ctypes.c_int.from_address(kind).value = self.node_kind or (driver.MEMSET_NODE if fills else driver.KERNEL_NODE)
+        return 0
+
+    def cuGraphMemsetNodeGetParams(self, node, raw):
+        struct.pack_into(driver.MEMSET_NODE_PARAMS, raw, 0, *self.nodes[node - 1])
+        return 0
+
+    def cuMemsetD32Async(self, address, value, count, stream):
+        self.launched.append((address, value, count, stream))
         return 0
 
     def cuGraphKernelNodeGetParams_v2(self, node, raw):
@@ -88,16 +111,16 @@ def library(monkeypatch):
     library, empty = Driver(), torch.empty
     monkeypatch.setattr(driver, "library", lambda: library)
     monkeypatch.setattr(driver, "parameter_sizes", lambda function: [8 * library.nodes[function - 11][1]])
+    monkeypatch.setattr(captured, "_allocated_bytes", lambda device: library.allocated)
     monkeypatch.setattr(captured, "_stream", lambda device: SimpleNamespace(cuda_stream=5))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **options: empty(*sizes, **options))
     return library
 
 
 def note(run, *shapes, dtype=torch.bfloat16):
     """The steps of a call that runs an operator on tensors of such shapes, and these tensors' stand-ins."""
-    with rehearsing() as rehearsed:
+    with rehearsing(captures=True) as rehearsed:
         stand_ins = [rehearsed.stand_in(torch.empty(shape, dtype=dtype)) for shape in shapes]
         captured.note_operator(rehearsed, run, *stand_ins)
         return rehearsed, stand_ins
@@ -121,11 +144,8 @@ def test_addresses_of_arguments_and_of_places_in_them_become_those_of_stand_ins(
 
 
 def test_what_an_operator_returns_is_memory_of_the_call_for_as_long_as_it_runs(library):
-    made = []
-
     def run(query):
-        result = torch.zeros(1000)
-        made.append(result)
+        result = library.allocate(1000)
         library.launch(result.data_ptr())
         library.launch(result.data_ptr() + 3999, query.data_ptr())
         return [result]
@@ -174,36 +194,69 @@ def test_an_earlier_runs_addresses_are_the_same_ones(library):
     assert words(rehearsed.steps[0][0]) == (query.data_ptr(),) * 2
 
 
-def test_where_the_tensors_memory_begins_is_known_to_their_own_host_code(library):
+def test_addresses_that_a_capture_was_not_given_are_no_addresses(library):
+    """The memory of all tensors, which their own host code knows, and what was given to the capture before."""
     library.memory.append(range(1, 2**60))
+    results = []
 
     def run(query):
-        library.launch(query.data_ptr(), query.untyped_storage().data_ptr())
-        return []
+        results.append(library.allocate(4))
+        left_behind = results[min(1, len(results) - 1)]  # of the first capture, which comes after an uncaptured run
+        library.launch(query.data_ptr(), query.untyped_storage().data_ptr(), left_behind.data_ptr())
+        return results[-1:]
 
     rehearsed, _ = note(run, (4, 8))
     assert rehearsed.steps[0][0].addresses == (0,)
 
 
-@pytest.mark.parametrize("spares", [False, True])
-def test_launches_at_the_end_that_know_scratch_alone_are_left_out(library, spares):
-    def run(query, scratch):
-        for words in ((scratch,), (query, scratch), (scratch,), (scratch, scratch)):
-            library.launch(*[x.data_ptr() for x in words])
-        return []
-
-    with rehearsing() as rehearsed:
-        tensors = [rehearsed.stand_in(torch.empty(4, 8)) for _ in range(2)]
-        captured.note_operator(rehearsed, run, *tensors, scratch=tensors[1:] if spares else ())
-    assert len(rehearsed.steps) == (2 if spares else 4)
+def test_what_is_an_address_in_one_capture_alone_is_none(library):
+    turn, hidden = itertools.count(), library.allocate(4)
+    rehearsed, _ = note(lambda query: library.launch(hidden.data_ptr() * (next(turn) % 4 == 3)) or [], (4, 8))
+    assert rehearsed.steps[0][0].addresses == ()
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_memory_that_an_operator_hides_is_refused(library, moves):
-    hidden = [torch.zeros(10) for _ in range(4)]
-    library.memory += [range(x.data_ptr(), x.data_ptr() + 40) for x in hidden]
+def test_memory_that_an_operator_allocates_and_frees_is_memory_of_the_call(library, moves):
+    hidden = [library.allocate(10) for _ in range(4)]
     turn = itertools.count()
-    run = lambda query: library.launch(hidden[next(turn) if moves else 0].data_ptr()) or []  # noqa: E731
+
+    def run(query):
+        own = hidden[next(turn) if moves else 0]
+        library.allocated += own.nbytes
+        library.fill(own.data_ptr() + 8, 7, 4, 8)
+        library.launch(own.data_ptr(), query.data_ptr())
+        return []
+
+    rehearsed, (query,) = note(run, (4, 8))
+    fill, (launch, _) = rehearsed.steps
+    number, byte = locate(fill.address)
+    assert byte == 8 and (fill.value, fill.element_size, fill.count) == (7, 4, 8)
+    assert locate(words(launch)[0]) == (number, 0) and words(launch)[1] == query.data_ptr()
+    assert rehearsed.memories[number].size == 40 and launch.addresses == (0, 8)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0, 0), (0, 36), (0, 40)],  # beyond what it allocated
+        [(0, 0), (1, 4)],  # of two allocations, one of which moves otherwise
+    ],
+)
+def test_other_memory_is_refused(library, pairs):
+    hidden = [[library.allocate(10) for _ in range(2)] for _ in range(4)]
+    library.memory.append(range(hidden[0][0].data_ptr(), hidden[0][0].data_ptr() + 48))
+    turn = itertools.count()
+
+    def run(query):
+        ours = hidden[next(turn)]
+        library.allocated += 40
+        library.launch(*[ours[number if len(pairs) == 2 else 0].data_ptr() + byte for number, byte in pairs])
+        return []
+
+    if len(pairs) == 3:
+        hidden[1:] = [hidden[0]] * 3
+    else:
+        hidden[3][1] = hidden[3][1][1:]
     with pytest.raises(NotRepeatableError, match="other memory"):
         note(run, (4, 8))
     assert library.graphs == 0
@@ -212,7 +265,7 @@ def test_memory_that_an_operator_hides_is_refused(library, moves):
 @pytest.mark.parametrize(
     ("facts", "part"),
     [
-        ({"node_kind": 2}, "more than launch"),
+        ({"node_kind": 1}, "more than launch"),
         ({"cooperative": 1}, "not known"),
         ({"block": (32, 2, 1)}, "not known"),
     ],
@@ -251,16 +304,39 @@ def test_launches_that_depend_on_addresses_are_refused(library):
         note(run, (4, 8))
 
 
-def test_large_tensors_and_captured_callers_are_refused(library, monkeypatch):
+def test_tensors_have_a_largest_size_and_rehearsals_that_capture_nothing_run_nothing(library, monkeypatch):
     run = lambda query: library.launch(query.data_ptr()) or []  # noqa: E731
     monkeypatch.setattr(captured, "MOST_BYTES", 63)
     with pytest.raises(NotRepeatableError, match="too large"):
         note(run, (4, 8))
     monkeypatch.setattr(captured, "MOST_BYTES", 64)
     assert note(run, (4, 8))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(NotRepeatableError, match="graph"):
-        note(run, (4, 8))
+    with rehearsing() as rehearsed, pytest.raises(NotRepeatableError, match="now"):
+        captured.note_operator(rehearsed, lambda x: pytest.fail("it ran"), rehearsed.stand_in(torch.empty(4)))
+
+
+def test_a_part_of_what_an_operator_allocates_is_no_result(library):
+    with pytest.raises(NotRepeatableError, match="part"):
+        note(lambda query: library.launch(query.data_ptr()) or [library.allocate(2, 9)[:, :8]], (4, 8))
+
+
+def test_fills_that_cannot_be_repeated_are_refused(library):
+    def late(query):
+        library.launch(query.data_ptr())
+        library.fill(query.data_ptr(), 0, 4, 8, kind=driver.PROGRAMMATIC_EDGE)
+        return []
+
+    with pytest.raises(NotRepeatableError, match="fills"):
+        note(late, (4, 8))
+    library.rows = 2
+    with pytest.raises(NotRepeatableError, match="fills"):
+        note(lambda query: library.fill(query.data_ptr(), 0, 4, 8) or [], (4, 8))
+    library.rows = 1
+    with pytest.raises(NotRepeatableError, match="otherwise"):
+        note(lambda query: library.fill(64, 0, 4, 8) or [], (4, 8))
+    turn = itertools.count()
+    with pytest.raises(NotRepeatableError, match="otherwise"):
+        note(lambda query: library.fill(query.data_ptr(), next(turn), 4, 8) or [], (4, 8))
 
 
 def test_an_operator_that_fails_leaves_no_graph(library):
@@ -283,3 +359,15 @@ def test_the_driver_is_given_each_launchs_attributes():
         found.append([struct.unpack(driver.ATTRIBUTE, ctypes.string_at(place, size)) for place in places])
     overlap, cluster = (driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0), (driver.CLUSTER_DIMENSION, 2, 1, 1)
     assert found == [[], [overlap, cluster], [cluster]]
+
+
+def test_a_tape_fills_memory_wherever_it_lies(library, monkeypatch):
+    with rehearsing() as rehearsed:
+        query = rehearsed.stand_in(torch.empty(4, 8))
+        output = query.new_empty(4, 8)
+        rehearsed.filled(rehearsal.Fill(output.data_ptr() + 16, 7, 4, 5))
+        made = tape.Tape(rehearsed, [query], [output], fake_gpu.DEVICE)
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *form, dtype, device: empty(*form, dtype=dtype))
+    (result,) = made.run(4096)
+    assert library.launched == [(result.data_ptr() + 16, 7, 5, fake_gpu.STREAM)]

@@ -190,72 +190,44 @@ def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch,
     flash3._takes_plans.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("causal", "heads", "vectors", "counters"),
-    [(False, 132, 2, None), (True, 132, 2, 9), (True, 132, 0, 1), (True, 132, None, None), (True, 1, 2, None)],
-)
-def test_a_rehearsed_call_is_captured_with_all_memory_that_it_needs(monkeypatch, causal, heads, vectors, counters):
-    """Causal calls count in memory that the operator would else allocate for itself, unless it divides the keys."""
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "splits"), [(132, 1), (1, 0)])
+def test_a_rehearsed_call_is_captured(monkeypatch, causal, heads, splits):
     noted = []
 
-    def attend(query, key, value, out, softmax_scale, is_causal, num_splits, scheduler_metadata):
-        assert (softmax_scale, is_causal, num_splits) == (0.1, causal, 1 if heads == 132 else 0)
+    def attend(query, key, value, out, softmax_scale, is_causal, num_splits):
+        assert (softmax_scale, is_causal, num_splits) == (0.1, causal, splits)
         return out, torch.zeros(3), None, torch.zeros(0)
 
     monkeypatch.setattr(flash3, "_operator", lambda: attend)
-    monkeypatch.setattr(flash3, "_counting_vectors", lambda device: vectors)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(captured, "note_operator", lambda rehearsal, *given, scratch: noted.append(given))
+    monkeypatch.setattr(captured, "note_operator", lambda rehearsal, *given: noted.append(given))
     call = Call(*[torch.zeros(2, heads, 5, 16)] * 3, get_recipe("exact"), is_causal=causal, scale=0.1)
-    with rehearsing() as rehearsal:
+    with rehearsing(captures=True) as rehearsal:
         _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
         output = get_exact("fa3").attend(stand_in)
     run, *tensors = noted[0]
-    assert tensors[3] is output and output.shape == call.query.shape
-    assert (tensors[4].shape == (counters,)) if counters else len(tensors) == 4
+    assert tensors[3] is output and output.shape == call.query.shape and len(tensors) == 4
     assert [x.shape for x in run(*[torch.zeros(x.shape) for x in tensors])] == [(3,)]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "clears", "vectors"), [(1, True, 0), (9, True, 2), (9, False, None), (2, True, None)]
-)
-def test_how_much_a_causal_call_counts_is_found_out(monkeypatch, wanted, clears, vectors):
-    def attend(query, key, value, out, scheduler_metadata=None, **options):
-        if scheduler_metadata is not None and scheduler_metadata.numel() != wanted:
-            raise RuntimeError(f"scheduler_metadata must have size {wanted}")
-        out[:] = query if scheduler_metadata is None or clears else 0.0
-        return out, torch.zeros(1)
-
-    monkeypatch.setattr(flash3, "_operator", lambda: attend)
-    flash3._counting_vectors.cache_clear()
-    assert flash3._counting_vectors(torch.device("cpu")) == vectors
-    flash3._counting_vectors.cache_clear()
-
-
-def test_what_a_capture_cannot_show_is_not_rehearsed(operator, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=-0.1)
-    with rehearsing() as rehearsal:
+@pytest.mark.parametrize(("scale", "captures"), [(-0.1, True), (0.1, False)])
+def test_what_is_not_captured_is_not_rehearsed(operator, scale, captures):
+    call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=scale)
+    with rehearsing(captures=captures) as rehearsal:
         _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
         with pytest.raises(NotRepeatableError, match="negative"):
             get_exact("fa3").attend(stand_in)
     assert not operator and not rehearsal.steps
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_beside_padding_the_operator_is_captured_or_else_called(monkeypatch, refuses):
-    captures = []
-
-    def note(rehearsal, run, *tensors):
-        captures.append(run)
-        if refuses:
-            raise NotRepeatableError("it holds other memory")
-
+@pytest.mark.parametrize("captures", [False, True])
+def test_beside_padding_the_operator_is_called_until_it_is_captured(monkeypatch, captures):
+    runs = []
     monkeypatch.setattr(flash3, "_operator", lambda: lambda *tensors, out, **options: (out, torch.zeros(4)))
-    monkeypatch.setattr(captured, "note_operator", note)
+    monkeypatch.setattr(captured, "note_operator", lambda rehearsal, run, *tensors: runs.append(run))
     call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"))
-    with rehearsing() as rehearsal:
+    with rehearsing(captures=captures) as rehearsal:
         _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
         lengths, output = stand_in.query.new_empty(1, dtype=torch.int32), stand_in.query.new_empty(1, 1, 5, 16)
         flash3._attend_to_first(stand_in, lengths, lengths, None, output)
-    assert len(captures) == 1 and len(rehearsal.steps) == int(refuses)
+    assert len(runs) == int(captures) and len(rehearsal.steps) == int(not captures)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
@@ -18,7 +19,7 @@ from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
 from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.prepared import Slot
-from sage_kernels.prepared_calls import TapedCall
+from sage_kernels.prepared_calls import CapturedCall, TapedCall, backend_choice
 from sage_kernels.recipe import get_recipe
 from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
@@ -380,6 +381,8 @@ def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argume
 class Repeated:
     """Prepared call that attends to nothing."""
 
+    capture = None
+
     def __init__(self, plan):
         self.plan = plan
 
@@ -465,3 +468,45 @@ def test_steps_of_a_fixed_number_of_keys_are_no_model_for_those_that_grow(monkey
         query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
         sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
     assert [(request.kv_len, request.recurs) for request in planned] == [(40, True), (41, False)]
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("works", [False, True])
+def test_after_many_repetitions_a_captured_call_takes_the_place_of_a_prepared_one(monkeypatch, tokens_first, works):
+    """But not while the caller captures a graph."""
+    plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
+    before, after = Repeated(plan), Repeated(plan)
+    given, capturing = [], [True]
+
+    def capture(query, key, value, mask):
+        given.append([x.shape for x in (query, key, value)])
+        return after if works else None
+
+    before.capture = capture
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    slot, tensors = prepared.Slot(tokens_first=tokens_first), [torch.zeros(1, 2, 3, 4)] * 3
+    slot.hold(before)
+    for _ in range(prepared.CAPTURED_AFTER):
+        assert slot.attend(*tensors, None) is tensors[0]
+    assert not given and slot.prepared is before
+    capturing[0] = False
+    for _ in range(2 * prepared.CAPTURED_AFTER):
+        assert slot.attend(*tensors, None) is tensors[0]
+    assert given == [[(1, 3, 2, 4) if tokens_first else (1, 2, 3, 4)] * 3]
+    assert slot.prepared is (after if works else before)
+
+
+def test_a_captured_call_of_pytorchs_attention_honours_the_choice_of_its_backends():
+    class Tape:
+        def run(self, *addresses):
+            return [torch.ones(1)]
+
+    query = torch.randn(1, 2, 3, 16)
+    plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
+    exactly = prepared.prepare_exact(plan, query, query, query, None, False, None, empties_rows=False)
+    assert exactly.capture is None  # of a CPU's call
+    call = CapturedCall(exactly, Tape(), backend_choice())
+    for run in (lambda *tensors: call(*tensors)[0], call.shortcut(False)):
+        assert run(query, query, query, None).shape == (1,)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert run(query, query, query, None).shape == query.shape
