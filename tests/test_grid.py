@@ -208,15 +208,15 @@ def test_host_times_are_of_calls_that_have_settled_and_taken_in_turns(monkeypatc
 
     timed = []
     for name in ("a", "b"):
-        one = GridProvider(name, None, partial(context, name))
+        one = GridProvider(name, None, partial(context, name), ours=name == "b")
         timed.append(queue.prepare(one, partial(called, name), torch.empty(0)))
-    assert [name for name, _ in order] == ["a"] * 2 + ["b"] * 2
+    assert [name for name, _ in order] == ["a"] * 2 + ["b"] * (2 + 80)
     order.clear()
     queue.take_host_times(timed)
     turns = [tuple(order[turn : turn + 2]) for turn in range(0, len(order), 2)]
     calls = ("a", ("a",)), ("b", ("b",))
-    assert set(turns) == {calls, calls[::-1]} and len(turns) == 8
-    assert all(len(one.host_times) == 8 and one.host_us > 0 for one in timed)
+    assert set(turns) == {calls, calls[::-1]} and len(turns) == 16
+    assert all(len(one.host_times) == 16 and one.host_us > 0 for one in timed)
 
 
 def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):

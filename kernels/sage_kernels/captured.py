@@ -1,8 +1,8 @@
 """Launches of an operator that others wrote, noted in a rehearsal as the driver captures them in a graph.
 
-Such an operator's host code cannot run with stand-ins. It is captured twice, with tensors at other addresses. Addresses
-in the parameters of its kernels must be of these tensors, which the captures show, or of one memory that the operator
-allocates besides. All else is the same for tensors at any address, but for bytes that its host code leaves unwritten.
+Such an operator's host code cannot run with stand-ins. It is captured twice, with tensors at other addresses. Where the
+parameters of its kernels hold other addresses then, these must be of its tensors, or of one memory that it allocates
+besides. All else is the same for tensors at any address, but for bytes that its host code leaves unwritten.
 """
 
 from __future__ import annotations
@@ -63,10 +63,14 @@ def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> l
             return _capture(run, tensors)
 
         # In the other order, so that each tensor is moved by another distance.
-        first, second = capture(range(count)), capture(range(2 * count - 1, count - 1, -1))
+        first = capture(range(count))
+        with torch.cuda.stream(_stream(like.device)):  # takes what it freed, so that it does not find that again
+            size = max(0, first.own.size)
+            _taken = [torch.empty(size, dtype=torch.uint8, device=like.device) for _ in range(first.own.number)]
+        second = capture(range(2 * count - 1, count - 1, -1))
     if any(x.untyped_storage().nbytes() != _bytes_of(x) for x in first.tensors[count:]):
         raise NotRepeatableError("an operator's result is a part of what it allocates")
-    if [type(x) for x in first.steps] != [type(x) for x in second.steps]:
+    if list(map(_without_words, first.steps)) != list(map(_without_words, second.steps)):
         raise NotRepeatableError("an operator launches otherwise with tensors at other addresses")
     results = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in first.tensors[count:]]
     moves = [
@@ -77,10 +81,12 @@ def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> l
     before = range(space.data_ptr(), space.data_ptr() + count * SPACING)
     known = _Known(moves, [before, *map(_addresses_of, first.tensors[count:])])
     pairs = [pair for both in zip(first.steps, second.steps, strict=True) for pair in _pairs(*both)]
-    if unknown := [pair for pair in pairs if known.is_unknown(*pair)]:
-        own = like.new_empty(max(1, first.own_bytes), dtype=torch.uint8)
-        start, start_again = (min(addresses) for addresses in zip(*unknown, strict=True))
-        known.moves.append(_Move(range(start, start + first.own_bytes), start_again - start, own.data_ptr()))
+    moved = [(one, other) for one, other in pairs if one != other and known.is_unknown(one, other)]
+    if moved:
+        own = like.new_empty(max(1, first.own.size), dtype=torch.uint8)
+        start, start_again = (min(addresses) for addresses in zip(*moved, strict=True))
+        moves.append(_Move(range(start, start + first.own.size), start_again - start, own.data_ptr()))
+    known = _Known(moves, known.impossible, keeps=first.own.number == (1 if moved else 0))
     for step in [_relocated(*both, known) for both in zip(first.steps, second.steps, strict=True)]:
         if isinstance(step, Fill):
             rehearsal.filled(step)
@@ -99,6 +105,13 @@ def _addresses_of(x: torch.Tensor) -> range:
     return range(x.data_ptr(), x.data_ptr() + _bytes_of(x))
 
 
+class _Allocated(NamedTuple):
+    """Number of allocations, and their bytes."""
+
+    number: int
+    size: int
+
+
 class _Move(NamedTuple):
     """Memory of both captures: its addresses in the first one, the way to those in the second, and its stand-in's."""
 
@@ -108,10 +121,17 @@ class _Move(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Memory of both captures, and addresses that the second capture cannot have been given."""
+    """What is known of addresses in the captures.
+
+    Attributes:
+        moves: memory that both were given, or allocated.
+        impossible: addresses that the second one cannot have been given.
+        keeps: all that the operator allocates is known: memory that lies where it lay is there for every call.
+    """
 
     moves: list[_Move]
     impossible: list[range]
+    keeps: bool = False
 
     def stand_in(self, one: int, other: int) -> int | None:
         """Return the stand-in's address for a word of the first capture and that of the second; None for others."""
@@ -124,6 +144,8 @@ class _Known(NamedTuple):
         """Return whether both are addresses of memory that is not known."""
         if self.stand_in(one, other) is not None or any(other in addresses for addresses in self.impossible):
             return False
+        if self.keeps and one == other:
+            return False
         return driver.is_address(one) and driver.is_address(other)
 
 
@@ -134,17 +156,17 @@ class _Capture:
     Attributes:
         steps: what it does in order, with the addresses of this capture.
         tensors: the operator's arguments, then its results.
-        own_bytes: what it allocated besides, and has freed again.
+        own: what it allocated besides, and has freed again.
     """
 
     steps: list[PackedLaunch | Fill]
     tensors: list[torch.Tensor]
-    own_bytes: int
+    own: _Allocated
 
 
 def _capture(run: Run, arguments: Sequence[torch.Tensor]) -> _Capture:
     library, graph, device = driver.library(), ctypes.c_void_p(), arguments[0].device
-    stream, allocated = _stream(device), _allocated_bytes(device)
+    stream, before = _stream(device), _allocated(device)
     driver.check("cuStreamBeginCapture", library.cuStreamBeginCapture_v2(stream.cuda_stream, driver.RELAXED_CAPTURE))
     try:
         try:
@@ -153,8 +175,9 @@ def _capture(run: Run, arguments: Sequence[torch.Tensor]) -> _Capture:
         finally:
             status = library.cuStreamEndCapture(stream.cuda_stream, ctypes.addressof(graph))
         driver.check("cuStreamEndCapture", status)
-        allocated = _allocated_bytes(device) - allocated - sum(x.untyped_storage().nbytes() for x in results)
-        return _Capture([_step(*node) for node in _row_of_nodes(graph)], [*arguments, *results], allocated)
+        after, kept = _allocated(device), sum(x.untyped_storage().nbytes() for x in results)
+        own = _Allocated(after.number - before.number - len(results), after.size - before.size - kept)
+        return _Capture([_step(*node) for node in _row_of_nodes(graph)], [*arguments, *results], own)
     finally:
         if graph.value:
             library.cuGraphDestroy(graph)
@@ -166,9 +189,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _allocated_bytes(device: torch.device) -> int:
-    """Return how many bytes this process has ever asked PyTorch's allocator for, on a GPU."""
-    return int(torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]["allocated"])
+def _allocated(device: torch.device) -> _Allocated:
+    """Return what this process has ever asked PyTorch's allocator for on a GPU."""
+    counted = torch.cuda.memory_stats_as_nested_dict(device)
+    return _Allocated(*(int(counted[name]["all"]["allocated"]) for name in ("allocation", "requested_bytes")))
 
 
 def _row_of_nodes(graph: ctypes.c_void_p) -> list[tuple[int, bool]]:
@@ -263,10 +287,12 @@ def _words(step: PackedLaunch | Fill) -> tuple[int, ...]:
     return struct.unpack(f"<{len(step.parameters) // WORD}Q", step.parameters)
 
 
+def _without_words(step: PackedLaunch | Fill) -> PackedLaunch | Fill:
+    return replace(step, address=0) if isinstance(step, Fill) else replace(step, parameters=b"")
+
+
 def _relocated(first: PackedLaunch | Fill, second: PackedLaunch | Fill, known: _Known) -> PackedLaunch | Fill:
-    """Return the step of two captures with the addresses of stand-ins."""
-    repeated: PackedLaunch | Fill | None
-    again: PackedLaunch | Fill | None
+    """Return the step of two captures, which agree but for words, with the addresses of stand-ins."""
     words, places = list(_words(first)), []
     for place, pair in enumerate(_pairs(first, second)):
         if (address := known.stand_in(*pair)) is not None:
@@ -274,13 +300,8 @@ def _relocated(first: PackedLaunch | Fill, second: PackedLaunch | Fill, known: _
             places.append(WORD * place)
         elif known.is_unknown(*pair):
             raise NotRepeatableError("an operator holds an address in other memory than its tensors' and its own")
-    if isinstance(first, Fill) and isinstance(second, Fill) and places:
-        repeated, again = (replace(one, address=words[0]) for one in (first, second))
-    elif isinstance(first, PackedLaunch) and isinstance(second, PackedLaunch):
-        parameters = struct.pack(f"<{len(words)}Q", *words)
-        repeated, again = (replace(one, parameters=parameters, addresses=tuple(places)) for one in (first, second))
-    else:
-        repeated = again = None
-    if repeated is None or repeated != again:
-        raise NotRepeatableError("an operator launches otherwise with tensors at other addresses")
-    return repeated
+    if not isinstance(first, Fill):
+        return replace(first, parameters=struct.pack(f"<{len(words)}Q", *words), addresses=tuple(places))
+    if not places:
+        raise NotRepeatableError("an operator fills other memory than its tensors and its own")
+    return replace(first, address=words[0])

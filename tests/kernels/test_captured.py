@@ -24,7 +24,7 @@ class Driver(fake_gpu.FakeLibrary):
         super().__init__()
         self.memory, self.graphs, self.kept, self.edges, self.kinds = [], 0, [], [], []
         self.node_kind, self.cooperative, self.cluster = None, 0, (0, 0, 0)
-        self.block, self.rows, self.allocated = (128, 1, 1), 1, 0
+        self.block, self.rows, self.allocated = (128, 1, 1), 1, captured._Allocated(0, 0)
 
     def launch(self, *words, kind=driver.FULL_EDGE):
         """Let the operator launch a kernel of one parameter, which holds 64-bit words."""
@@ -46,7 +46,7 @@ class Driver(fake_gpu.FakeLibrary):
     def allocate(self, *shape, dtype=torch.float32):
         """Let the operator allocate a tensor."""
         x = torch.zeros(shape, dtype=dtype)
-        self.allocated += x.nbytes
+        self.allocated = captured._Allocated(self.allocated.number + 1, self.allocated.size + x.nbytes)
         self.memory.append(range(x.data_ptr(), x.data_ptr() + x.nbytes))
         return x
 
@@ -111,7 +111,7 @@ def library(monkeypatch):
     library, empty = Driver(), torch.empty
     monkeypatch.setattr(driver, "library", lambda: library)
     monkeypatch.setattr(driver, "parameter_sizes", lambda function: [8 * library.nodes[function - 11][1]])
-    monkeypatch.setattr(captured, "_allocated_bytes", lambda device: library.allocated)
+    monkeypatch.setattr(captured, "_allocated", lambda device: library.allocated)
     monkeypatch.setattr(captured, "_stream", lambda device: SimpleNamespace(cuda_stream=5))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **options: empty(*sizes, **options))
@@ -215,50 +215,54 @@ def test_what_is_an_address_in_one_capture_alone_is_none(library):
     assert rehearsed.steps[0][0].addresses == ()
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_memory_that_an_operator_allocates_and_frees_is_memory_of_the_call(library, moves):
-    hidden = [library.allocate(10) for _ in range(4)]
-    turn = itertools.count()
+def test_memory_that_an_operator_allocates_and_frees_is_memory_of_the_call(library):
+    """And what lies where it lay, such as tables of the operator's library, is there for every call."""
+    kept, table = [], library.allocate(4)
 
     def run(query):
-        own = hidden[next(turn) if moves else 0]
-        library.allocated += own.nbytes
-        library.fill(own.data_ptr() + 8, 7, 4, 8)
-        library.launch(own.data_ptr(), query.data_ptr())
+        kept.append(library.allocate(10))
+        library.fill(kept[-1].data_ptr() + 8, 7, 4, 8)
+        library.launch(kept[-1].data_ptr(), query.data_ptr(), table.data_ptr())
         return []
 
     rehearsed, (query,) = note(run, (4, 8))
     fill, (launch, _) = rehearsed.steps
     number, byte = locate(fill.address)
     assert byte == 8 and (fill.value, fill.element_size, fill.count) == (7, 4, 8)
-    assert locate(words(launch)[0]) == (number, 0) and words(launch)[1] == query.data_ptr()
+    assert locate(words(launch)[0]) == (number, 0)
+    assert words(launch)[1:] == (query.data_ptr(), table.data_ptr())
     assert rehearsed.memories[number].size == 40 and launch.addresses == (0, 8)
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [(0, 0), (0, 36), (0, 40)],  # beyond what it allocated
-        [(0, 0), (1, 4)],  # of two allocations, one of which moves otherwise
-    ],
-)
-def test_other_memory_is_refused(library, pairs):
-    hidden = [[library.allocate(10) for _ in range(2)] for _ in range(4)]
-    library.memory.append(range(hidden[0][0].data_ptr(), hidden[0][0].data_ptr() + 48))
-    turn = itertools.count()
+def test_other_memory_is_refused(library):
+    kept = []
 
-    def run(query):
-        ours = hidden[next(turn)]
-        library.allocated += 40
-        library.launch(*[ours[number if len(pairs) == 2 else 0].data_ptr() + byte for number, byte in pairs])
+    def beyond(query):
+        kept.append(library.allocate(10))
+        library.memory.append(range(kept[-1].data_ptr(), kept[-1].data_ptr() + 48))
+        library.launch(kept[-1].data_ptr(), kept[-1].data_ptr() + 40)
         return []
 
-    if len(pairs) == 3:
-        hidden[1:] = [hidden[0]] * 3
-    else:
-        hidden[3][1] = hidden[3][1][1:]
-    with pytest.raises(NotRepeatableError, match="other memory"):
-        note(run, (4, 8))
+    def two_allocations(query):
+        kept.extend([library.allocate(10), library.allocate(10 + len(kept))])
+        library.launch(kept[-2].data_ptr(), kept[-1].data_ptr() + 4 * (len(kept) // 8))
+        return []
+
+    def found_again(query):
+        again = library.allocate(10)
+        kept.append(again)
+        library.launch(kept[0].data_ptr())
+        return []
+
+    def found_again_and_another(query):
+        kept.extend([library.allocate(10), library.allocate(10)])
+        library.launch(kept[0].data_ptr(), kept[-1].data_ptr())
+        return []
+
+    for run in (beyond, two_allocations, found_again, found_again_and_another):
+        kept.clear()
+        with pytest.raises(NotRepeatableError, match="other memory"):
+            note(run, (4, 8))
     assert library.graphs == 0
 
 
@@ -332,7 +336,7 @@ def test_fills_that_cannot_be_repeated_are_refused(library):
     with pytest.raises(NotRepeatableError, match="fills"):
         note(lambda query: library.fill(query.data_ptr(), 0, 4, 8) or [], (4, 8))
     library.rows = 1
-    with pytest.raises(NotRepeatableError, match="otherwise"):
+    with pytest.raises(NotRepeatableError, match="other memory"):
         note(lambda query: library.fill(64, 0, 4, 8) or [], (4, 8))
     turn = itertools.count()
     with pytest.raises(NotRepeatableError, match="otherwise"):
