@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,14 +20,17 @@ import torch
 from . import driver
 from .rehearsal import Fill, NotRepeatableError, PackedLaunch, Rehearsal, StandIn, keeping
 
-MOST_BYTES = 2**28
-"""Of a tensor of an operator that is captured: with larger ones the GPU takes longer than any host."""
+MOST_BYTES = 2**26
+"""Of a tensor of an operator that is captured. With larger ones the GPU takes longer than any host, and PyTorch would
+keep the results' memory for the stream on which operators are captured."""
 SPACING = 256
 """Bytes from one captured tensor to the next: they overlap, for nothing runs."""
 WORD = 8
 
 Run = Callable[..., Sequence[torch.Tensor]]
 """(*tensors) -> the tensors that an operator has allocated for its results."""
+
+_one_at_a_time = threading.Lock()
 
 
 def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> list[torch.Tensor]:
@@ -46,53 +50,62 @@ def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> l
         RuntimeError: the driver refuses.
     """
     stand_ins = [x for x in arguments if isinstance(x, StandIn)]
-    sizes = [_bytes_of(x) for x in stand_ins]
-    if not rehearsal.captures or len(stand_ins) < len(arguments) or max(sizes) > MOST_BYTES:
+    largest = max(_bytes_of(x) for x in stand_ins)
+    if not rehearsal.captures or len(stand_ins) < len(arguments) or largest > MOST_BYTES:
         raise NotRepeatableError("nothing is captured now, or an operator's tensors are no stand-ins, or too large")
-    like, count = stand_ins[0], len(stand_ins)
-    with keeping():
-        space = torch.empty(max(sizes) + 2 * count * SPACING, dtype=torch.uint8, device=like.device)
-
-        def capture(places: Sequence[int]) -> _Capture:
-            tensors = []
-            for place, size, x in zip(places, sizes, stand_ins, strict=True):
-                start = place * SPACING
-                tensors.append(space[start : start + size].view(x.dtype).as_strided(x.shape, x.stride()))
-            # Bytes that are left unwritten hold what an earlier run has left there: after one, mostly these addresses.
-            _capture(run, tensors)
-            return _capture(run, tensors)
-
-        # In the other order, so that each tensor is moved by another distance.
-        first = capture(range(count))
-        with torch.cuda.stream(_stream(like.device)):  # takes what it freed, so that it does not find that again
-            size = max(0, first.own.size)
-            _taken = [torch.empty(size, dtype=torch.uint8, device=like.device) for _ in range(first.own.number)]
-        second = capture(range(2 * count - 1, count - 1, -1))
-    if any(x.untyped_storage().nbytes() != _bytes_of(x) for x in first.tensors[count:]):
+    with _one_at_a_time, keeping():
+        first, second, impossible = _capture_twice(run, stand_ins)
+    made = first.tensors[len(stand_ins) :]
+    if any(x.untyped_storage().nbytes() != _bytes_of(x) for x in made):
         raise NotRepeatableError("an operator's result is a part of what it allocates")
     if list(map(_without_words, first.steps)) != list(map(_without_words, second.steps)):
         raise NotRepeatableError("an operator launches otherwise with tensors at other addresses")
-    results = [like.new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in first.tensors[count:]]
+    results = [stand_ins[0].new_empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in made]
     moves = [
         _Move(_addresses_of(x), y.data_ptr() - x.data_ptr(), stand_in.data_ptr())
         for x, y, stand_in in zip(first.tensors, second.tensors, [*stand_ins, *results], strict=True)
     ]
-    # The second capture was given none of the first one's tensors, all of which were there still.
-    before = range(space.data_ptr(), space.data_ptr() + count * SPACING)
-    known = _Known(moves, [before, *map(_addresses_of, first.tensors[count:])])
+    known = _Known(moves, impossible)
     pairs = [pair for both in zip(first.steps, second.steps, strict=True) for pair in _pairs(*both)]
     moved = [(one, other) for one, other in pairs if one != other and known.is_unknown(one, other)]
     if moved:
-        own = like.new_empty(max(1, first.own.size), dtype=torch.uint8)
+        own = stand_ins[0].new_empty(max(1, first.own.size), dtype=torch.uint8)
         start, start_again = (min(addresses) for addresses in zip(*moved, strict=True))
         moves.append(_Move(range(start, start + first.own.size), start_again - start, own.data_ptr()))
-    known = _Known(moves, known.impossible, keeps=first.own.number == (1 if moved else 0))
+    known = _Known(moves, impossible, keeps=first.own.number == (1 if moved else 0))
     for step in [_relocated(*both, known) for both in zip(first.steps, second.steps, strict=True)]:
         if isinstance(step, Fill):
             rehearsal.filled(step)
         else:
             rehearsal.launched(step)
     return list(results)
+
+
+def _capture_twice(run: Run, stand_ins: Sequence[StandIn]) -> tuple[_Capture, _Capture, list[range]]:
+    """Return two captures with all tensors at other addresses, and addresses that the second cannot have been given."""
+    sizes, count, device = [_bytes_of(x) for x in stand_ins], len(stand_ins), stand_ins[0].device
+    space = torch.empty(max(sizes) + 2 * count * SPACING, dtype=torch.uint8, device=device)
+
+    def capture(places: Sequence[int]) -> _Capture:
+        tensors = []
+        for place, size, x in zip(places, sizes, stand_ins, strict=True):
+            start = place * SPACING
+            tensors.append(space[start : start + size].view(x.dtype).as_strided(x.shape, x.stride()))
+        # Bytes that are left unwritten hold what an earlier run has left there: after one, mostly these addresses.
+        _capture(run, tensors)
+        return _capture(run, tensors)
+
+    first = capture(range(count))
+    with torch.cuda.stream(
+        _stream(device)
+    ):  # takes what the first one freed, so that the second does not find it again
+        size = max(0, first.own.size)
+        _taken = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(first.own.number)]
+    # In the other order, so that each tensor is moved by another distance.
+    second = capture(range(2 * count - 1, count - 1, -1))
+    # It was given none of the first one's tensors, all of which were there still.
+    before = range(space.data_ptr(), space.data_ptr() + count * SPACING)
+    return first, second, [before, *map(_addresses_of, first.tensors[count:])]
 
 
 def _bytes_of(x: torch.Tensor) -> int:

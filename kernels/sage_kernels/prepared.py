@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -384,7 +385,12 @@ def prepare_exact(
 def _capture_exact(
     made: ExactCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None
 ) -> CapturedCall | None:
-    """Capture a call of PyTorch's attention; see `prepared_calls.Capture`."""
+    """Capture a call of PyTorch's attention, on the main thread; see `prepared_calls.Capture`.
+
+    cuDNN's kernels are parts of plans that PyTorch keeps for a thread, and which end with it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
 
     def rehearse(rehearsal: Rehearsal) -> CapturedCall:
         inputs = [rehearsal.stand_in(x) for x in (query, key, value)]

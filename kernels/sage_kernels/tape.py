@@ -284,8 +284,8 @@ def _last(buffer: Memory, steps: int) -> int:
 def _pack(launches: Sequence[PackedLaunch]) -> tuple[ctypes.Array[ctypes.c_char], list[tuple[int, int, int]]]:
     """Return what the driver reads of all launches, and where that of each begins: config, addresses, parameters."""
     attributes = [_attributes(launch) for launch in launches]
-    first_attribute = len(launches) * struct.calcsize(driver.CONFIG)
-    size = first_attribute + sum(map(len, attributes))
+    place = len(launches) * struct.calcsize(driver.CONFIG)
+    size = place + sum(map(len, attributes))
     starts = []
     for number, launch in enumerate(launches):
         addresses = size
@@ -294,7 +294,6 @@ def _pack(launches: Sequence[PackedLaunch]) -> tuple[ctypes.Array[ctypes.c_char]
         size = parameters + -(-len(launch.parameters) // WORD) * WORD
     space = ctypes.create_string_buffer(size)
     origin = ctypes.addressof(space)
-    place = first_attribute
     for launch, (config, addresses, parameters), packed in zip(launches, starts, attributes, strict=True):
         sizes = *launch.grid, launch.threads, 1, 1, launch.shared_bytes
         given = origin + place if packed else 0, len(packed) // struct.calcsize(driver.ATTRIBUTE)

@@ -2,6 +2,7 @@
 
 import contextlib
 import struct
+import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -510,3 +511,24 @@ def test_a_captured_call_of_pytorchs_attention_honours_the_choice_of_its_backend
         assert run(query, query, query, None).shape == (1,)
         with sdpa_kernel(SDPBackend.MATH):
             assert run(query, query, query, None).shape == query.shape
+
+
+def test_pytorchs_attention_is_captured_on_the_main_thread(gpu, monkeypatch):
+    """Kernels that another thread has had compiled may be gone when it has ended."""
+    notes = []
+
+    def note(rehearsed, run, *inputs):
+        notes.append(run(*[torch.randn(x.shape) for x in inputs]))
+        return [inputs[0].new_empty(x.shape) for x in notes[-1]]
+
+    monkeypatch.setattr(prepared.captured, "note_operator", note)
+    query = torch.randn(1, 2, 3, 16)
+    plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
+    exactly = prepared.prepare_exact(plan, query, query, query, None, False, None, empties_rows=False)
+    capture, made = partial(prepared._capture_exact, exactly), []
+    thread = threading.Thread(target=lambda: made.append(capture(query, query, query, None)))
+    thread.start()
+    thread.join()
+    assert made == [None] and not notes
+    call = capture(query, query, query, None)
+    assert isinstance(call, CapturedCall) and call.plan is plan and [x.shape for x in notes[0]] == [query.shape]
