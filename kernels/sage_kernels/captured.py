@@ -134,7 +134,7 @@ class _Move(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of addresses in the captures.
+    """Knowledge of the addresses in both captures.
 
     Attributes:
         moves: memory that both were given, or allocated.
