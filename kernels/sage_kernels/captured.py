@@ -2,7 +2,8 @@
 
 Such an operator's host code cannot run with stand-ins. It is captured twice, with tensors at other addresses. Where the
 parameters of its kernels hold other addresses then, these must be of its tensors, or of one memory that it allocates
-besides. All else is the same for tensors at any address, but for bytes that its host code leaves unwritten.
+besides. All else is the same for tensors at any address, but for bytes that its host code leaves unwritten. Who repeats
+what was captured compares the first output with the operator's.
 """
 
 from __future__ import annotations
@@ -96,9 +97,8 @@ def _capture_twice(run: Run, stand_ins: Sequence[StandIn]) -> tuple[_Capture, _C
         return _capture(run, tensors)
 
     first = capture(range(count))
-    with torch.cuda.stream(
-        _stream(device)
-    ):  # takes what the first one freed, so that the second does not find it again
+    # What it freed is taken, so that the second one does not find it again.
+    with torch.cuda.stream(_stream(device)):
         size = max(0, first.own.size)
         _taken = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(first.own.number)]
     # In the other order, so that each tensor is moved by another distance.

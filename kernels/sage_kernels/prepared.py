@@ -128,7 +128,10 @@ class Slot:
         return output.transpose(1, 2) if self.tokens_first else output, lse
 
     def _capturing_after(self, calls: int, attend: Attend, capture: Capture) -> Attend:
-        """Return `attend`, which after some calls has `capture` make the call that takes its place."""
+        """Return `attend`, which after some calls has `capture` make the call that takes its place if it is the same.
+
+        To see that, the host waits for the GPU once.
+        """
         left = calls
 
         def attend_and_count(
@@ -136,17 +139,19 @@ class Slot:
         ) -> torch.Tensor:
             nonlocal left
             left -= 1
+            output = attend(query, key, value, mask)
             if left == 0:
                 if torch.cuda.is_current_stream_capturing():
                     left = calls
-                else:
-                    self.attend = attend
-                    given = query, key, value
-                    if self.tokens_first:
-                        given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-                    if (made := capture(*given, mask)) is not None:
-                        self.hold(made)
-            return attend(query, key, value, mask)
+                    return output
+                self.attend = attend
+                given = query, key, value
+                if self.tokens_first:
+                    given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+                made = capture(*given, mask)
+                if made is not None and _gives(output, made.shortcut(self.tokens_first), query, key, value, mask):
+                    self.hold(made)
+            return output
 
         return attend_and_count
 
@@ -154,6 +159,24 @@ class Slot:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         return self.run(query, key, value, mask)[0]
+
+
+def _gives(
+    output: torch.Tensor,
+    attend: Attend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> bool:
+    """Return whether a function of some tensors has this output."""
+    try:
+        if torch.equal(attend(query, key, value, mask), output):
+            return True
+        logger.info("a call's operators are not captured: the output would be another one")
+    except RuntimeError as error:  # the call itself has run
+        logger.info("a call's operators are not captured: %s", error)
+    return False
 
 
 @lru_cache(maxsize=CALLS)

@@ -472,16 +472,20 @@ def test_steps_of_a_fixed_number_of_keys_are_no_model_for_those_that_grow(monkey
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("works", [False, True])
-def test_after_many_repetitions_a_captured_call_takes_the_place_of_a_prepared_one(monkeypatch, tokens_first, works):
-    """But not while the caller captures a graph."""
+@pytest.mark.parametrize("outcome", ["the same", "another output", "an error", "nothing"])
+def test_after_many_repetitions_a_captured_call_takes_the_place_of_a_prepared_one(monkeypatch, tokens_first, outcome):
+    """But not while the caller captures a graph, and not if it computes something else."""
     plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
     before, after = Repeated(plan), Repeated(plan)
     given, capturing = [], [True]
+    if outcome == "another output":
+        after.shortcut = lambda tokens_first: lambda query, key, value, mask: query + 1.0
+    if outcome == "an error":
+        after.shortcut = lambda tokens_first: mock.Mock(side_effect=RuntimeError("cuLaunchKernelEx"))
 
     def capture(query, key, value, mask):
         given.append([x.shape for x in (query, key, value)])
-        return after if works else None
+        return None if outcome == "nothing" else after
 
     before.capture = capture
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -494,7 +498,7 @@ def test_after_many_repetitions_a_captured_call_takes_the_place_of_a_prepared_on
     for _ in range(2 * prepared.CAPTURED_AFTER):
         assert slot.attend(*tensors, None) is tensors[0]
     assert given == [[(1, 3, 2, 4) if tokens_first else (1, 2, 3, 4)] * 3]
-    assert slot.prepared is (after if works else before)
+    assert slot.prepared is (after if outcome == "the same" else before)
 
 
 def test_a_captured_call_of_pytorchs_attention_honours_the_choice_of_its_backends():
