@@ -22,8 +22,8 @@ from . import driver
 from .rehearsal import Fill, NotRepeatableError, PackedLaunch, Rehearsal, StandIn, keeping
 
 MOST_BYTES = 2**26
-"""Of a tensor of an operator that is captured. With larger ones the GPU takes longer than any host, and PyTorch would
-keep the results' memory for the stream on which operators are captured."""
+"""Bytes of a tensor up to which its operator is captured. With larger ones the GPU takes longer than any host, and
+PyTorch would keep the results' memory for the stream on which operators are captured."""
 SPACING = 256
 """Bytes from one captured tensor to the next: they overlap, for nothing runs."""
 WORD = 8
@@ -51,7 +51,7 @@ def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> l
         RuntimeError: the driver refuses.
     """
     stand_ins = [x for x in arguments if isinstance(x, StandIn)]
-    largest = max(_bytes_of(x) for x in stand_ins)
+    largest = max((_bytes_of(x) for x in stand_ins), default=0)
     if not rehearsal.captures or len(stand_ins) < len(arguments) or largest > MOST_BYTES:
         raise NotRepeatableError("nothing is captured now, or an operator's tensors are no stand-ins, or too large")
     with _one_at_a_time, keeping():
@@ -70,9 +70,12 @@ def note_operator(rehearsal: Rehearsal, run: Run, *arguments: torch.Tensor) -> l
     pairs = [pair for both in zip(first.steps, second.steps, strict=True) for pair in _pairs(*both)]
     moved = [(one, other) for one, other in pairs if one != other and known.is_unknown(one, other)]
     if moved:
-        own = stand_ins[0].new_empty(max(1, first.own.size), dtype=torch.uint8)
         start, start_again = (min(addresses) for addresses in zip(*moved, strict=True))
-        moves.append(_Move(range(start, start + first.own.size), start_again - start, own.data_ptr()))
+        # The memory may begin before the first address that is known of it: what follows is as aligned as it was.
+        before = start % SPACING
+        own = stand_ins[0].new_empty(before + max(1, first.own.size), dtype=torch.uint8)
+        addresses = range(start - before, start + first.own.size)
+        moves.append(_Move(addresses, start_again - start, own.data_ptr()))
     known = _Known(moves, impossible, keeps=first.own.number == (1 if moved else 0))
     for step in [_relocated(*both, known) for both in zip(first.steps, second.steps, strict=True)]:
         if isinstance(step, Fill):

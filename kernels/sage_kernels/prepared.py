@@ -149,7 +149,9 @@ class Slot:
                 if self.tokens_first:
                     given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
                 made = capture(*given, mask)
-                if made is not None and _gives(output, made.shortcut(self.tokens_first), query, key, value, mask):
+                if made is None:
+                    return output
+                if _gives(partial(made.shortcut(self.tokens_first), query, key, value, mask), output):
                     self.hold(made)
             return output
 
@@ -161,17 +163,10 @@ class Slot:
         return self.run(query, key, value, mask)[0]
 
 
-def _gives(
-    output: torch.Tensor,
-    attend: Attend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> bool:
-    """Return whether a function of some tensors has this output."""
+def _gives(attend: Callable[[], torch.Tensor], output: torch.Tensor) -> bool:
+    """Return whether a function has this output."""
     try:
-        if torch.equal(attend(query, key, value, mask), output):
+        if torch.equal(attend(), output):
             return True
         logger.info("a call's operators are not captured: the output would be another one")
     except RuntimeError as error:  # the call itself has run

@@ -181,7 +181,7 @@ def test_bytes_that_host_code_leaves_unwritten_need_not_agree(library):
 
 
 def test_an_earlier_runs_addresses_are_the_same_ones(library):
-    """What a run leaves in memory that the next one does not write is no address of another tensor."""
+    """A run leaves them in memory that the next one does not write."""
     left = {"address": 0}
     library.memory.append(range(1, 2**60))
 
@@ -228,10 +228,26 @@ def test_memory_that_an_operator_allocates_and_frees_is_memory_of_the_call(libra
     rehearsed, (query,) = note(run, (4, 8))
     fill, (launch, _) = rehearsed.steps
     number, byte = locate(fill.address)
-    assert byte == 8 and (fill.value, fill.element_size, fill.count) == (7, 4, 8)
-    assert locate(words(launch)[0]) == (number, 0)
+    assert byte == kept[1].data_ptr() % captured.SPACING + 8  # of the first capture, aligned as there
+    assert (fill.value, fill.element_size, fill.count) == (7, 4, 8)
+    assert locate(words(launch)[0]) == (number, byte - 8)
     assert words(launch)[1:] == (query.data_ptr(), table.data_ptr())
-    assert rehearsed.memories[number].size == 40 and launch.addresses == (0, 8)
+    assert rehearsed.memories[number].size == byte - 8 + 40 and launch.addresses == (0, 8)
+
+
+def test_an_operators_own_memory_is_aligned_as_it_was_wherever_its_first_known_address_lies(library):
+    kept = []
+
+    def run(query):
+        kept.append(library.allocate(100))
+        library.launch(kept[-1].data_ptr() + 8, kept[-1].data_ptr() + 16)
+        return []
+
+    rehearsed, _ = note(run, (4, 8))
+    ((launch, _),) = rehearsed.steps
+    (number, first), (other, second) = (locate(word) for word in words(launch))
+    assert number == other and second - first == 8
+    assert first == (kept[1].data_ptr() + 8) % captured.SPACING
 
 
 def test_other_memory_is_refused(library):
