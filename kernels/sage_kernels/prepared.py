@@ -108,7 +108,7 @@ class Slot:
             plain = self.plan_anew is None and not torch._C._is_any_autocast_enabled()
             attend = made.shortcut(self.tokens_first) if plain else self._attend
             if plain and made.capture is not None:
-                attend = self._capturing_after(CAPTURED_AFTER, attend, made.capture)
+                attend = self._until_captured(attend, made.capture)
         self.prepared, self.attend = made, attend
 
     def run(
@@ -127,12 +127,12 @@ class Slot:
                 self.hold(made or self.prepared)
         return output.transpose(1, 2) if self.tokens_first else output, lse
 
-    def _capturing_after(self, calls: int, attend: Attend, capture: Capture) -> Attend:
-        """Return `attend`, which after some calls has `capture` make the call that takes its place if it is the same.
+    def _until_captured(self, attend: Attend, capture: Capture) -> Attend:
+        """Return `attend`, which after CAPTURED_AFTER calls has `capture` make the one that takes its place.
 
-        To see that, the host waits for the GPU once.
+        It must have the same output: to see that, the host waits for the GPU once.
         """
-        left = calls
+        left = CAPTURED_AFTER
 
         def attend_and_count(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -142,7 +142,7 @@ class Slot:
             output = attend(query, key, value, mask)
             if left == 0:
                 if torch.cuda.is_current_stream_capturing():
-                    left = calls
+                    left = CAPTURED_AFTER
                     return output
                 self.attend = attend
                 given = query, key, value
