@@ -196,6 +196,17 @@ def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(kernel, bad, is_c
         assert not x[2][0, 0, :seen, 7].isfinite().any()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(monkeypatch, head_dim, device):
+    """Take groups of one head, groups of which the last has fewer, and all heads at once."""
+    call = Draw(device).call("sage_bwd", 3, 6, 2, 700, 600, head_dim, is_causal=True)
+    output, saved = forward(call)
+    expected = backward(call, output, saved)
+    for heads in (1, 4, 18, 100):
+        monkeypatch.setattr(gluon_backward, "heads_together", lambda call, heads=heads: heads)
+        assert_equal(backward(call, output, saved), expected)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_twenty_reruns_are_bitwise_equal(is_causal, device):
     call = Draw(device).call("sage_bwd", 2, 8, 4, 2000, 2000, 128, is_causal=is_causal)

@@ -33,6 +33,22 @@ from .stages import (
 
 
 @gluon.jit
+def item_of_program(together):
+    """Return (block, head, batch) of a program in a grid (blocks, heads, batch).
+
+    The heads of all batch elements follow one another in groups of `together`. Of a group every head's first block
+    comes before any second one.
+    """
+    blocks, heads, batches = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
+    item = gl.program_id(0) + blocks * (gl.program_id(1) + heads * gl.program_id(2))
+    first = item // (blocks * together) * together
+    item -= blocks * first
+    together = gl.minimum(together, heads * batches - first)
+    head = first + item % together
+    return item // together, (head % heads).to(gl.int64), (head // heads).to(gl.int64)
+
+
+@gluon.jit
 def tile_at(step, tiles, PADDED: gl.constexpr):
     """Return the tile of a step: first come those that need no mask, then those before and behind them."""
     if PADDED:
@@ -222,6 +238,7 @@ def hopper_backward_query(
     q_rows,
     kv_rows,
     group,
+    heads_together,
     causal_offset,
     softmax_scale,
     head_dim,
@@ -242,8 +259,8 @@ def hopper_backward_query(
     gl.static_assert(BLOCK_N == 64)  # one block of K's scales
     WARPGROUPS: gl.constexpr = BLOCK_M // ROWS
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
-    block = gl.num_programs(0) - 1 - gl.program_id(0) if CAUSAL else gl.program_id(0)
-    head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
+    block, head, batch = item_of_program(heads_together)
+    block = gl.num_programs(0) - 1 - block if CAUSAL else block
     q_heads = gl.num_programs(1)
     kv_heads = q_heads // group
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)

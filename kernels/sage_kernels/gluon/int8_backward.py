@@ -16,7 +16,7 @@ from ..call import BackwardCall
 from ..language.backward_launch import BackwardLaunch
 from ..language.backward_operands import key_operands, query_operands
 from ..language.launch import launch, overlapping, strides
-from ..layout import TokenRows
+from ..layout import TokenRows, ceil_div
 from ..operands import Saved
 from .backward_keys import hopper_backward_key
 from .backward_queries import hopper_backward_query
@@ -35,6 +35,13 @@ QUERY_TILES: dict[int, dict[str, Any]] = {
 }
 
 
+HEADS_TOGETHER = 4, 8
+"""Heads of Q whose programs of dQ are taken together: at least, and where their keys stay in the cache."""
+L2_BYTES = 24 * 2**20
+OPERAND_BYTES = 5
+"""Of a channel of a key: its code, and 16 bits each of the operand and of V."""
+
+
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of Q, K and V of a call whose P and dS are in 16 bit."""
     gradients = call.new_gradients()
@@ -43,6 +50,20 @@ def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         call = replace(call, saved=Saved(*(x.contiguous() for x in call.saved)))
         _run(BackwardLaunch.of(call, gradients))
     return gradients
+
+
+def heads_together(call: BackwardCall) -> int:
+    """Return how many heads of Q have their programs of dQ taken together, the longest ones first.
+
+    Head after head, the longest programs of the last one would start when all others end: 2 to 5 % of a causal call's
+    time. Heads that share keys stay together. Without causality all programs are equally long.
+    """
+    if not call.is_causal:
+        return 1
+    group = call.output.shape[1] // call.value.shape[1]
+    fewest, most = (max(count, ceil_div(heads, group)) for count, heads in zip((1, 2), HEADS_TOGETHER, strict=True))
+    bytes_of_head = OPERAND_BYTES * call.channels * call.kv_len
+    return group * (most if most * bytes_of_head <= L2_BYTES else fewest)
 
 
 def _run(run: BackwardLaunch) -> None:
@@ -126,6 +147,7 @@ def _run(run: BackwardLaunch) -> None:
                 lse=queries.lse,
                 delta=queries.delta,
                 **strides("", run.query_strides(query_gradient)[:3]),
+                heads_together=heads_together(call),
                 **{name: value for name, value in run.arguments.items() if name != "v_head_dim"},
                 **query_tile,
             )

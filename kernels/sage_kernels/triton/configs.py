@@ -88,9 +88,10 @@ def split_forward_config(head_dim: int, rows: int) -> Config:
     """Return the configuration of `split_forward` on Hopper for that many padded rows; head_dim as above.
 
     Many keys at once hide the latency of memory: one token after 32k keys takes 35 µs, cuDNN 39. At head_dim 64 there
-    is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs, with one 15.6.
+    is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs, with one 15.6. Left to itself the compiler
+    would take 96 registers beside a mask, and spill.
     """
-    return Config(rows, 128, 4, 3) if head_dim <= 128 else Config(rows, 64, 4, 2)
+    return Config(rows, 128, 4, 3, 255) if head_dim <= 128 else Config(rows, 64, 4, 2)
 
 
 def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> Config:

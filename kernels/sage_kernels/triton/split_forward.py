@@ -25,6 +25,7 @@ MIN_ROWS = 16  # of a matrix instruction
 PROGRAMS = {64: 2, 128: 1, 256: 1}  # that a multiprocessor has room for, by padded channels
 MAX_PARTS = 64
 FEWEST_TILES = 2  # of a part
+KEYS_AT_ONCE = tl.constexpr(1024)  # of a mask, that a program looks at together
 
 
 def attend(call: Call) -> torch.Tensor:
@@ -157,6 +158,14 @@ def attend_to_part(
     V_CHANNELS), and `sums` and `maxima` are written beside it.
     """
     part, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    columns = kv_len
+    if CAUSAL:
+        columns = tl.minimum(columns, q_len + causal_offset)
+    first = part * part_tiles
+    end = tl.minimum(first + part_tiles, tl.cdiv(columns, BLOCK_N))
+    if PADDED:
+        valid += batch.to(tl.int64) * valid_stride
+        first, end = existing_tiles(valid, valid_stride_key, first, end, kv_len, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     inside = row < group_rows
     head = (kv_head * (group_rows // q_len) + row // q_len).to(tl.int64)
@@ -168,13 +177,7 @@ def attend_to_part(
     acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if PADDED:
-        valid += batch.to(tl.int64) * valid_stride
-    columns = kv_len
-    if CAUSAL:
-        columns = tl.minimum(columns, q_len + causal_offset)
-    first = part * part_tiles
-    for tile in range(first, tl.minimum(first + part_tiles, tl.cdiv(columns, BLOCK_N))):
+    for tile in range(first, end):
         start = tile * BLOCK_N
         column = start + tl.arange(0, BLOCK_N)
         k = key.load([batch, kv_head, start, 0]).reshape(BLOCK_N, CHANNELS)
@@ -206,6 +209,19 @@ def attend_to_part(
         tl.store(output + place[:, None] * V_CHANNELS + channel[None, :], acc, mask=inside[:, None])
         tl.store(sums + place, row_sum, mask=inside)
         tl.store(maxima + place, row_max, mask=inside)
+
+
+@triton.jit
+def existing_tiles(valid, stride_key, first, end, kv_len, BLOCK_N: tl.constexpr):
+    """Return the range of tiles, of tiles first…end - 1, from the first key that exists to the last one."""
+    first_key, end_key = kv_len, 0
+    for start in range(first * BLOCK_N, end * BLOCK_N, KEYS_AT_ONCE):
+        column = start + tl.arange(0, KEYS_AT_ONCE)
+        inside = column < tl.minimum(end * BLOCK_N, kv_len)
+        exists = tl.load(valid + column * stride_key, mask=inside, other=0) != 0
+        first_key = tl.minimum(first_key, tl.min(tl.where(exists, column, kv_len), 0))
+        end_key = tl.maximum(end_key, tl.max(tl.where(exists, column + 1, 0), 0))
+    return first_key // BLOCK_N, tl.cdiv(end_key, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "number"])
