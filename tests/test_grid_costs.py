@@ -39,10 +39,21 @@ def test_a_row_tells_the_time_of_every_runner_that_had_the_call():
 
 @pytest.mark.parametrize(
     ("mask", "names"),
-    [("lengths", {"cudnn", "efficient"}), ("lower_right", {"flash", "fa3"}), ("keys", set()), ("window", set())],
+    [
+        ("lengths", {"cudnn", "efficient", "fa3_padded"}),
+        ("lower_right", {"flash", "fa3"}),
+        ("keys", set()),
+        ("window", set()),
+    ],
 )
 def test_times_that_hang_on_what_a_mask_hides_are_left_out(mask, names):
     assert set(runners(row(mask))) == names
+
+
+def test_beside_lengths_flash_attention_3_takes_one_more_launch_unless_it_divides_keys():
+    assert 20.0 < runners(row("lengths"))["fa3_padded"] < 25.0
+    assert runners(row("lengths", kernel="fa3_padded"))["fa3_padded"] == 10.0
+    assert "fa3_padded" not in runners(row("lengths", q_len=1))
 
 
 def test_training_has_runners_of_its_own():

@@ -9,13 +9,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 
 import torch
 
 from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
-from sage_hf.bench.fit_costs import Measured, fit
+from sage_hf.bench.fit_costs import Measured, extended, fit
 from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
 from sage_kernels import costs
@@ -81,7 +81,7 @@ def points() -> list[Point]:
             for kind in MASKS:
                 add(kind, 4, 16, n, n, head_dim)
     for head_dim, heads, group in ((128, 32, 4), (64, 16, 1)):  # behind a cache
-        for q_len, kv_len in itertools.product((128, 512, 2048), (4096, 32768)):
+        for q_len, kv_len in (*itertools.product((128, 512, 2048), (4096, 32768)), (8192, 16384)):
             add("causal", 1, heads, q_len, kv_len, head_dim, group)
     for head_dim in (64, 128):  # small calls, and texts to which images attend
         for n, (batch, heads) in itertools.product((16, 64, 128), ((1, 12), (2, 24))):
@@ -99,6 +99,8 @@ def points() -> list[Point]:
         for batch, heads, head_dim, group in ((1, 32, 128, 4), (16, 32, 128, 4), (1, 32, 128, 1), (8, 16, 64, 1)):
             if batch * heads // group * kv_len * head_dim <= MAX_CACHED:
                 add("none", batch, heads, 1, kv_len, head_dim, group)
+    for batch, kv_len in itertools.product((4, 16), (1024, 8192)):  # padded prompts
+        add("keys", batch, 32, 1, kv_len, 128, group=4)
     for q_len, kv_len in itertools.product((4, 16, 64), (4096, 16384)):
         add("causal", 1, 32, q_len, kv_len, 128, group=4)
     found = list(dict.fromkeys(found))
@@ -117,7 +119,9 @@ def points() -> list[Point]:
 
 
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
-    """Measure a GPU, and return its table, completed by the one that ships; `Table.write` stores it.
+    """Measure a GPU, and return its table; `Table.write` stores it.
+
+    It extends the table that ships for such a GPU; without one it holds what was measured here.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
@@ -133,15 +137,21 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     progress("compiling kernels")
     compile_kernels(device, calls_to_compile(todo))
     progress(f"measuring {len(todo)} calls")
+    started = time.perf_counter()
     found = list(measure_points(device, todo, seconds))
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
+    calls = len({(one.sizes, one.mask, one.causal) for one in found})
+    progress(
+        f"measured {calls} of them by {len(found) / calls:.1f} kernels each in {time.perf_counter() - started:.0f} s"
+    )
     properties = torch.cuda.get_device_properties(device)
-    curves, capability = fit(found, properties.multi_processor_count), (properties.major, properties.minor)
+    capability = properties.major, properties.minor
     shipped = costs.shipped_path(capability)
-    # Of such a GPU with this software, kinds of calls are known that no minute is enough for.
     known = costs.read_table(shipped) if shipped.exists() else None
-    return Table(properties.name, capability, versions(), curves).completed(known)
+    if known is not None and known.gpu == properties.name:  # of more calls than a minute is enough for
+        return replace(extended(known, found), versions=versions(), origin="")
+    return Table(properties.name, capability, versions(), fit(found, properties.multi_processor_count))
 
 
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:

@@ -14,6 +14,7 @@ from sage_hf.app.cli import main
 from sage_hf.bench import tune
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_kernels import costs
+from sage_kernels.costs import Table
 from sage_kernels.curves import Curve, Sizes
 
 TRUE = Curve("x", 128, "none", False, 128, 264, True, launch=8, token=0.01, item=1.5, tile=0.3, score=0)
@@ -94,6 +95,19 @@ def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path,
     low_bit = table.curve("sage2 by kernel, quantizer", "none", False, 128)
     assert not costs.is_faster(low_bit, rivals, short)
     assert costs.is_faster(low_bit, rivals, long)
+
+
+@pytest.mark.parametrize("gpu_name", ["NVIDIA RTX 4090", "another GPU"])
+def test_the_table_that_ships_for_such_a_gpu_keeps_what_no_minute_is_enough_for(gpu, gpu_name, monkeypatch, tmp_path):
+    path, far = tmp_path / "8.9.json", (64, 24, 24, 100, 90_000, 1.5)
+    known = replace(TRUE, runner="flash", measured=(far,))
+    Table(gpu_name, (8, 9), {"torch": "2.0"}, (known, replace(known, runner="fa3"))).write(path)
+    monkeypatch.setattr(costs, "shipped_path", lambda capability: path)
+    table = tune.tune(torch.device("cuda"))
+    kind = 128, "none", False
+    found = {curve.runner: curve for curve in table.curves if (curve.head_dim, curve.mask, curve.causal) == kind}
+    assert table.versions["torch"] == torch.__version__ and len(found["flash"].measured) > 10
+    assert (far in found["flash"].measured) == ("fa3" in found) == (gpu_name == "NVIDIA RTX 4090")
 
 
 def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):

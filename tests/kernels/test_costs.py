@@ -227,15 +227,6 @@ def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_prepa
     assert costs.fastest_exact(replace(step, q_len=64, kv_len=64), [costs.SHARING]) != costs.SHARING
 
 
-def test_a_table_is_completed_by_another_of_the_same_gpu_and_software_alone():
-    mine = Table("a GPU", H200, {"torch": "2.11", "date": "today"}, (CUDNN,))
-    others = replace(CUDNN, launch=1.0), replace(CUDNN, head_dim=256), LOW_BIT
-    known = Table("a GPU", H200, {"torch": "2.11", "date": "once"}, others)
-    assert mine.completed(known).curves == (CUDNN, *others[1:])
-    for other in (replace(known, gpu="another GPU"), replace(known, versions={"torch": "2.12"}), None):
-        assert mine.completed(other) == mine
-
-
 @pytest.mark.parametrize(("us", "recipe"), [(400.0, "exact"), (600.0, "sage2")])
 def test_at_equal_cost_long_calls_run_in_low_bits_and_shorter_ones_exactly(use_table, us, recipe):
     use_table(*(replace(one, launch=us, token=0.0, item=0.0, tile=0.0, score=0.0) for one in (LOW_BIT, CUDNN)))
