@@ -39,7 +39,7 @@ HEADS_TOGETHER = 4, 8
 """Heads of Q whose programs of dQ are taken together: at least, and where their keys stay in the cache."""
 L2_BYTES = 24 * 2**20
 OPERAND_BYTES = 5
-"""Of a channel of a key: its code, and 16 bits each of the operand and of V."""
+"""Bytes that are read for a channel of a key: its code, and 16 bits each of the operand and of V."""
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
