@@ -18,6 +18,7 @@ from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 from .backends import backend_member
 from .errors import UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
+from .heads import with_own_norms
 from .vsa import NO_SHARDS, VSAProcessor
 
 
@@ -93,6 +94,15 @@ class Layer:
         self.check_parallel()
         self.original._parallel_config = config
 
+    def _with_own_norms(
+        self, sage: Sage, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return what stands for `attn`, and the arguments, so that one kernel normalises and rotates, if it can."""
+        if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
+            return attn, args, kwargs
+        found = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs)
+        return (attn, args, kwargs) if found is None else (found[0], (), found[1])
+
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -105,14 +115,15 @@ class ExplicitLayer(Layer):
         self.function = function
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.function(partial(sage.attend, attn), attn, *args, **kwargs)
+        stand_in, args, kwargs = self._with_own_norms(sage, attn, args, kwargs)
+        return self.function(partial(sage.attend, attn), stand_in, *args, **kwargs)
 
 
 class AdapterLayer(ExplicitLayer):
     """Layer that attends with an IP-Adapter, by one of our own functions and with the adapter's weights."""
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(sage, attn, self.original, *args, **kwargs)
+        return self.function(partial(sage.attend, attn), attn, self.original, *args, **kwargs)
 
 
 class _StandIn:
@@ -143,6 +154,7 @@ class DispatchLayer(Layer):
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         stand_in = _StandIn(self.original, backend)
+        attn, args, kwargs = self._with_own_norms(sage, attn, args, kwargs)
         if sage.sparse is not None and not torch.compiler.is_compiling():
             with running(sage.sparse):
                 return type(self.original).__call__(stand_in, attn, *args, **kwargs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..call import BackwardCall, Call
+from ..heads import Norm, Rope, register_head_kernel
 from ..operands import Saved
 from ..recipe import Recipe
 from ..registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
-from . import backward, forward
+from . import backward, forward, norm_rope
 
 _SERVED_BY_FORWARD = (
     "smooth_q",
@@ -105,6 +106,26 @@ class ReferenceBackward:
         )
 
 
+class ReferenceHeadKernel:
+    """Norm and rotation of heads by PyTorch's operators, which compute their gradients too."""
+
+    name = "reference"
+
+    def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
+        """Serve every call."""
+        return ""
+
+    def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+        """Normalise and rotate; see `norm_rope.norm_rope`."""
+        return norm_rope.norm_rope(x, norm, rope)
+
+    def backward(
+        self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Raise RuntimeError: PyTorch follows `forward`."""
+        raise RuntimeError("gradients of the reference are those of PyTorch's operators")
+
+
 def _unsupported(request: Request) -> str:
     if request.dtype not in SUPPORTED_DTYPES:
         return f"dtype must be one of {', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
@@ -115,3 +136,4 @@ def register_kernels() -> None:
     """Register the reference."""
     register_forward(ReferenceForward())
     register_backward(ReferenceBackward())
+    register_head_kernel(ReferenceHeadKernel())

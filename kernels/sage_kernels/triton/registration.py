@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from ..call import BackwardCall, Call
+from ..heads import Norm, Rope, register_head_kernel
 from ..layout import MAX_GRID
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
@@ -28,6 +29,7 @@ from ..toolchain import triton_version
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 HEAVY_KEYS = 64  # of recipes that have any
 SPLIT_ROWS = 64  # queries times heads that share keys, in one program
+MAX_TOKEN_CHANNELS = 16384  # of a token in one program
 TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
@@ -227,6 +229,45 @@ class SplitForward:
         return _load("split_forward").attend(call)
 
 
+class HeadKernel:
+    """Norm and rotation of heads by `triton.norm_rope`."""
+
+    name = "norm_rope"
+
+    def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
+        """Return why it does not serve the call, or ""."""
+        if not x.is_cuda or torch.version.hip is not None or triton_version() is None:
+            return "needs an NVIDIA GPU and Triton"
+        batch, _, heads, head_dim = x.shape
+        if x.dtype not in TRAINING_DTYPES or x.stride(-1) != 1 or head_dim % 2:
+            return "needs float16 or bfloat16, and an even number of channels that lie one behind another"
+        if max(batch, heads) > MAX_GRID or head_dim > MAX_HEAD_DIM:
+            return f"more than {MAX_GRID} batch elements or heads, or head_dim above {MAX_HEAD_DIM}"
+        if norm is not None:
+            if norm.across_heads and (grad or heads * head_dim > MAX_TOKEN_CHANNELS):
+                return f"a norm of all heads has no gradients, and at most {MAX_TOKEN_CHANNELS} channels"
+            if any(one is not None and one.stride(-1) != 1 for one in (norm.weight, norm.bias)):
+                return "needs weights that lie one behind another"
+        if rope is None:
+            return ""
+        alike = rope.cosine.stride() == rope.sine.stride()
+        return "" if alike and rope.cosine.dtype == rope.sine.dtype == torch.float32 else "needs tables of float32"
+
+    def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+        """Normalise and rotate; see `norm_rope.forward`."""
+        output: torch.Tensor = _load("norm_rope").forward(x, norm, rope)
+        return output
+
+    def backward(
+        self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Compute gradients; see `norm_rope.backward`."""
+        gradients: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = _load("norm_rope").backward(
+            gradient, x, norm, rope
+        )
+        return gradients
+
+
 def register_kernels() -> None:
     """Register the kernels, those preferred first."""
     register_quantizer(NVFP4Quantizer())
@@ -237,6 +278,7 @@ def register_kernels() -> None:
     register_backward(Int8Backward())
     register_exact(SplitForward())
     register_exact(ExactForward())
+    register_head_kernel(HeadKernel())
 
 
 def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:

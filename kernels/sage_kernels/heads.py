@@ -1,0 +1,136 @@
+"""What models do to the heads of queries and keys before they attend: a norm, and a rotation by position (RoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Norm:
+    """Norm of the channels of a head, in float32.
+
+    Attributes:
+        kind: "rms" (RMSNorm, arXiv 1910.07467) or "layer" (LayerNorm, arXiv 1607.06450).
+        eps: is added to the mean square, or to the variance.
+        weight, bias: (head_dim,), or with `across_heads` (heads · head_dim,); None: none. Only "layer" has a bias.
+        across_heads: all heads of a token have one norm.
+        rounds: the norm is rounded to the tensor's dtype before it is multiplied by `weight`, which is of that dtype;
+            otherwise it is rounded once.
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    across_heads: bool = False
+    rounds: bool = False
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """Return all but values and addresses."""
+        kinds = (None if x is None else (x.dtype, x.shape, x.stride()) for x in (self.weight, self.bias))
+        return (self.kind, self.eps, self.across_heads, self.rounds, *kinds)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rope:
+    """Rotation of pairs of channels by angles that depend on the token (RoPE, arXiv 2104.09864), in float32.
+
+    Attributes:
+        cosine, sine: float32 (rows, channels), (rows, heads, channels) or (batch, rows, heads, channels), where batch
+            and heads may be 1. `channels` is head_dim / 2, or head_dim where both channels of a pair have the same.
+        offset: token i has row i + offset; tokens without a row are not rotated.
+        halves: channel i is paired with channel i + head_dim / 2; otherwise with its neighbour.
+    """
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    offset: int = 0
+    halves: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Return the number of tokens that have angles."""
+        return self.cosine.shape[1 if self.cosine.dim() == 4 else 0]
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """Return all but values and addresses."""
+        tables = (fact for x in (self.cosine, self.sine) for fact in (x.dtype, x.shape, x.stride()))
+        return (self.offset, self.halves, *tables)
+
+    def strides(self, head_dim: int) -> tuple[int, int, int, int]:
+        """Return the strides of `cosine` along batch, rows, heads and pairs; 0 where all have the same."""
+        sizes, strides = self.cosine.shape, self.cosine.stride()
+        if len(sizes) == 2:
+            batch, row, head, channel = 0, strides[0], 0, strides[1]
+        elif len(sizes) == 3:
+            batch, (row, head, channel) = 0, strides
+            head = 0 if sizes[1] == 1 else head
+        else:
+            batch, row, head, channel = strides
+            batch, head = 0 if sizes[0] == 1 else batch, 0 if sizes[2] == 1 else head
+        return batch, row, head, 2 * channel if sizes[-1] == head_dim and not self.halves else channel
+
+
+class HeadKernel(Protocol):
+    """Implementation of norm and rotation.
+
+    All tensors but the parameters are (batch, tokens, heads, head_dim).
+    """
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+
+    def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
+        """Return why it cannot serve a call, whose gradients are wanted if `grad`; "" if it can."""
+
+    def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+        """Return the heads, contiguous, in the dtype of x."""
+
+    def backward(
+        self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not."""
+
+
+_kernels: dict[str, HeadKernel] = {}
+
+
+def register_head_kernel(kernel: HeadKernel) -> None:
+    """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    if kernel.name in _kernels:
+        raise ValueError(f"kernel {kernel.name!r} is registered already")
+    _kernels[kernel.name] = kernel
+
+
+def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
+    """Return the kernel that serves a call: the reference, which is registered last, serves all."""
+    return next(kernel for kernel in _kernels.values() if not kernel.unsupported(x, norm, rope, grad))
+
+
+def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
+    """Raise ValueError where norm or rotation do not fit x, (batch, tokens, heads, head_dim)."""
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ValueError(f"x must be (batch, tokens, heads, head_dim) of a float dtype, got {x.dtype} {tuple(x.shape)}")
+    batch, _, heads, head_dim = x.shape
+    if norm is not None:
+        channels = heads * head_dim if norm.across_heads else head_dim
+        for name, vector in (("weight", norm.weight), ("bias", norm.bias)):
+            if vector is not None and vector.shape != (channels,):
+                raise ValueError(f"the norm's {name} must be ({channels},), got {tuple(vector.shape)}")
+        if norm.kind == "rms" and norm.bias is not None:
+            raise ValueError("RMSNorm has no bias")
+    if rope is None:
+        return
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} has no pairs to rotate")
+    for name, table in (("cosine", rope.cosine), ("sine", rope.sine)):
+        *given, channels = table.shape
+        fits = channels in (head_dim // 2, head_dim) and 1 <= len(given) <= 3 and given[-3:-2] in ([], [1], [batch])
+        if not fits or (len(given) > 1 and given[-1] not in (1, heads)) or table.shape != rope.cosine.shape:
+            raise ValueError(f"{name} {tuple(table.shape)} does not fit x {tuple(x.shape)}: see Rope")

@@ -1,0 +1,141 @@
+"""Normalise the heads of queries or keys and rotate them by their position, in one pass over memory.
+
+PyTorch's operators read and write such a tensor about ten times for that. A call that is repeated is prepared, as
+attention's are (`prepared`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import backends, registry  # noqa: F401 - `backends` registers the kernels
+from .heads import HeadKernel, Norm, Rope, check_heads, head_kernel
+from .prepared import ALIGNMENT, CALLS, attempt, is_plain, modes_are_active
+from .rehearsal import Rehearsal
+from .tape import Tape
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Knowledge of calls that agree in all but addresses and values.
+
+    Attributes:
+        kernel: runs them.
+        tape: its launches, once they are rehearsed.
+        calls: how many there were before.
+    """
+
+    kernel: HeadKernel
+    tape: Tape | None = None
+    calls: int = 0
+
+
+_slots: dict[tuple[object, ...], _Slot] = {}
+registry.forgetters.append(_slots.clear)
+
+
+def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
+    """Normalise heads and rotate them by their position; round after each, as models do.
+
+    On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward; all else in PyTorch's operators. The
+    tables of `rope` get no gradient.
+
+    Args:
+        x: (batch, tokens, heads, head_dim), of any strides.
+        norm: the norm of each head, or of each token; None: none.
+        rope: the rotation; None: none.
+
+    Returns:
+        Heads of the same size, contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: norm or rotation do not fit x.
+    """
+    vectors = (None, None) if norm is None else (norm.weight, norm.bias)
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, *vectors)):
+        check_heads(x, norm, rope)
+        kernel = head_kernel(x, norm, rope, grad=True)
+        if kernel.name == "reference" or modes_are_active():
+            return kernel.forward(x, norm, rope)
+        output: torch.Tensor = _NormRope.apply(x, *vectors, kernel, norm, rope)
+        return output
+    return _forward(x, norm, rope)
+
+
+def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+    key = (
+        *(x.shape, x.stride(), x.dtype, x.device),
+        None if norm is None else norm.facts,
+        None if rope is None else rope.facts,
+    )
+    slot = _slots.get(key)
+    if slot is None:
+        check_heads(x, norm, rope)
+        if len(_slots) == CALLS:
+            _slots.clear()
+        slot = _slots[key] = _Slot(head_kernel(x, norm, rope, grad=False))
+    if slot.kernel.name == "reference" or modes_are_active():
+        return slot.kernel.forward(x, norm, rope)
+    tensors = _tensors(x, norm, rope)
+    if slot.tape is not None:
+        addresses = [one.data_ptr() for one in tensors]
+        if not any(address % ALIGNMENT for address in addresses):
+            return slot.tape.run(*addresses)[0]
+    output = slot.kernel.forward(x, norm, rope)
+    slot.calls += 1
+    if slot.calls == 2 and is_plain(*tensors):
+        slot.tape = attempt(lambda rehearsal: _rehearse(rehearsal, slot.kernel, x, norm, rope), x.device)
+    return output
+
+
+def _tensors(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> list[torch.Tensor]:
+    """Return all tensors of a call in a fixed order."""
+    given = [x]
+    if norm is not None:
+        given += [one for one in (norm.weight, norm.bias) if one is not None]
+    if rope is not None:
+        given += [rope.cosine, rope.sine]
+    return given
+
+
+def _rehearse(rehearsal: Rehearsal, kernel: HeadKernel, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> Tape:
+    def stand_in(one: torch.Tensor | None) -> Any:
+        return None if one is None else rehearsal.stand_in(one, x.device)
+
+    heads = stand_in(x)
+    if norm is not None:
+        norm = replace(norm, weight=stand_in(norm.weight), bias=stand_in(norm.bias))
+    if rope is not None:
+        rope = replace(rope, cosine=stand_in(rope.cosine), sine=stand_in(rope.sine))
+    output = kernel.forward(heads, norm, rope)
+    return Tape(rehearsal, _tensors(heads, norm, rope), [output], x.device)
+
+
+class _NormRope(torch.autograd.Function):
+    """`norm_rope` with gradients; what is kept for them is x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        kernel: HeadKernel,
+        norm: Norm | None,
+        rope: Rope | None,
+    ) -> torch.Tensor:
+        tables = (None, None) if rope is None else (rope.cosine, rope.sine)
+        ctx.save_for_backward(x, weight, bias, *tables)
+        ctx.kernel, ctx.norm, ctx.rope = kernel, norm, rope
+        return _forward(x, norm, rope)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, cosine, sine = ctx.saved_tensors
+        norm = None if ctx.norm is None else replace(ctx.norm, weight=weight, bias=bias)
+        rope = None if ctx.rope is None else replace(ctx.rope, cosine=cosine, sine=sine)
+        return (*ctx.kernel.backward(gradient, x, norm, rope), None, None, None)
