@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, split_heads
+from .layout import Attend, AttentionModule, join_tokens, merge_heads, normalize_query_key, project_out, split_heads
 from .registry import computes
 
 
@@ -58,7 +58,7 @@ def attend_jointly(
     if encoder_hidden_states is None:
         return merge_heads(attend(query, key, value)).to(query.dtype), None
     context = _project_context(attn, encoder_hidden_states)
-    joint = (torch.cat(pair, dim=2) for pair in zip((query, key, value), context, strict=True))
+    joint = map(join_tokens, (query, key, value), context)
     states = merge_heads(attend(*joint)).to(query.dtype)
     states, encoder_states = states[:, :length], states[:, length:]
     return states, encoder_states if attn.context_pre_only else attn.to_add_out(encoder_states)
@@ -107,7 +107,7 @@ def easyanimate_attention(
         (query, key, value), _ = _project_streams(attn, states, None)
     else:
         video, text = _project_streams(attn, hidden_states, encoder_hidden_states)
-        query, key, value = (torch.cat(pair, dim=2) for pair in zip(text, video, strict=True))
+        query, key, value = map(join_tokens, text, video)
 
     if image_rotary_emb is not None:
         query[:, :, text_length:] = apply_rotary_emb(query[:, :, text_length:], image_rotary_emb)
@@ -147,7 +147,7 @@ def hunyuan_video_attention(
         video, text = _project_streams(attn, hidden_states, encoder_hidden_states)
     if image_rotary_emb is not None:
         video[:2] = (apply_rotary_emb(x, image_rotary_emb) for x in video[:2])
-    query, key, value = (torch.cat(pair, dim=2) for pair in zip(video, text, strict=True))
+    query, key, value = map(join_tokens, video, text)
 
     states = merge_heads(attend(query, key, value, attn_mask=attention_mask)).to(query.dtype)
     hidden_states, encoder_hidden_states = states[:, :length], states[:, length:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, project_out
+from .layout import Attend, AttentionModule, merge_heads, project_out
 from .registry import computes
 
 
@@ -50,19 +50,18 @@ def mochi_attention(
             text[i] = norm_added(text[i])
         if image_rotary_emb is not None:
             video[i] = _rotate(video[i], *image_rotary_emb)
-    video = [x.transpose(1, 2) for x in video]
-    text = [x.transpose(1, 2) for x in text]
 
     outputs = []
     for sample in range(hidden_states.shape[0]):
         valid = attention_mask[sample].flatten().nonzero().flatten()
         one = slice(sample, sample + 1)
-        query, key, value = (torch.cat([v[one], t[one][:, :, valid]], dim=2) for v, t in zip(video, text, strict=True))
-        output = attend(query, key, value)
-        padding = video_length + text_length - output.shape[2]
-        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, padding)))
+        query, key, value = (
+            torch.cat([v[one], t[one][:, valid]], dim=1).transpose(1, 2) for v, t in zip(video, text, strict=True)
+        )
+        output = merge_heads(attend(query, key, value))
+        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, video_length + text_length - output.shape[1])))
 
-    states = torch.cat(outputs).transpose(1, 2).flatten(2, 3)
+    states = torch.cat(outputs)
     hidden_states, encoder_hidden_states = states.split_with_sizes((video_length, text_length), dim=1)
     hidden_states = project_out(attn, hidden_states)
     if hasattr(attn, "to_add_out"):
