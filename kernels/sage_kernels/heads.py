@@ -31,17 +31,17 @@ class Norm:
     @property
     def facts(self) -> tuple[object, ...]:
         """Return all but values and addresses."""
-        kinds = (None if x is None else (x.dtype, x.shape, x.stride()) for x in (self.weight, self.bias))
-        return (self.kind, self.eps, self.across_heads, self.rounds, *kinds)
+        return self.kind, self.eps, self.across_heads, self.rounds, _form(self.weight), _form(self.bias)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rope:
-    """Rotation of pairs of channels by angles that depend on the token (RoPE, arXiv 2104.09864), in float32.
+    """Rotation of pairs of channels by angles that depend on the token (RoPE, arXiv 2104.09864).
 
     Attributes:
-        cosine, sine: float32 (rows, channels), (rows, heads, channels) or (batch, rows, heads, channels), where batch
-            and heads may be 1. `channels` is head_dim / 2, or head_dim where both channels of a pair have the same.
+        cosine, sine: (rows, channels), (rows, heads, channels) or (batch, rows, heads, channels), where batch and heads
+            may be 1. `channels` is head_dim / 2, one angle for each pair, or head_dim. In float32 the rotation is
+            rounded once; in the tensor's own dtype each product and their sum are, as in transformers.
         offset: token i has row i + offset; tokens without a row are not rotated.
         halves: channel i is paired with channel i + head_dim / 2; otherwise with its neighbour.
     """
@@ -59,21 +59,20 @@ class Rope:
     @property
     def facts(self) -> tuple[object, ...]:
         """Return all but values and addresses."""
-        tables = (fact for x in (self.cosine, self.sine) for fact in (x.dtype, x.shape, x.stride()))
-        return (self.offset, self.halves, *tables)
+        return self.offset, self.halves, _form(self.cosine), _form(self.sine)
 
-    def strides(self, head_dim: int) -> tuple[int, int, int, int]:
-        """Return the strides of `cosine` along batch, rows, heads and pairs; 0 where all have the same."""
+    def strides(self) -> tuple[int, int, int, int]:
+        """Return the strides of `cosine` along batch, rows, heads and channels; 0 where all have the same."""
         sizes, strides = self.cosine.shape, self.cosine.stride()
         if len(sizes) == 2:
-            batch, row, head, channel = 0, strides[0], 0, strides[1]
-        elif len(sizes) == 3:
-            batch, (row, head, channel) = 0, strides
-            head = 0 if sizes[1] == 1 else head
-        else:
-            batch, row, head, channel = strides
-            batch, head = 0 if sizes[0] == 1 else batch, 0 if sizes[2] == 1 else head
-        return batch, row, head, 2 * channel if sizes[-1] == head_dim and not self.halves else channel
+            return 0, strides[0], 0, strides[1]
+        batch = strides[0] if len(sizes) == 4 and sizes[0] > 1 else 0
+        row, head, channel = strides[-3:]
+        return batch, row, head if sizes[-2] > 1 else 0, channel
+
+
+def _form(x: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if x is None else (x.dtype, x.shape, x.stride())
 
 
 class HeadKernel(Protocol):
@@ -132,5 +131,6 @@ def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
     for name, table in (("cosine", rope.cosine), ("sine", rope.sine)):
         *given, channels = table.shape
         fits = channels in (head_dim // 2, head_dim) and 1 <= len(given) <= 3 and given[-3:-2] in ([], [1], [batch])
+        fits = fits and table.dtype in (torch.float32, x.dtype)
         if not fits or (len(given) > 1 and given[-1] not in (1, heads)) or table.shape != rope.cosine.shape:
-            raise ValueError(f"{name} {tuple(table.shape)} does not fit x {tuple(x.shape)}: see Rope")
+            raise ValueError(f"{name} {table.dtype} {tuple(table.shape)} does not fit x {tuple(x.shape)}: see Rope")

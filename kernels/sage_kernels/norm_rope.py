@@ -7,6 +7,8 @@ attention's are (`prepared`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     """Normalise heads and rotate them by their position; round after each, as models do.
 
     On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward; all else in PyTorch's operators. The
-    tables of `rope` get no gradient.
+    tables of `rope` get no gradient from a kernel.
 
     Args:
         x: (batch, tokens, heads, head_dim), of any strides.
@@ -54,15 +56,24 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     Raises:
         ValueError: norm or rotation do not fit x.
     """
+    if not torch.is_grad_enabled():
+        return _forward(x, norm, rope)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, *vectors)):
-        check_heads(x, norm, rope)
-        kernel = head_kernel(x, norm, rope, grad=True)
-        if kernel.name == "reference" or modes_are_active():
-            return kernel.forward(x, norm, rope)
-        output: torch.Tensor = _NormRope.apply(x, *vectors, kernel, norm, rope)
-        return output
-    return _forward(x, norm, rope)
+    if not any(one is not None and one.requires_grad for one in (x, *vectors)):
+        return _forward(x, norm, rope)
+    check_heads(x, norm, rope)
+    kernel = head_kernel(x, norm, rope, grad=True)
+    if kernel.name == "reference" or modes_are_active():
+        return kernel.forward(x, norm, rope)
+    output: torch.Tensor = _NormRope.apply(x, *vectors, kernel, norm, rope)
+    return output
+
+
+def is_served(x: torch.Tensor) -> bool:
+    """Return whether a kernel takes heads like x, and nothing wants to see PyTorch's operators instead."""
+    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or torch.version.hip is not None:
+        return False
+    return not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active())
 
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
@@ -82,7 +93,7 @@ def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Ten
     tensors = _tensors(x, norm, rope)
     if slot.tape is not None:
         addresses = [one.data_ptr() for one in tensors]
-        if not any(address % ALIGNMENT for address in addresses):
+        if not reduce(or_, addresses) % ALIGNMENT:
             return slot.tape.run(*addresses)[0]
     output = slot.kernel.forward(x, norm, rope)
     slot.calls += 1
@@ -94,8 +105,10 @@ def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Ten
 def _tensors(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> list[torch.Tensor]:
     """Return all tensors of a call in a fixed order."""
     given = [x]
-    if norm is not None:
-        given += [one for one in (norm.weight, norm.bias) if one is not None]
+    if norm is not None and norm.weight is not None:
+        given.append(norm.weight)
+    if norm is not None and norm.bias is not None:
+        given.append(norm.bias)
     if rope is not None:
         given += [rope.cosine, rope.sine]
     return given
@@ -129,7 +142,9 @@ class _NormRope(torch.autograd.Function):
     ) -> torch.Tensor:
         tables = (None, None) if rope is None else (rope.cosine, rope.sine)
         ctx.save_for_backward(x, weight, bias, *tables)
-        ctx.kernel, ctx.norm, ctx.rope = kernel, norm, rope
+        ctx.kernel = kernel
+        ctx.norm = None if norm is None else replace(norm, weight=None, bias=None)
+        ctx.place = None if rope is None else (rope.offset, rope.halves)
         return _forward(x, norm, rope)
 
     @staticmethod
@@ -137,5 +152,5 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, cosine, sine = ctx.saved_tensors
         norm = None if ctx.norm is None else replace(ctx.norm, weight=weight, bias=bias)
-        rope = None if ctx.rope is None else replace(ctx.rope, cosine=cosine, sine=sine)
+        rope = None if ctx.place is None else Rope(cosine, sine, *ctx.place)
         return (*ctx.kernel.backward(gradient, x, norm, rope), None, None, None)

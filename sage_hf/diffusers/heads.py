@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sage_kernels.heads import Norm, Rope
-from sage_kernels.norm_rope import norm_rope
-from sage_kernels.prepared import modes_are_active
+from sage_kernels.norm_rope import is_served, norm_rope
 
 NORMS = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
-DTYPES = torch.float16, torch.bfloat16
 
 Ropes: TypeAlias = dict[str, Rope]
 """Names among NORMS -> the rotation behind that norm."""
@@ -182,7 +180,7 @@ def with_own_norms(
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     sample = given.get("hidden_states")
-    if not isinstance(sample, Tensor) or not suits(sample):
+    if not isinstance(sample, Tensor) or not is_served(sample):
         return None
     rotary, ropes = ROTARIES.get(type(processor).__name__), None
     if rotary is not None and (table := given.get(rotary.argument)) is not None:
@@ -201,13 +199,6 @@ def with_own_norms(
         elif rope is not None:
             return None
     return (StandIn(attn, norms), given) if norms else None
-
-
-def suits(sample: Tensor) -> bool:
-    """Return whether a kernel takes the heads of such a sample, and nothing wants to see PyTorch's operators."""
-    if not sample.is_cuda or sample.dtype not in DTYPES or torch.version.hip is not None:
-        return False
-    return not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active())
 
 
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:

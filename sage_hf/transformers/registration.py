@@ -11,6 +11,7 @@ from huggingface_hub.utils import logging
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.layers import refusal
+from sage_hf.transformers.rotary import rotate_by_kernel
 from sage_kernels.import_hook import when_imported
 from sage_kernels.recipe import get_recipe
 
@@ -58,7 +59,10 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
         self: PreTrainedModel, requested_attention: str | None, *args: object, **kwargs: object
     ) -> str:
         implementation = check(self, requested_attention, *args, **kwargs)
-        if implementation not in NAMES or refusal(type(self)) is None:
+        if implementation not in NAMES:
+            return implementation
+        if refusal(type(self)) is None:
+            rotate_by_kernel(type(self))
             return implementation
         default = check(self, None, *args, **kwargs)
         if (type(self).__module__, implementation) not in _warned:

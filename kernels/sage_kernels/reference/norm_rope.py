@@ -34,16 +34,18 @@ def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Return x with its pairs of channels (a, b) replaced by (a · cosine - b · sine, b · cosine + a · sine)."""
-    tokens, head_dim = x.shape[1], x.shape[3]
+    tokens = x.shape[1]
     first = min(max(0, -rope.offset), tokens)
     last = max(first, min(tokens, rope.rows - rope.offset))
-    cosine, sine = (
-        _by_pair(table, head_dim, rope.halves)[:, first + rope.offset : last + rope.offset]
+    before, rotated, after = x[:, :first], x[:, first:last], x[:, last:]
+    if rope.cosine.dtype != x.dtype:
+        rotated = _widened(rotated)
+    (cosine_a, cosine_b), (sine_a, sine_b) = (
+        _by_pair(table, x.shape[3], rope.halves, slice(first + rope.offset, last + rope.offset))
         for table in (rope.cosine, rope.sine)
     )
-    before, rotated, after = x[:, :first], _widened(x[:, first:last]), x[:, last:]
-    a, b = rotated.chunk(2, -1) if rope.halves else rotated.unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = a * cosine - b * sine, b * cosine + a * sine
+    a, b = _pairs(rotated, rope.halves)
+    pairs = a * cosine_a - b * sine_a, b * cosine_b + a * sine_b
     rotated = torch.cat(pairs, -1) if rope.halves else torch.stack(pairs, -1).flatten(-2)
     return torch.cat((before, rotated.to(x.dtype), after), 1)
 
@@ -52,12 +54,17 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _by_pair(table: torch.Tensor, head_dim: int, halves: bool) -> torch.Tensor:
-    """Return a table as (batch or 1, rows, heads or 1, head_dim / 2)."""
+def _pairs(x: torch.Tensor, halves: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second channels of pairs."""
+    a, b = x.chunk(2, -1) if halves else x.unflatten(-1, (-1, 2)).unbind(-1)
+    return a, b
+
+
+def _by_pair(table: torch.Tensor, head_dim: int, halves: bool, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table's rows for both channels of pairs, each (batch or 1, rows, heads or 1, head_dim / 2)."""
     if table.dim() == 2:
         table = table[:, None]
     if table.dim() == 3:
         table = table[None]
-    if table.shape[-1] == head_dim:
-        table = table[..., : head_dim // 2] if halves else table[..., ::2]
-    return table
+    table = table[:, rows]
+    return _pairs(table, halves) if table.shape[-1] == head_dim else (table, table)

@@ -16,11 +16,12 @@ from ..heads import Norm, Rope
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..layout import ceil_div
 
-ELEMENTS = 4096  # of a program's heads, its padding included: 32 of a thread, four loads of 16 bytes in flight
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 4096  # of a program's heads, padding included (measured on an H200)
 WARPS = 4
+LARGE_TOKEN, LARGE_TOKEN_WARPS = 8192, 8  # elements of a token whose heads have one norm, from which on it is so many
 MOST_HEADS = 8  # of a token in one program, which read its angles once
 AXES = ("batch", "token", "head")
-TABLE_AXES = ("batch", "row", "head", "pair")
+TABLE_AXES = ("batch", "row", "head", "channel")
 
 
 def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
@@ -32,8 +33,8 @@ def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tens
     """
     output = x.new_empty(x.shape)
     if x.numel():
-        grid, arguments = _arguments(x, norm, rope)
-        launch(norm_rope_forward, grid, x=x, output=output, num_warps=WARPS, enable_fp_fusion=False, **arguments)
+        grid, arguments = _arguments(x, norm, rope, FORWARD_ELEMENTS)
+        launch(norm_rope_forward, grid, x=x, output=output, enable_fp_fusion=False, **arguments)
     return output
 
 
@@ -53,7 +54,7 @@ def backward(
         return x_gradient, weight_gradient, bias_gradient
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
-    grid, arguments = _arguments(x, norm, rope)
+    grid, arguments = _arguments(x, norm, rope, BACKWARD_ELEMENTS)
     weight_parts, bias_parts = (
         None if one is None else x.new_empty((*grid, x.shape[-1]), dtype=torch.float32) for one in vectors
     )
@@ -65,7 +66,6 @@ def backward(
         x_gradient=x_gradient,
         weight_parts=weight_parts,
         bias_parts=bias_parts,
-        num_warps=WARPS,
         **strides("gradient", gradient.stride(), AXES),
         **arguments,
     )
@@ -76,15 +76,18 @@ def backward(
     return x_gradient, weight_gradient, bias_gradient
 
 
-def _arguments(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return the grid, and the arguments that both kernels have."""
+def _arguments(
+    x: torch.Tensor, norm: Norm | None, rope: Rope | None, elements: int
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return the grid of programs of about so many elements, and the arguments that both kernels have."""
     batch, tokens, heads, head_dim = x.shape
     channels = triton.next_power_of_2(head_dim)
     across = norm is not None and norm.across_heads
     together = triton.next_power_of_2(heads) if across else min(MOST_HEADS, heads & -heads)
-    block = max(1, ELEMENTS // (together * channels))
-    table_strides = (0, 0, 0, 0) if rope is None else rope.strides(head_dim)
+    block = max(1, elements // (together * channels))
+    table_strides = (0, 0, 0, 0) if rope is None else rope.strides()
     arguments = {
+        "num_warps": LARGE_TOKEN_WARPS if across and together * channels >= LARGE_TOKEN else WARPS,
         "weight": None if norm is None else norm.weight,
         "bias": None if norm is None else norm.bias,
         "cosine": None if rope is None else rope.cosine,
@@ -105,6 +108,8 @@ def _arguments(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> tuple[t
         "ACROSS": across,
         "HALVES": rope is not None and rope.halves,
         "ANGLES_OF_HEADS": table_strides[2] != 0,
+        "ANGLES_OF_CHANNELS": rope is not None and rope.cosine.shape[-1] == head_dim,
+        "ROUNDS_PRODUCTS": rope is not None and rope.cosine.dtype == x.dtype,
     }
     return (ceil_div(tokens, block), ceil_div(heads, together), batch), arguments
 
@@ -170,28 +175,40 @@ def _normalize(a, b, exists, heads, eps, HEAD_DIM: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
-def _angles(
-    cosine,
-    sine,
-    batch,
+def _table(
+    table,
     row,
-    rows,
-    heads,
+    known,
     pair,
-    stride_batch,
-    stride_row,
-    stride_head,
-    stride_pair,
+    stride_channel,
     HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALVES: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """Return whether tokens are rotated, (tokens, 1, 1), and cosine and sine, (tokens, HEADS, PAIRS), else 0."""
-    turns = ((row >= 0) & (row < rows))[:, None, None]
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[None, :, None]
-    exists = turns & (head < heads) & (pair < HEAD_DIM // 2)[None, None, :]
-    place = batch * stride_batch + row.to(tl.int64)[:, None, None] * stride_row
-    place += head * stride_head + pair[None, None, :] * stride_pair
-    return turns, tl.load(cosine + place, mask=exists, other=0.0), tl.load(sine + place, mask=exists, other=0.0)
+    """Load a table's values for the first and the second channels of pairs, (tokens, heads, PAIRS) each, in float32.
+
+    Args:
+        table: its first value.
+        row: offset of each row, (tokens, heads or 1).
+        known: whether it exists, alike.
+        pair: 0…PAIRS - 1.
+        stride_channel: elements from channel to channel, or from pair to pair.
+        OWN: each channel has a value of its own; otherwise each pair has one.
+    """
+    if OWN and not HALVES:
+        channel = tl.arange(0, 2 * PAIRS)
+        exists = known[:, :, None] & (channel < HEAD_DIM)[None, None, :]
+        both = tl.load(table + row[:, :, None] + channel[None, None, :] * stride_channel, mask=exists, other=0.0)
+        a, b = tl.split(tl.reshape(both, (row.shape[0], row.shape[1], PAIRS, 2)))
+    else:
+        exists = known[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
+        first = table + row[:, :, None] + pair[None, None, :] * stride_channel
+        a = tl.load(first, mask=exists, other=0.0)
+        b = a
+        if OWN:
+            b = tl.load(first + HEAD_DIM // 2 * stride_channel, mask=exists, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "rows", "offset"])
@@ -213,7 +230,7 @@ def norm_rope_forward(
     table_stride_batch,
     table_stride_row,
     table_stride_head,
-    table_stride_pair,
+    table_stride_channel,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -223,6 +240,8 @@ def norm_rope_forward(
     ACROSS: tl.constexpr,
     HALVES: tl.constexpr,
     ANGLES_OF_HEADS: tl.constexpr,
+    ANGLES_OF_CHANNELS: tl.constexpr,
+    ROUNDS_PRODUCTS: tl.constexpr,
 ):
     """Write the heads of a block of tokens."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -247,25 +266,26 @@ def norm_rope_forward(
             a, b = a + bias_a, b + bias_b
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     if cosine is not None:
-        turns, c, s = _angles(
-            cosine,
-            sine,
-            batch,
-            token + offset,
-            rows,
-            heads,
-            pair,
-            table_stride_batch,
-            table_stride_row,
-            table_stride_head,
-            table_stride_pair,
-            HEAD_DIM,
-            HEADS if ANGLES_OF_HEADS else 1,
+        row = token + offset
+        turns = (row >= 0) & (row < rows)
+        which = tl.program_id(1) * HEADS + tl.arange(0, HEADS if ANGLES_OF_HEADS else 1)
+        known = turns[:, None] & (which < heads)[None, :]
+        place = batch * table_stride_batch + row.to(tl.int64)[:, None] * table_stride_row
+        place += which[None, :] * table_stride_head
+        cosine_a, cosine_b = _table(
+            cosine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
         )
-        first = a * c - b * s
-        second = b * c + a * s
-        a = tl.where(turns, first, a)
-        b = tl.where(turns, second, b)
+        sine_a, sine_b = _table(
+            sine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
+        )
+        if ROUNDS_PRODUCTS:
+            first = (a * cosine_a).to(dtype).to(tl.float32) - (b * sine_a).to(dtype).to(tl.float32)
+            second = (b * cosine_b).to(dtype).to(tl.float32) + (a * sine_b).to(dtype).to(tl.float32)
+        else:
+            first = a * cosine_a - b * sine_a
+            second = b * cosine_b + a * sine_b
+        a = tl.where(turns[:, None, None], first, a)
+        b = tl.where(turns[:, None, None], second, b)
     to = ((batch * tokens + token.to(tl.int64)[:, None]) * heads + head[None, :]) * HEAD_DIM
     _store(output, to, inside, pair, a, b, HEAD_DIM, PAIRS, HALVES)
 
@@ -295,7 +315,7 @@ def norm_rope_backward(
     table_stride_batch,
     table_stride_row,
     table_stride_head,
-    table_stride_pair,
+    table_stride_channel,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -305,6 +325,8 @@ def norm_rope_backward(
     ACROSS: tl.constexpr,
     HALVES: tl.constexpr,
     ANGLES_OF_HEADS: tl.constexpr,
+    ANGLES_OF_CHANNELS: tl.constexpr,
+    ROUNDS_PRODUCTS: tl.constexpr,
 ):
     """Write the gradient of a block of tokens, and its part of those of weight and bias."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -315,25 +337,22 @@ def norm_rope_backward(
     from_gradient += head[None, :] * gradient_stride_head
     da, db = _load(gradient, from_gradient, inside, pair, HEAD_DIM, PAIRS, HALVES)
     if cosine is not None:
-        turns, c, s = _angles(
-            cosine,
-            sine,
-            batch,
-            token + offset,
-            rows,
-            heads,
-            pair,
-            table_stride_batch,
-            table_stride_row,
-            table_stride_head,
-            table_stride_pair,
-            HEAD_DIM,
-            HEADS if ANGLES_OF_HEADS else 1,
+        row = token + offset
+        turns = (row >= 0) & (row < rows)
+        which = tl.program_id(1) * HEADS + tl.arange(0, HEADS if ANGLES_OF_HEADS else 1)
+        known = turns[:, None] & (which < heads)[None, :]
+        place = batch * table_stride_batch + row.to(tl.int64)[:, None] * table_stride_row
+        place += which[None, :] * table_stride_head
+        cosine_a, cosine_b = _table(
+            cosine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
         )
-        first = da * c + db * s
-        second = db * c - da * s
-        da = tl.where(turns, first, da)
-        db = tl.where(turns, second, db)
+        sine_a, sine_b = _table(
+            sine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
+        )
+        first = da * cosine_a + db * sine_b
+        second = db * cosine_b - da * sine_a
+        da = tl.where(turns[:, None, None], first, da)
+        db = tl.where(turns[:, None, None], second, db)
     if NORM != "":
         at = batch * stride_batch + token.to(tl.int64)[:, None] * stride_token + head[None, :] * stride_head
         a, b = _load(x, at, inside, pair, HEAD_DIM, PAIRS, HALVES)

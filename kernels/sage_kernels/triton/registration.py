@@ -250,8 +250,8 @@ class HeadKernel:
                 return "needs weights that lie one behind another"
         if rope is None:
             return ""
-        alike = rope.cosine.stride() == rope.sine.stride()
-        return "" if alike and rope.cosine.dtype == rope.sine.dtype == torch.float32 else "needs tables of float32"
+        alike = rope.cosine.stride() == rope.sine.stride() and rope.cosine.dtype == rope.sine.dtype
+        return "" if alike else "needs tables that are laid out alike"
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
         """Normalise and rotate; see `norm_rope.forward`."""

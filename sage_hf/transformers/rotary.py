@@ -1,0 +1,129 @@
+"""Rotation of queries and keys by one kernel in transformers' models, whose function takes ten operators for it.
+
+Each modelling file has a function of its own, `apply_rotary_pos_emb`. In layers that run a recipe of ours the kernel
+takes its place, if it gives the same bits for drawn tensors. All other layers run the function as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sage_hf.attributes import RECIPE
+from sage_hf.names import NAMES
+from sage_hf.transformers.inspection import built_classes, calls_interface, once_per_class
+from sage_kernels.heads import Rope
+from sage_kernels.norm_rope import is_served, norm_rope
+
+FUNCTION = "apply_rotary_pos_emb"
+"""(query, key, cosine, sine) -> both rotated; (batch, heads, tokens, head_dim), tables (batch, tokens, head_dim)."""
+
+MARK = "_sage_rotary"
+"""Attribute of functions that this file has wrapped."""
+
+LARGE = 2**18
+"""Elements of the queries from which on two launches cost the host no more than the operators do."""
+LARGE_WITH_GRADIENTS = 2**22
+"""The same with gradients, whose launches are not prepared."""
+
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+
+
+class _Thread(threading.local):
+    """The thread's state: whether a layer runs that has a recipe of ours."""
+
+    in_layer = False
+
+
+_thread = _Thread()
+_agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
+"""Whether a modelling file's function and the kernel give the same bits."""
+
+
+@once_per_class
+def rotate_by_kernel(model_class: type) -> None:
+    """Let the layers of a model's class use the kernel while they run a recipe of ours that is not exact."""
+    for layer in filter(calls_interface, built_classes(model_class)):
+        owner: Any = next((one for one in layer.__mro__ if "forward" in vars(one)), None)
+        if owner is None or FUNCTION not in unwrap(owner.forward).__code__.co_names:
+            continue
+        namespace = vars(sys.modules[owner.__module__])
+        if not hasattr(namespace[FUNCTION], MARK):
+            namespace[FUNCTION] = _with_kernel(namespace[FUNCTION])
+        if not hasattr(owner.forward, MARK):
+            owner.forward = _noting_recipe(owner.forward)
+
+
+def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward pass that tells what it calls whether a recipe of ours runs."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        before, _thread.in_layer = _thread.in_layer, _runs_ours(self)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _thread.in_layer = before
+
+    vars(wrapper)[MARK] = True
+    return wrapper
+
+
+def _runs_ours(layer: Any) -> bool:
+    """Return whether a layer runs a recipe of ours in low bits."""
+    implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+    recipe, _ = NAMES.get(implementation or "", ("exact", None))
+    return recipe != "exact" and vars(layer).get(RECIPE) != "exact"
+
+
+def _with_kernel(rotate: Rotate) -> Rotate:
+    """Return a function that does what `rotate` does, by the kernel where that serves and gives the same bits."""
+
+    @functools.wraps(rotate)
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _thread.in_layer or args or kwargs or not _serves(q, k, cos, sin):
+            return rotate(q, k, cos, sin, *args, **kwargs)
+        key = rotate, q.dtype, q.shape[3], q.device
+        if key not in _agreements:
+            if q.is_cuda and torch.cuda.is_current_stream_capturing():
+                return rotate(q, k, cos, sin)
+            _agreements[key] = _agrees(*key)
+        return _by_kernel(q, k, cos, sin) if _agreements[key] else rotate(q, k, cos, sin)
+
+    vars(apply_rotary_pos_emb)[MARK] = True
+    return apply_rotary_pos_emb
+
+
+def _serves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the kernel takes these tensors, and gains."""
+    if not is_served(q) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    if q.numel() < (LARGE_WITH_GRADIENTS if grad else LARGE) or cos.requires_grad:
+        return False
+    sizes = cos.shape[0] in (1, q.shape[0]) and cos.shape[1:] == q.shape[2:] == k.shape[2:]
+    return sizes and q.dtype == k.dtype == cos.dtype == sin.dtype
+
+
+def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    rope = Rope(cos.unsqueeze(2), sin.unsqueeze(2), halves=True)
+    query, key = (norm_rope(x.transpose(1, 2), rope=rope).transpose(1, 2) for x in (q, k))
+    return query, key
+
+
+@torch.no_grad()
+def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Return whether a function and the kernel rotate drawn tensors alike, to the bit."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (1, 2, 3, head_dim), (1, 1, 3, head_dim), (1, 3, head_dim), (1, 3, head_dim)
+    drawn = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
+    return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))

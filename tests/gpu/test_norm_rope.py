@@ -1,0 +1,90 @@
+"""Norm and rotation of heads on a GPU: called, repeated, captured, with gradients, and beyond 2³¹ elements."""
+
+import pytest
+import torch
+
+from sage_kernels import norm_rope as door
+from sage_kernels.heads import Norm, Rope, head_kernel
+from sage_kernels.norm_rope import norm_rope
+from tests.helpers.heads import CASES, HeadCase
+
+LARGE = (
+    HeadCase((2, 1003, 30, 64), "layer"),
+    HeadCase((1, 1003, 24, 128), "rounded", "channels", -7),
+    HeadCase((1, 333, 40, 128), "tokens", "batch"),
+    HeadCase((2, 517, 32, 128), "", "own", halves=True, heads_first=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    door._slots.clear()
+    yield
+    door._slots.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES + LARGE, ids=str)
+def test_repeated_calls_compute_the_reference(case: HeadCase, dtype: torch.dtype):
+    for _ in range(3):
+        x, norm, rope = case.draw(dtype, "cuda")
+        assert head_kernel(x, norm, rope, grad=False).name == "norm_rope"
+        case.judge(norm_rope(x, norm, rope), x, norm, rope)
+    (slot,) = door._slots.values()
+    assert slot.tape is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES + LARGE if not case.across_heads], ids=str)
+def test_gradients_are_those_of_the_reference(case: HeadCase, dtype: torch.dtype):
+    x, norm, rope = case.draw(dtype, "cuda")
+    inputs = [one.requires_grad_() for one in (x, norm and norm.weight, norm and norm.bias) if one is not None]
+    output = norm_rope(x, norm, rope)
+    assert output.grad_fn.name() == "_NormRopeBackward"
+    gradient = torch.randn_like(output)
+    found = torch.autograd.grad(output, inputs, gradient)
+    case.judge_gradients((*found, None, None)[:3], gradient, x, norm, rope)
+
+
+def test_a_graph_repeats_it():
+    x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
+    for _ in range(3):
+        norm_rope(x, norm, rope)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = norm_rope(x, norm, rope)
+    x.copy_(torch.randn_like(x))
+    output.fill_(torch.nan)
+    graph.replay()
+    LARGE[1].judge(output, x, norm, rope)
+
+
+def test_another_stream_runs_it():
+    x, norm, rope = LARGE[0].draw(torch.bfloat16, "cuda")
+    expected = norm_rope(x, norm, rope)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outputs = [norm_rope(x, norm, rope) for _ in range(4)]
+    stream.synchronize()
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_more_elements_than_32_bits_count(heads_first: bool):
+    tokens, heads, head_dim = 2**17 + 5, 128, 128
+    x = torch.randn(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16).expand(1, tokens, heads, head_dim)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else x.contiguous()
+    x[:, -3:] = torch.randn_like(x[:, -3:])
+    angles = torch.randn(tokens, head_dim // 2, device="cuda")
+    norm, rope = Norm("rms", 1e-5), Rope(angles.cos(), angles.sin())
+    output = norm_rope(x, norm, rope)
+    last = norm_rope(x[:, -3:].contiguous(), norm, Rope(rope.cosine[-3:], rope.sine[-3:]))
+    assert torch.equal(output[:, -3:], last)
+
+
+def test_what_the_kernel_does_not_take_runs_in_operators():
+    x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
+    apart = torch.stack((x, x), -1)[..., 0]
+    assert head_kernel(apart, norm, rope, grad=False).name == "reference"
+    LARGE[1].judge(norm_rope(apart, norm, rope).contiguous(), x, norm, rope)

@@ -1,0 +1,82 @@
+"""Where a kernel rotates queries and keys in place of a modelling file's function, they are the same to the bit."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from sage_hf import record
+from sage_hf.transformers import rotary
+from tests.helpers.tiny_transformers import MODELS, SERVED, TinyModel, run
+
+ROTATED = {"llama", "qwen2", "qwen3", "mistral", "gemma2"}
+"""Models whose layers rotate by the function."""
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[torch.Size]:
+    """Let tensors of a CPU be served, by the reference; the sizes of what it rotates."""
+    sizes: list[torch.Size] = []
+
+    def norm_rope(x, rope):
+        sizes.append(x.shape)
+        return original(x, rope=rope)
+
+    original = rotary.norm_rope
+    monkeypatch.setattr(rotary, "norm_rope", norm_rope)
+    monkeypatch.setattr(rotary, "is_served", lambda x: True)
+    monkeypatch.setattr(rotary, "LARGE", 0)
+    monkeypatch.setattr(rotary, "_agreements", {})
+    return sizes
+
+
+def queries_and_keys(tiny: TinyModel, implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    calls: list[record.AttentionCall] = []
+    with record.observe(calls.append):
+        run(tiny.build(implementation, dtype), **tiny.inputs())
+    return [x for call in calls for x in (call.query, call.key)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tiny", SERVED, ids=lambda tiny: tiny.name)
+def test_queries_and_keys_are_those_of_the_model(tiny: TinyModel, dtype: torch.dtype, request):
+    expected = queries_and_keys(tiny, "sage1_emulate", dtype)
+    sizes = request.getfixturevalue("served")
+    found = queries_and_keys(tiny, "sage1_emulate", dtype)
+    assert bool(sizes) == (tiny.name in ROTATED)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "sage_exact"])
+def test_layers_without_a_recipe_of_ours_run_the_function(implementation, served):
+    tiny = MODELS["llama"]
+    tiny.build("sage2")  # lets the class's layers use the kernel
+    run(tiny.build(implementation), **tiny.inputs())
+    assert not served
+
+
+def test_a_function_that_rotates_otherwise_stays(served, monkeypatch):
+    model = MODELS["llama"].build("sage1_emulate")
+    file = sys.modules[type(model).__module__]
+    other = rotary._with_kernel(lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None]))
+    monkeypatch.setattr(file, rotary.FUNCTION, other)
+    q, k = torch.randn(2, 1, 2, 3, 8)
+    cos, sin = torch.randn(2, 1, 3, 8)
+    monkeypatch.setattr(rotary._thread, "in_layer", True)
+    assert torch.equal(other(q, k, cos, sin)[0], q * cos[:, None])
+    assert list(rotary._agreements.values()) == [False]
+
+
+def test_the_layers_output_has_gradients(served, monkeypatch):
+    monkeypatch.setattr(rotary, "LARGE_WITH_GRADIENTS", 0)
+    tiny, gradients = MODELS["llama"], []
+    for on in (True, False):
+        monkeypatch.setattr(rotary, "is_served", lambda x, on=on: on)
+        model = tiny.build("sage_bwd")
+        model(**tiny.inputs()).logits.square().sum().backward()
+        gradients.append([one.grad for one in model.parameters()])
+    assert served
+    for own, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, theirs)
