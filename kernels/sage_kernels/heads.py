@@ -1,4 +1,4 @@
-"""What models do to the heads of queries and keys before they attend: a norm, and a rotation by position (RoPE)."""
+"""Norm and rotation by position (RoPE): what models do to the heads of queries and keys before they attend."""
 
 from __future__ import annotations
 

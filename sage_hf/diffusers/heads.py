@@ -25,7 +25,7 @@ Ropes: TypeAlias = dict[str, Rope]
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a processor of diffusers rotates queries and keys.
+    """Rotation of queries and keys by a processor of diffusers.
 
     Attributes:
         argument: the name of its argument with the angles.
@@ -125,7 +125,7 @@ ROTARIES: dict[str, Rotary] = {
 
 @dataclass(frozen=True)
 class NormClass:
-    """How a class of norms computes.
+    """Arithmetic of a class of norms.
 
     Attributes:
         kind, rounds: as in `heads.Norm`.

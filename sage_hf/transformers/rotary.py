@@ -89,15 +89,16 @@ def _with_kernel(rotate: Rotate) -> Rotate:
     """Return a function that does what `rotate` does, by the kernel where that serves and gives the same bits."""
 
     @functools.wraps(rotate)
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _thread.in_layer or args or kwargs or not _serves(q, k, cos, sin):
-            return rotate(q, k, cos, sin, *args, **kwargs)
-        key = rotate, q.dtype, q.shape[3], q.device
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _thread.in_layer or len(args) != 4 or kwargs or not _serves(*args):
+            return rotate(*args, **kwargs)
+        query = args[0]
+        key = rotate, query.dtype, query.shape[3], query.device
         if key not in _agreements:
-            if q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return rotate(q, k, cos, sin)
+            if query.is_cuda and torch.cuda.is_current_stream_capturing():
+                return rotate(*args)
             _agreements[key] = _agrees(*key)
-        return _by_kernel(q, k, cos, sin) if _agreements[key] else rotate(q, k, cos, sin)
+        return _by_kernel(*args) if _agreements[key] else rotate(*args)
 
     vars(apply_rotary_pos_emb)[MARK] = True
     return apply_rotary_pos_emb
@@ -105,7 +106,9 @@ def _with_kernel(rotate: Rotate) -> Rotate:
 
 def _serves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether the kernel takes these tensors, and gains."""
-    if not is_served(q) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+    if not all(isinstance(x, Tensor) for x in (q, k, cos, sin)) or not is_served(q):
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     if q.numel() < (LARGE_WITH_GRADIENTS if grad else LARGE) or cos.requires_grad:

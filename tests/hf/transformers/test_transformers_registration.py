@@ -126,7 +126,7 @@ def build(name: str, implementation: str | None) -> nn.Module:
     """Tiny models that do not look up attention functions, or not for all of their attention."""
     sizes = {
         "Bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-        "GPTJ": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 128},
+        "GPTNeo": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
         "Falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         "LongT5": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15},
     }[name]
@@ -136,7 +136,7 @@ def build(name: str, implementation: str | None) -> nn.Module:
     return getattr(transformers, model_class)._from_config(config, attn_implementation=implementation).eval()
 
 
-@pytest.mark.parametrize("name", ["Bloom", "GPTJ", "Falcon", "LongT5"])
+@pytest.mark.parametrize("name", ["Bloom", "GPTNeo", "Falcon", "LongT5"])
 def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_default(
     name: str, hf_log: pytest.LogCaptureFixture
 ) -> None:
@@ -227,7 +227,7 @@ def test_unsupported_says_why() -> None:
     assert unsupported(build("Bloom", "eager")) == (
         "transformers.models.bloom.modeling_bloom does not use transformers' attention interface"
     )
-    assert unsupported(build("GPTJ", "eager")).endswith("chooses among attention classes of its own")
+    assert unsupported(build("GPTNeo", "eager")).endswith("chooses among attention classes of its own")
     if calls_interface(MODELS["t5"]):  # then LongT5 does for its decoder, and not for its encoder
         assert unsupported(build("LongT5", "eager")).endswith("supports no attention implementation but its own")
     assert unsupported(nn.Linear(2, 2)) == "Linear is not a transformers model"
