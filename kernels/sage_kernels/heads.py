@@ -41,13 +41,14 @@ class Rope:
     Attributes:
         cosine, sine: (rows, channels), (rows, heads, channels) or (batch, rows, heads, channels), where batch and heads
             may be 1. `channels` is head_dim / 2, one angle for each pair, or head_dim. In float32 the rotation is
-            rounded once; in the tensor's own dtype each product and their sum are, as in transformers.
+            rounded once; in the tensor's own dtype each product and their sum are, as in transformers. Without `sine`,
+            `cosine` has complex64 numbers, one for each pair.
         offset: token i has row i + offset; tokens without a row are not rotated.
         halves: channel i is paired with channel i + head_dim / 2; otherwise with its neighbour.
     """
 
     cosine: torch.Tensor
-    sine: torch.Tensor
+    sine: torch.Tensor | None = None
     offset: int = 0
     halves: bool = False
 
@@ -69,6 +70,10 @@ class Rope:
         batch = strides[0] if len(sizes) == 4 and sizes[0] > 1 else 0
         row, head, channel = strides[-3:]
         return batch, row, head if sizes[-2] > 1 else 0, channel
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine; of complex numbers, views of both parts."""
+        return (self.cosine.real, self.cosine.imag) if self.sine is None else (self.cosine, self.sine)
 
 
 def _form(x: torch.Tensor | None) -> tuple[object, ...] | None:
@@ -128,9 +133,12 @@ def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
         return
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} has no pairs to rotate")
-    for name, table in (("cosine", rope.cosine), ("sine", rope.sine)):
+    if (rope.sine is None) != rope.cosine.is_complex():
+        raise ValueError("a rotation has complex numbers, or cosine and sine")
+    channels_of_table = (head_dim // 2,) if rope.sine is None else (head_dim // 2, head_dim)
+    for name, table in zip(("cosine", "sine"), rope.tables(), strict=True):
         *given, channels = table.shape
-        fits = channels in (head_dim // 2, head_dim) and 1 <= len(given) <= 3 and given[-3:-2] in ([], [1], [batch])
-        fits = fits and table.dtype in (torch.float32, x.dtype)
-        if not fits or (len(given) > 1 and given[-1] not in (1, heads)) or table.shape != rope.cosine.shape:
+        fits = channels in channels_of_table and 1 <= len(given) <= 3 and given[-3:-2] in ([], [1], [batch])
+        fits = fits and table.dtype in (torch.float32, x.dtype) and table.shape == rope.cosine.shape
+        if not fits or (len(given) > 1 and given[-1] not in (1, heads)):
             raise ValueError(f"{name} {table.dtype} {tuple(table.shape)} does not fit x {tuple(x.shape)}: see Rope")

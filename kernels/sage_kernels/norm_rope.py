@@ -110,7 +110,9 @@ def _tensors(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> list[torc
     if norm is not None and norm.bias is not None:
         given.append(norm.bias)
     if rope is not None:
-        given += [rope.cosine, rope.sine]
+        given.append(rope.cosine)
+    if rope is not None and rope.sine is not None:
+        given.append(rope.sine)
     return given
 
 

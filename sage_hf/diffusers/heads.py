@@ -79,7 +79,7 @@ def _rotate_by_complex(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes
     lengths = given["hidden_states"].shape[1], given["encoder_hidden_states"].shape[1]
     if not all(one.dtype == torch.complex64 and len(one) == length for one, length in zip(table, lengths, strict=True)):
         return None
-    sample, added = (Rope(one.real, one.imag) for one in table)
+    sample, added = map(Rope, table)
     return dict(zip(NORMS, (sample, sample, added, added), strict=True))
 
 

@@ -42,9 +42,9 @@ def refusal(model_class: type) -> str | None:
 
     The class alone decides, before any layer is built. transformers accepts any registered name. A model that does not
     look the name up would compute attention by its own code with masks meant for ours, and lose causality and padding
-    (Bloom), or fail because it has no class for the name (GPT-Neo). A model whose layers let the attention function pick
-    the keys, except with "eager" and "sdpa", would attend to all keys (DeepSeek V3.2). A model that only combines other
-    models is accepted: those are checked themselves.
+    (Bloom), or fail because it has no class for the name (GPT-Neo). A model whose layers let the attention function
+    pick the keys, except with "eager" and "sdpa", would attend to all keys (DeepSeek V3.2). A model that only combines
+    other models is accepted: those are checked themselves.
     """
     file = model_class.__module__
     namespace = vars(sys.modules[file]) if file in sys.modules else {}

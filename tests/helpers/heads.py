@@ -19,8 +19,8 @@ class HeadCase:
         norm: "", "rms", "rounded" (an RMSNorm rounded before its weight), "bare" (without weight), "layer", "tokens"
             (an RMSNorm of all heads of a token) or "token layers".
         table: "", or the kind of its tables: "pairs" (an angle for each pair), "channels" (an angle for each channel),
-            "heads" (an angle for each pair of each head), "batch" (of each batch element), "complex" (parts of a
-            complex tensor), "own" (in the tensor's dtype).
+            "heads" (an angle for each pair of each head), "batch" (of each batch element), "complex", "own" (in the
+            tensor's dtype).
         offset, halves: as in `Rope`.
         heads_first: x is a view of (batch, heads, tokens, head_dim).
     """
@@ -67,10 +67,9 @@ class HeadCase:
                 cosine, sine = draw(2, batch, tokens, 1, head_dim, dtype=torch.float32)
             if self.table == "own":
                 cosine, sine = cosine.to(dtype), sine.to(dtype)
-            if self.table == "complex":
-                turns = torch.complex(cosine, sine)
-                cosine, sine = turns.real, turns.imag
             rope = Rope(cosine, sine, self.offset, self.halves)
+            if self.table == "complex":
+                rope = replace(rope, cosine=torch.complex(cosine, sine), sine=None)
         return x, norm, rope
 
     def judge(self, output: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
@@ -124,7 +123,8 @@ def in_float64(what: Norm | Rope | None) -> Norm | Rope | None:
     if what is None:
         return None
     if isinstance(what, Rope):
-        return replace(what, cosine=what.cosine.double(), sine=what.sine.double())
+        cosine, sine = what.tables()
+        return replace(what, cosine=cosine.double(), sine=sine.double())
     weight, bias = (None if one is None else one.detach().double() for one in (what.weight, what.bias))
     return replace(what, weight=weight, bias=bias, rounds=False)
 

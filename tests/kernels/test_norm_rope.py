@@ -87,6 +87,8 @@ def test_gradients_of_the_reference_are_right():
         (None, Rope(draw(7, 2, 8), draw(7, 2, 8)), "does not fit x"),
         (None, Rope(draw(3, 7, 1, 8), draw(3, 7, 1, 8)), "does not fit x"),
         (None, Rope(draw(7, 8).half(), draw(7, 8).half()), "does not fit x"),
+        (None, Rope(draw(7, 8)), "complex numbers, or cosine and sine"),
+        (None, Rope(torch.complex(draw(7, 16).float(), draw(7, 16).float())), "does not fit x"),
     ],
 )
 def test_what_does_not_fit_is_refused(norm, rope, message):

@@ -38,11 +38,12 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     first = min(max(0, -rope.offset), tokens)
     last = max(first, min(tokens, rope.rows - rope.offset))
     before, rotated, after = x[:, :first], x[:, first:last], x[:, last:]
-    if rope.cosine.dtype != x.dtype:
+    cosine, sine = rope.tables()
+    if cosine.dtype != x.dtype:
         rotated = _widened(rotated)
     (cosine_a, cosine_b), (sine_a, sine_b) = (
         _by_pair(table, x.shape[3], rope.halves, slice(first + rope.offset, last + rope.offset))
-        for table in (rope.cosine, rope.sine)
+        for table in (cosine, sine)
     )
     a, b = _pairs(rotated, rope.halves)
     pairs = a * cosine_a - b * sine_a, b * cosine_b + a * sine_b

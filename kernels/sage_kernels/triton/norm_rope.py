@@ -85,13 +85,16 @@ def _arguments(
     across = norm is not None and norm.across_heads
     together = triton.next_power_of_2(heads) if across else min(MOST_HEADS, heads & -heads)
     block = max(1, elements // (together * channels))
-    table_strides = (0, 0, 0, 0) if rope is None else rope.strides()
+    table_strides: tuple[int, ...] = (0, 0, 0, 0) if rope is None else rope.strides()
+    cosine, sine = (None, None) if rope is None else (rope.cosine, rope.sine)
+    if cosine is not None and sine is None:
+        cosine, table_strides = torch.view_as_real(cosine), tuple(2 * stride for stride in table_strides)
     arguments = {
         "num_warps": LARGE_TOKEN_WARPS if across and together * channels >= LARGE_TOKEN else WARPS,
         "weight": None if norm is None else norm.weight,
         "bias": None if norm is None else norm.bias,
-        "cosine": None if rope is None else rope.cosine,
-        "sine": None if rope is None else rope.sine,
+        "cosine": cosine,
+        "sine": sine,
         "tokens": tokens,
         "heads": heads,
         "rows": 0 if rope is None else rope.rows,
@@ -275,8 +278,9 @@ def norm_rope_forward(
         cosine_a, cosine_b = _table(
             cosine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
         )
+        sines = cosine + 1 if sine is None else sine  # the imaginary parts of complex numbers
         sine_a, sine_b = _table(
-            sine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
+            sines, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
         )
         if ROUNDS_PRODUCTS:
             first = (a * cosine_a).to(dtype).to(tl.float32) - (b * sine_a).to(dtype).to(tl.float32)
@@ -346,8 +350,9 @@ def norm_rope_backward(
         cosine_a, cosine_b = _table(
             cosine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
         )
+        sines = cosine + 1 if sine is None else sine  # the imaginary parts of complex numbers
         sine_a, sine_b = _table(
-            sine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
+            sines, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
         )
         first = da * cosine_a + db * sine_b
         second = db * cosine_b - da * sine_a

@@ -248,7 +248,7 @@ class HeadKernel:
                 return f"a norm of all heads has no gradients, and at most {MAX_TOKEN_CHANNELS} channels"
             if any(one is not None and one.stride(-1) != 1 for one in (norm.weight, norm.bias)):
                 return "needs weights that lie one behind another"
-        if rope is None:
+        if rope is None or rope.sine is None:
             return ""
         alike = rope.cosine.stride() == rope.sine.stride() and rope.cosine.dtype == rope.sine.dtype
         return "" if alike else "needs tables that are laid out alike"
