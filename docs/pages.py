@@ -40,6 +40,8 @@ FP4_PREPARATION = "nvidia-h200-sage3"
 """Name of the result with the times of what FP4 attention needs before it attends."""
 HOST = "nvidia-h200-host"
 """Name of the result with the host time of calls."""
+NORM_ROPE = "nvidia-h200-norm_rope"
+"""Name of the result with the times of norm and rotation of queries."""
 FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
@@ -214,6 +216,23 @@ def first_calls() -> str:
     return "\n".join([*lines, "", sources(FIRST_CALLS)])
 
 
+def norm_rope() -> str:
+    """Return a table of the times of norm and rotation of queries."""
+    result = read_result(NORM_ROPE)
+    lines = [
+        "| queries | batch × tokens × heads × head_dim | operators, ms | compiled, ms | ours, ms | a copy, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        sizes = f"{row['batch']}×{row['tokens']}×{row['heads']}×{row['head_dim']}"
+        times = " | ".join(f"{row[f'{name}_ms']:.3f}" for name in ("operators", "compiled", "ours", "copy"))
+        lines.append(f"| {row['model']} | {sizes} | {times} |")
+    caption = (
+        f"{result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}; training with its backward pass."
+    )
+    return "\n".join([*lines, "", caption, "", sources(NORM_ROPE)])
+
+
 def training_speed() -> str:
     """Return tables of every provider's speed, errors and memory in training."""
     return tables.markdown(read_result("nvidia-h200-forward_backward"))
@@ -314,6 +333,7 @@ python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/grid.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward.py --host --output {BENCHMARKS}/results
 python {BENCHMARKS}/first_calls.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/norm_rope.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
@@ -390,6 +410,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "fp4-preparation": fp4_preparation,
     "host": host,
     "first-calls": first_calls,
+    "norm-rope": norm_rope,
     "training-speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),

@@ -1,0 +1,157 @@
+"""Measure norm and rotation of queries, as models call them: by PyTorch's operators, compiled, and by our kernel.
+
+python benchmarks/norm_rope.py --output benchmarks/results
+
+writes <gpu>-norm_rope.json. Its "rows" have model, batch, tokens, heads, head_dim, direction ("forward" or
+"forward_backward"), "copy_ms", which a copy of the tensor takes, and in ms: "operators_ms" of the model's own code,
+"compiled_ms" of torch.compile, "ours_ms". Forward passes are replayed as CUDA graphs, so that the host does not count.
+It needs diffusers and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from preparation import replayed
+from record import git_commit
+from torch import Tensor, nn
+
+from sage_hf.bench import measure
+from sage_kernels.heads import Norm, Rope
+from sage_kernels.norm_rope import norm_rope
+
+CALLS = 20
+
+Sizes = tuple[int, int, int, int]
+"""Batch, tokens, heads, head_dim."""
+Made = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Any]]
+"""The model's own code, our call, and the parameters that both have."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's call.
+
+    Attributes:
+        model: for the table.
+        sizes: of the queries.
+        make: makes what is measured of tensors of these sizes.
+        trains: with its backward pass.
+    """
+
+    model: str
+    sizes: Sizes
+    make: Callable[[Sizes], Made]
+    trains: bool = False
+
+
+def _angles(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    angles = torch.randn(tokens, channels // 2, device="cuda")
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _flux(norm_class: Any) -> Callable[[Sizes], Made]:
+    """Return what makes an RMSNorm of each head and diffusers' rotation of neighbours, as in Flux and HunyuanVideo."""
+
+    def make(sizes: Sizes) -> Made:
+        _, tokens, _, head_dim = sizes
+        rotate = import_module("diffusers.models.embeddings").apply_rotary_emb
+        cosine, sine = (x.repeat_interleave(2, -1) for x in _angles(tokens, head_dim))
+        norm = norm_class()(head_dim, eps=1e-6).to("cuda", torch.bfloat16)
+        own = Norm("rms", 1e-6, norm.weight, rounds=not isinstance(norm, nn.RMSNorm)), Rope(cosine, sine)
+        return (
+            lambda x: rotate(norm(x), (cosine, sine), sequence_dim=1),
+            lambda x: norm_rope(x, *own),
+            [norm.weight],
+        )
+
+    return make
+
+
+def _cogvideox(sizes: Sizes) -> Made:
+    norm = nn.LayerNorm(sizes[3], eps=1e-6, device="cuda", dtype=torch.bfloat16)
+    own = Norm("layer", 1e-6, norm.weight, norm.bias)
+    # The processor normalises a view of (batch, heads, tokens, head_dim).
+    return lambda x: norm(x.transpose(1, 2)).transpose(1, 2), lambda x: norm_rope(x, own), [norm.weight, norm.bias]
+
+
+def _llama(sizes: Sizes) -> Made:
+    _, tokens, _, head_dim = sizes
+    rotate = import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
+    cosine, sine = (torch.cat((x, x), -1)[None] for x in _angles(tokens, head_dim, torch.bfloat16))
+    own = Rope(cosine[:, :, None], sine[:, :, None], halves=True)
+
+    def operators(x: Tensor) -> Tensor:
+        query = x.transpose(1, 2)
+        rotated: Tensor = rotate(query, query[:, :1], cosine, sine)[0]
+        return rotated.transpose(1, 2)
+
+    return operators, lambda x: norm_rope(x, rope=own), []
+
+
+def _diffusers_norm() -> Any:
+    return import_module("diffusers.models.normalization").RMSNorm
+
+
+CASES = (
+    Case("Flux, 1024²", (1, 4608, 24, 128), _flux(lambda: nn.RMSNorm)),
+    Case("HunyuanVideo, 720p", (1, 118800, 24, 128), _flux(_diffusers_norm)),
+    Case("CogVideoX-2B", (2, 17776, 30, 64), _cogvideox),
+    Case("Llama 3 8B, 32k", (1, 32768, 32, 128), _llama),
+    Case("CogVideoX-2B, training", (1, 17776, 30, 64), _cogvideox, trains=True),
+    Case("Llama 3 8B, training on 8k", (1, 8192, 32, 128), _llama, trains=True),
+)
+
+
+def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
+    """Return the row of a case; ArithmeticError: our output is another one."""
+    x = torch.randn(case.sizes, device="cuda", dtype=torch.bfloat16, requires_grad=case.trains)
+    gradient = torch.randn_like(x)
+    operators, ours, parameters = case.make(case.sizes)
+    with torch.no_grad():
+        distance = (operators(x).float() - ours(x).float()).norm() / operators(x).float().norm()
+    if not distance < torch.finfo(x.dtype).eps:
+        raise ArithmeticError(f"{case.model}: the outputs are {distance:.1e} apart")
+
+    def step(call: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        if not case.trains:
+            return replayed(torch.no_grad()(lambda: call(x)))
+        return lambda: torch.autograd.grad(call(x), [x, *parameters], gradient)
+
+    steps = {"operators": step(operators), "compiled": step(torch.compile(operators)), "ours": step(ours)}
+    times = measure.median_ms({name: (one, CALLS) for name, one in steps.items()})
+    batch, tokens, heads, head_dim = case.sizes
+    sizes = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
+    moved = 2 * x.numel() * x.element_size()
+    facts = {"direction": "forward_backward" if case.trains else "forward", "copy_ms": moved / bandwidth * 1e3}
+    return {"model": case.model, **sizes, **facts, **{f"{name}_ms": ms for name, ms in times.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(), help="folder to write <gpu>-norm_rope.json into")
+    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    facts = measure.facts(device, git_commit() if arguments.commit is None else arguments.commit)
+    bandwidth = measure.copy_bandwidth(device)
+    rows = []
+    for case in CASES:
+        rows.append(measure_case(case, bandwidth))
+        print({name: round(value, 4) if isinstance(value, float) else value for name, value in rows[-1].items()})
+    path = arguments.output / f"{facts['gpu'].lower().replace(' ', '-')}-norm_rope.json"
+    head = json.dumps({**facts, "copy_bandwidth": bandwidth}, indent=1)[:-2]
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{head},\n "rows": [\n{lines}\n]\n}}\n', encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Machine code of norm and rotation on every architecture: 16 bytes at a time, and no spills. `make audit`."""
+
+import pytest
+import torch
+import triton
+
+from sage_kernels.language.launch import recording
+from sage_kernels.testing.aot import compile_launch, machine_code
+from sage_kernels.triton import norm_rope
+from sage_kernels.triton.registration import CAPABILITIES
+from tests.helpers.heads import HeadCase
+
+pytestmark = [
+    pytest.mark.audit,
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing"),
+]
+
+CASES = (
+    HeadCase((1, 64, 24, 128), "rounded", "channels"),
+    HeadCase((2, 64, 30, 64), "layer"),
+    HeadCase((1, 64, 40, 128), "tokens", "batch"),
+    HeadCase((1, 64, 24, 128), "bare", "heads"),
+    HeadCase((1, 64, 24, 128), "rms", "complex"),
+    HeadCase((1, 64, 32, 128), "", "own", halves=True, heads_first=True),
+)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_heads_are_read_and_written_16_bytes_at_a_time_without_spills(case, capability):
+    x, norm, rope = case.draw(torch.bfloat16)
+    with recording() as launches:
+        norm_rope.forward(x, norm, rope)
+        if not case.across_heads:
+            norm_rope.backward(x, x, norm, rope)
+    for launch in launches:
+        kernel = compile_launch(launch, capability)
+        assert machine_code(kernel.asm["cubin"]).instructions.spills == 0
+        heads = [line for line in kernel.asm["ptx"].splitlines() if "global.v4.b32" in line]
+        assert any("ld.global" in line for line in heads) and any("st.global" in line for line in heads)
