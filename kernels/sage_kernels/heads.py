@@ -99,7 +99,10 @@ class HeadKernel(Protocol):
     def backward(
         self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not."""
+        """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not.
+
+        The channels of the output's gradient lie one behind another.
+        """
 
 
 _kernels: dict[str, HeadKernel] = {}

@@ -6,6 +6,7 @@ attention's are (`prepared`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -18,6 +19,10 @@ from .heads import HeadKernel, Norm, Rope, check_heads, head_kernel
 from .prepared import ALIGNMENT, CALLS, attempt, is_plain, modes_are_active
 from .rehearsal import Rehearsal
 from .tape import Tape
+
+Tensors = list[torch.Tensor]
+Run = Callable[[Tensors], Tensors]
+"""(arguments) -> outputs; it only allocates, takes views and launches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,18 @@ class _Slot:
     kernel: HeadKernel
     tape: Tape | None = None
     calls: int = 0
+
+    def run(self, run: Run, tensors: Tensors) -> Tensors:
+        """Return the outputs of a call; prepare the second one."""
+        if self.tape is not None:
+            addresses = [one.data_ptr() for one in tensors]
+            if not reduce(or_, addresses) % ALIGNMENT:
+                return self.tape.run(*addresses)
+        outputs = run(tensors)
+        self.calls += 1
+        if self.calls == 2 and is_plain(*tensors):
+            self.tape = attempt(lambda rehearsal: _rehearse(rehearsal, run, tensors), tensors[0].device)
+        return outputs
 
 
 _slots: dict[tuple[object, ...], _Slot] = {}
@@ -65,7 +82,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     kernel = head_kernel(x, norm, rope, grad=True)
     if kernel.name == "reference" or modes_are_active():
         return kernel.forward(x, norm, rope)
-    output: torch.Tensor = _NormRope.apply(x, *vectors, kernel, norm, rope)
+    output: torch.Tensor = _NormRope.apply(x, *vectors, norm, rope)
     return output
 
 
@@ -77,34 +94,36 @@ def is_served(x: torch.Tensor) -> bool:
 
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+    slot = _slot(x, norm, rope)
+    if slot.kernel.name == "reference" or modes_are_active():
+        return slot.kernel.forward(x, norm, rope)
+
+    def run(tensors: Tensors) -> Tensors:
+        return [slot.kernel.forward(tensors[0], *_with_tensors(norm, rope, tensors[1:]))]
+
+    return slot.run(run, [x, *_tensors(norm, rope)])[0]
+
+
+def _slot(x: torch.Tensor, norm: Norm | None, rope: Rope | None, gradient: torch.Tensor | None = None) -> _Slot:
+    """Return what is known of a forward pass, or of a backward pass with this gradient of its output."""
     key = (
         *(x.shape, x.stride(), x.dtype, x.device),
         None if norm is None else norm.facts,
         None if rope is None else rope.facts,
+        None if gradient is None else gradient.stride(),
     )
     slot = _slots.get(key)
     if slot is None:
         check_heads(x, norm, rope)
         if len(_slots) == CALLS:
             _slots.clear()
-        slot = _slots[key] = _Slot(head_kernel(x, norm, rope, grad=False))
-    if slot.kernel.name == "reference" or modes_are_active():
-        return slot.kernel.forward(x, norm, rope)
-    tensors = _tensors(x, norm, rope)
-    if slot.tape is not None:
-        addresses = [one.data_ptr() for one in tensors]
-        if not reduce(or_, addresses) % ALIGNMENT:
-            return slot.tape.run(*addresses)[0]
-    output = slot.kernel.forward(x, norm, rope)
-    slot.calls += 1
-    if slot.calls == 2 and is_plain(*tensors):
-        slot.tape = attempt(lambda rehearsal: _rehearse(rehearsal, slot.kernel, x, norm, rope), x.device)
-    return output
+        slot = _slots[key] = _Slot(head_kernel(x, norm, rope, grad=gradient is not None))
+    return slot
 
 
-def _tensors(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> list[torch.Tensor]:
-    """Return all tensors of a call in a fixed order."""
-    given = [x]
+def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
+    """Return all tensors of norm and rotation in a fixed order."""
+    given = []
     if norm is not None and norm.weight is not None:
         given.append(norm.weight)
     if norm is not None and norm.bias is not None:
@@ -116,17 +135,20 @@ def _tensors(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> list[torc
     return given
 
 
-def _rehearse(rehearsal: Rehearsal, kernel: HeadKernel, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> Tape:
-    def stand_in(one: torch.Tensor | None) -> Any:
-        return None if one is None else rehearsal.stand_in(one, x.device)
-
-    heads = stand_in(x)
+def _with_tensors(norm: Norm | None, rope: Rope | None, tensors: Tensors) -> tuple[Norm | None, Rope | None]:
+    """Return norm and rotation with others in place of the tensors that `_tensors` returns."""
+    others = iter(tensors)
     if norm is not None:
-        norm = replace(norm, weight=stand_in(norm.weight), bias=stand_in(norm.bias))
+        weight, bias = (None if one is None else next(others) for one in (norm.weight, norm.bias))
+        norm = replace(norm, weight=weight, bias=bias)
     if rope is not None:
-        rope = replace(rope, cosine=stand_in(rope.cosine), sine=stand_in(rope.sine))
-    output = kernel.forward(heads, norm, rope)
-    return Tape(rehearsal, _tensors(heads, norm, rope), [output], x.device)
+        rope = replace(rope, cosine=next(others), sine=None if rope.sine is None else next(others))
+    return norm, rope
+
+
+def _rehearse(rehearsal: Rehearsal, run: Run, tensors: Tensors) -> Tape:
+    stand_ins: Tensors = [rehearsal.stand_in(one, tensors[0].device) for one in tensors]
+    return Tape(rehearsal, stand_ins, run(stand_ins), tensors[0].device)
 
 
 class _NormRope(torch.autograd.Function):
@@ -138,21 +160,28 @@ class _NormRope(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        kernel: HeadKernel,
         norm: Norm | None,
         rope: Rope | None,
     ) -> torch.Tensor:
-        tables = (None, None) if rope is None else (rope.cosine, rope.sine)
-        ctx.save_for_backward(x, weight, bias, *tables)
-        ctx.kernel = kernel
-        ctx.norm = None if norm is None else replace(norm, weight=None, bias=None)
-        ctx.place = None if rope is None else (rope.offset, rope.halves)
+        ctx.save_for_backward(x, *_tensors(norm, rope))
+        ctx.norm, ctx.rope = norm, rope
         return _forward(x, norm, rope)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias, cosine, sine = ctx.saved_tensors
-        norm = None if ctx.norm is None else replace(ctx.norm, weight=weight, bias=bias)
-        rope = None if ctx.place is None else Rope(cosine, sine, *ctx.place)
-        return (*ctx.kernel.backward(gradient, x, norm, rope), None, None, None)
+        x, *others = ctx.saved_tensors
+        norm, rope = _with_tensors(ctx.norm, ctx.rope, others)
+        if gradient.stride(-1) != 1:
+            gradient = gradient.contiguous()
+        slot = _slot(x, norm, rope, gradient)
+
+        def run(tensors: Tensors) -> Tensors:
+            gradient, x, *others = tensors
+            found = slot.kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
+            return [one for one in found if one is not None]
+
+        x_gradient, *found = slot.run(run, [gradient, x, *others])
+        weight_gradient = found.pop(0) if norm is not None and norm.weight is not None else None
+        bias_gradient = found.pop(0) if norm is not None and norm.bias is not None else None
+        return x_gradient, weight_gradient, bias_gradient, None, None

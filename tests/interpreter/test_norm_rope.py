@@ -18,3 +18,11 @@ def test_the_kernel_computes_the_gradients_of_the_reference(case: HeadCase):
     x, norm, rope = case.draw(torch.bfloat16)
     gradient = torch.randn(x.shape).to(x.dtype)
     case.judge_gradients(norm_rope.backward(gradient, x, norm, rope), gradient, x, norm, rope)
+
+
+def test_programs_add_up_the_parts_of_several_blocks(monkeypatch):
+    monkeypatch.setattr(norm_rope, "PARTS", 4)
+    case = HeadCase((2, 131, 3, 64), "layer", "pairs")
+    x, norm, rope = case.draw(torch.bfloat16)
+    gradient = torch.randn(x.shape).to(x.dtype)
+    case.judge_gradients(norm_rope.backward(gradient, x, norm, rope), gradient, x, norm, rope)

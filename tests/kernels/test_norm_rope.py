@@ -1,5 +1,6 @@
 """Norm and rotation of heads: the specification against PyTorch and complex numbers, the door, prepared calls."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -121,6 +122,16 @@ class RehearsedOnly:
             return forward(x, norm, rope)
         return reference.norm_rope(x, norm, rope)
 
+    def backward(self, gradient, x, norm, rope):
+        if isinstance(x, rehearsal.StandIn):
+            from sage_kernels.triton.norm_rope import backward
+
+            return backward(gradient, x, norm, rope)
+        with torch.enable_grad():
+            inputs = [one.detach().requires_grad_() for one in (x, norm.weight, norm.bias)]
+            own = replace(norm, weight=inputs[1], bias=inputs[2])
+            return torch.autograd.grad(reference.norm_rope(inputs[0], own, rope), inputs, gradient)
+
 
 @pytest.fixture
 def rehearsed(gpu, monkeypatch):
@@ -145,6 +156,28 @@ def test_a_repeated_call_costs_the_host_little(rehearsed):
     call()
     (launched,) = rehearsed.launched
     assert launched.grid == (1, 3, 2)
+
+
+def test_a_repeated_call_with_gradients_costs_the_host_little(rehearsed):
+    x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
+    inputs = [one.requires_grad_() for one in (x, norm.weight, norm.bias)]
+    gradient = torch.randn(SIZES).to(x.dtype)
+
+    def step():
+        return torch.autograd.grad(norm_rope(x, norm, rope), inputs, gradient)
+
+    first = step()
+    for own, theirs in zip(step(), first, strict=True):
+        assert torch.equal(own, theirs)
+    step()
+    names = python_calls(step)
+    assert len(names) <= 55, "\n".join(names)
+    rehearsed.launched.clear()
+    gradients = step()
+    assert [one.shape for one in gradients] == [one.shape for one in inputs]
+    forward, backward, *sums = rehearsed.launched
+    assert forward.grid == backward.grid == (1, 3, 2)
+    assert [launched.grid for launched in sums] == [(2, 1, 1), (2, 1, 1)]
 
 
 def test_calls_that_differ_in_more_than_addresses_are_not_one(rehearsed):

@@ -16,10 +16,12 @@ from ..heads import Norm, Rope
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..layout import ceil_div
 
-FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 4096  # of a program's heads, padding included (measured on an H200)
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048  # of a block's heads, padding included (measured on an H200)
 WARPS = 4
 LARGE_TOKEN, LARGE_TOKEN_WARPS = 8192, 8  # elements of a token whose heads have one norm, from which on it is so many
 MOST_HEADS = 8  # of a token in one program, which read its angles once
+PARTS = 1056  # programs that share the sums for weight and bias: eight for each multiprocessor of an H200
+SUM_ROWS, SUM_COLUMNS = 128, 8
 AXES = ("batch", "token", "head")
 TABLE_AXES = ("batch", "row", "head", "channel")
 
@@ -44,7 +46,7 @@ def backward(
     """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not.
 
     Args:
-        gradient: of the output, of its size and dtype.
+        gradient: of the output, of its size and dtype, whose channels lie one behind another.
         x, norm, rope: as in `forward`; each head has a norm of its own.
     """
     x_gradient = x.new_empty(x.shape)
@@ -52,9 +54,10 @@ def backward(
     if not x.numel():
         weight_gradient, bias_gradient = (None if one is None else torch.zeros_like(one) for one in vectors)
         return x_gradient, weight_gradient, bias_gradient
-    if gradient.stride(-1) != 1:
-        gradient = gradient.contiguous()
-    grid, arguments = _arguments(x, norm, rope, BACKWARD_ELEMENTS)
+    (blocks, groups, batch), arguments = _arguments(x, norm, rope, BACKWARD_ELEMENTS)
+    grid = blocks, groups, batch
+    if any(one is not None for one in vectors):  # then a program sums up over several blocks
+        grid = min(blocks, ceil_div(PARTS, groups * batch)), groups, batch
     weight_parts, bias_parts = (
         None if one is None else x.new_empty((*grid, x.shape[-1]), dtype=torch.float32) for one in vectors
     )
@@ -66,14 +69,31 @@ def backward(
         x_gradient=x_gradient,
         weight_parts=weight_parts,
         bias_parts=bias_parts,
+        blocks=blocks,
         **strides("gradient", gradient.stride(), AXES),
         **arguments,
     )
-    weight_gradient, bias_gradient = (
-        None if one is None or part is None else part.sum((0, 1, 2)).to(one.dtype)
-        for one, part in zip(vectors, (weight_parts, bias_parts), strict=True)
-    )
+    weight_gradient, bias_gradient = map(_sum, (weight_parts, bias_parts), vectors)
     return x_gradient, weight_gradient, bias_gradient
+
+
+def _sum(parts: torch.Tensor | None, vector: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of the parts of a vector's gradient, (…, head_dim) in float32, in its dtype, if there are any."""
+    if parts is None or vector is None:
+        return None
+    head_dim = parts.shape[-1]
+    gradient = vector.new_empty(vector.shape)
+    launch(
+        sum_parts,
+        (ceil_div(head_dim, SUM_COLUMNS),),
+        vector_parts=parts,
+        vector_gradient=gradient,
+        parts=parts.numel() // head_dim,
+        HEAD_DIM=head_dim,
+        ROWS=SUM_ROWS,
+        COLUMNS=SUM_COLUMNS,
+    )
+    return gradient
 
 
 def _arguments(
@@ -214,6 +234,37 @@ def _table(
     return a.to(tl.float32), b.to(tl.float32)
 
 
+@triton.jit
+def _angles(
+    cosine,
+    sine,
+    batch,
+    row,
+    rows,
+    heads,
+    pair,
+    stride_batch,
+    stride_row,
+    stride_head,
+    stride_channel,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALVES: tl.constexpr,
+    OF_HEADS: tl.constexpr,
+    OF_CHANNELS: tl.constexpr,
+):
+    """Return whether tokens are rotated, (tokens, 1, 1), and cosines and sines of both channels of pairs."""
+    turns = (row >= 0) & (row < rows)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS if OF_HEADS else 1)
+    known = turns[:, None] & (head < heads)[None, :]
+    place = batch * stride_batch + row.to(tl.int64)[:, None] * stride_row + head[None, :] * stride_head
+    cosine_a, cosine_b = _table(cosine, place, known, pair, stride_channel, HEAD_DIM, PAIRS, HALVES, OF_CHANNELS)
+    sines = cosine + 1 if sine is None else sine  # the imaginary parts of complex numbers
+    sine_a, sine_b = _table(sines, place, known, pair, stride_channel, HEAD_DIM, PAIRS, HALVES, OF_CHANNELS)
+    return turns[:, None, None], cosine_a, cosine_b, sine_a, sine_b
+
+
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "rows", "offset"])
 def norm_rope_forward(
     x,
@@ -269,18 +320,24 @@ def norm_rope_forward(
             a, b = a + bias_a, b + bias_b
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     if cosine is not None:
-        row = token + offset
-        turns = (row >= 0) & (row < rows)
-        which = tl.program_id(1) * HEADS + tl.arange(0, HEADS if ANGLES_OF_HEADS else 1)
-        known = turns[:, None] & (which < heads)[None, :]
-        place = batch * table_stride_batch + row.to(tl.int64)[:, None] * table_stride_row
-        place += which[None, :] * table_stride_head
-        cosine_a, cosine_b = _table(
-            cosine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
-        )
-        sines = cosine + 1 if sine is None else sine  # the imaginary parts of complex numbers
-        sine_a, sine_b = _table(
-            sines, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
+        turns, cosine_a, cosine_b, sine_a, sine_b = _angles(
+            cosine,
+            sine,
+            batch,
+            token + offset,
+            rows,
+            heads,
+            pair,
+            table_stride_batch,
+            table_stride_row,
+            table_stride_head,
+            table_stride_channel,
+            HEAD_DIM,
+            PAIRS,
+            HEADS,
+            HALVES,
+            ANGLES_OF_HEADS,
+            ANGLES_OF_CHANNELS,
         )
         if ROUNDS_PRODUCTS:
             first = (a * cosine_a).to(dtype).to(tl.float32) - (b * sine_a).to(dtype).to(tl.float32)
@@ -288,8 +345,8 @@ def norm_rope_forward(
         else:
             first = a * cosine_a - b * sine_a
             second = b * cosine_b + a * sine_b
-        a = tl.where(turns[:, None, None], first, a)
-        b = tl.where(turns[:, None, None], second, b)
+        a = tl.where(turns, first, a)
+        b = tl.where(turns, second, b)
     to = ((batch * tokens + token.to(tl.int64)[:, None]) * heads + head[None, :]) * HEAD_DIM
     _store(output, to, inside, pair, a, b, HEAD_DIM, PAIRS, HALVES)
 
@@ -307,6 +364,7 @@ def norm_rope_backward(
     sine,
     tokens,
     heads,
+    blocks,
     rows,
     offset,
     eps,
@@ -332,56 +390,89 @@ def norm_rope_backward(
     ANGLES_OF_CHANNELS: tl.constexpr,
     ROUNDS_PRODUCTS: tl.constexpr,
 ):
-    """Write the gradient of a block of tokens, and its part of those of weight and bias."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """Write the gradients of blocks of tokens, and their sums for those of weight and bias."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     batch, pair = tl.program_id(2).to(tl.int64), tl.arange(0, PAIRS)
-    inside = (token < tokens)[:, None] & (head < heads)[None, :]
-    from_gradient = batch * gradient_stride_batch + token.to(tl.int64)[:, None] * gradient_stride_token
-    from_gradient += head[None, :] * gradient_stride_head
-    da, db = _load(gradient, from_gradient, inside, pair, HEAD_DIM, PAIRS, HALVES)
-    if cosine is not None:
-        row = token + offset
-        turns = (row >= 0) & (row < rows)
-        which = tl.program_id(1) * HEADS + tl.arange(0, HEADS if ANGLES_OF_HEADS else 1)
-        known = turns[:, None] & (which < heads)[None, :]
-        place = batch * table_stride_batch + row.to(tl.int64)[:, None] * table_stride_row
-        place += which[None, :] * table_stride_head
-        cosine_a, cosine_b = _table(
-            cosine, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
-        )
-        sines = cosine + 1 if sine is None else sine  # the imaginary parts of complex numbers
-        sine_a, sine_b = _table(
-            sines, place, known, pair, table_stride_channel, HEAD_DIM, PAIRS, HALVES, ANGLES_OF_CHANNELS
-        )
-        first = da * cosine_a + db * sine_b
-        second = db * cosine_b - da * sine_a
-        da = tl.where(turns[:, None, None], first, da)
-        db = tl.where(turns[:, None, None], second, db)
-    if NORM != "":
-        at = batch * stride_batch + token.to(tl.int64)[:, None] * stride_token + head[None, :] * stride_head
-        a, b = _load(x, at, inside, pair, HEAD_DIM, PAIRS, HALVES)
-        exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
-        a, b, inverse = _normalize(a, b, exists, heads, eps, HEAD_DIM, NORM, ACROSS)
-        part = ((batch * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * HEAD_DIM
-        here = tl.full((1, 1), part, tl.int64)
-        always = tl.full((1, 1), 1, tl.int1)
-        if bias_parts is not None:
-            _store(bias_parts, here, always, pair, _total(da), _total(db), HEAD_DIM, PAIRS, HALVES)
-        if weight is not None:
-            _store(weight_parts, here, always, pair, _total(da * a), _total(db * b), HEAD_DIM, PAIRS, HALVES)
-            weight_a, weight_b = _load(weight, tl.zeros((1, 1), tl.int32), always, pair, HEAD_DIM, PAIRS, HALVES)
-            da, db = da * weight_a, db * weight_b
-        along = _mean(da * a, db * b, HEAD_DIM, ACROSS)
-        if NORM == "layer":
-            mean = _mean(da, db, HEAD_DIM, ACROSS)
-            da, db = da - mean, db - mean
-        da, db = (da - a * along) * inverse, (db - b * along) * inverse
-    to = ((batch * tokens + token.to(tl.int64)[:, None]) * heads + head[None, :]) * HEAD_DIM
-    _store(x_gradient, to, inside, pair, da, db, HEAD_DIM, PAIRS, HALVES)
+    weight_sum_a = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    weight_sum_b = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    bias_sum_a = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    bias_sum_b = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)
+    one = tl.zeros((1, 1), tl.int64)
+    always = one == 0
+    if weight is not None:
+        weight_a, weight_b = _load(weight, one, always, pair, HEAD_DIM, PAIRS, HALVES)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        token = block * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (head < heads)[None, :]
+        from_gradient = batch * gradient_stride_batch + token.to(tl.int64)[:, None] * gradient_stride_token
+        from_gradient += head[None, :] * gradient_stride_head
+        da, db = _load(gradient, from_gradient, inside, pair, HEAD_DIM, PAIRS, HALVES)
+        if cosine is not None:
+            turns, cosine_a, cosine_b, sine_a, sine_b = _angles(
+                cosine,
+                sine,
+                batch,
+                token + offset,
+                rows,
+                heads,
+                pair,
+                table_stride_batch,
+                table_stride_row,
+                table_stride_head,
+                table_stride_channel,
+                HEAD_DIM,
+                PAIRS,
+                HEADS,
+                HALVES,
+                ANGLES_OF_HEADS,
+                ANGLES_OF_CHANNELS,
+            )
+            first = da * cosine_a + db * sine_b
+            second = db * cosine_b - da * sine_a
+            da = tl.where(turns, first, da)
+            db = tl.where(turns, second, db)
+        if NORM != "":
+            at = batch * stride_batch + token.to(tl.int64)[:, None] * stride_token + head[None, :] * stride_head
+            a, b = _load(x, at, inside, pair, HEAD_DIM, PAIRS, HALVES)
+            exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
+            a, b, inverse = _normalize(a, b, exists, heads, eps, HEAD_DIM, NORM, ACROSS)
+            if bias_parts is not None:
+                bias_sum_a += da
+                bias_sum_b += db
+            if weight is not None:
+                weight_sum_a += da * a
+                weight_sum_b += db * b
+                da, db = da * weight_a, db * weight_b
+            along = _mean(da * a, db * b, HEAD_DIM, ACROSS)
+            if NORM == "layer":
+                mean = _mean(da, db, HEAD_DIM, ACROSS)
+                da, db = da - mean, db - mean
+            da, db = (da - a * along) * inverse, (db - b * along) * inverse
+        to = ((batch * tokens + token.to(tl.int64)[:, None]) * heads + head[None, :]) * HEAD_DIM
+        _store(x_gradient, to, inside, pair, da, db, HEAD_DIM, PAIRS, HALVES)
+    part = ((batch * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * HEAD_DIM
+    if weight_parts is not None:
+        _store_sum(weight_parts, one + part, always, pair, weight_sum_a, weight_sum_b, HEAD_DIM, PAIRS, HALVES)
+    if bias_parts is not None:
+        _store_sum(bias_parts, one + part, always, pair, bias_sum_a, bias_sum_b, HEAD_DIM, PAIRS, HALVES)
 
 
 @triton.jit
-def _total(values):
-    """Return the sum over tokens and heads, (1, 1, PAIRS)."""
-    return tl.sum(tl.sum(values, axis=0, keep_dims=True), axis=1, keep_dims=True)
+def _store_sum(base, tile, inside, pair, a, b, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr):
+    """Store the sums over tokens and heads, as `_store` does."""
+    total_a = tl.sum(tl.sum(a, axis=0, keep_dims=True), axis=1, keep_dims=True)
+    total_b = tl.sum(tl.sum(b, axis=0, keep_dims=True), axis=1, keep_dims=True)
+    _store(base, tile, inside, pair, total_a, total_b, HEAD_DIM, PAIRS, HALVES)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def sum_parts(vector_parts, vector_gradient, parts, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the sum of the parts of some channels of weight or bias."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        exists = (row < parts)[:, None] & (column < HEAD_DIM)[None, :]
+        total += tl.load(vector_parts + row[:, None] * HEAD_DIM + column[None, :], mask=exists, other=0.0)
+    dtype: tl.constexpr = vector_gradient.dtype.element_ty
+    tl.store(vector_gradient + column, tl.sum(total, axis=0).to(dtype), mask=column < HEAD_DIM)
