@@ -31,25 +31,24 @@ class _Slot:
 
     Attributes:
         kernel: runs them.
-        tape: its launches, once they are rehearsed.
-        calls: how many there were before.
+        tape: its launches; None where they cannot be repeated.
+        new: none of them has run yet.
     """
 
     kernel: HeadKernel
     tape: Tape | None = None
-    calls: int = 0
+    new: bool = True
 
     def run(self, run: Run, tensors: Tensors) -> Tensors:
-        """Return the outputs of a call; prepare the second one."""
+        """Return the outputs of a call; prepare the first one, as layers repeat it at once."""
+        if self.new and is_plain(*tensors):
+            self.tape = attempt(lambda rehearsal: _rehearse(rehearsal, run, tensors), tensors[0].device)
+            self.new = False
         if self.tape is not None:
             addresses = [one.data_ptr() for one in tensors]
             if not reduce(or_, addresses) % ALIGNMENT:
                 return self.tape.run(*addresses)
-        outputs = run(tensors)
-        self.calls += 1
-        if self.calls == 2 and is_plain(*tensors):
-            self.tape = attempt(lambda rehearsal: _rehearse(rehearsal, run, tensors), tensors[0].device)
-        return outputs
+        return run(tensors)
 
 
 _slots: dict[tuple[object, ...], _Slot] = {}

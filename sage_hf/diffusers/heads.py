@@ -153,7 +153,7 @@ LARGE_ROW = 256
 LARGE_SAMPLE = 2**20
 """Elements of a sample from which on a kernel gains on one operator of PyTorch."""
 LARGE_TRAINING_SAMPLE = 2**22
-"""The same with gradients, whose launches are not prepared."""
+"""The same with gradients, which autograd records at a cost."""
 
 
 class StandIn:

@@ -31,7 +31,7 @@ MARK = "_sage_rotary"
 LARGE = 2**18
 """Elements of the queries from which on two launches cost the host no more than the operators do."""
 LARGE_WITH_GRADIENTS = 2**22
-"""The same with gradients, whose launches are not prepared."""
+"""The same with gradients, which autograd records at a cost."""
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 

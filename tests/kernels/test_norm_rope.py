@@ -1,6 +1,5 @@
 """Norm and rotation of heads: the specification against PyTorch and complex numbers, the door, prepared calls."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels import norm_rope as door
-from sage_kernels import rehearsal
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.reference import norm_rope as reference
+from sage_kernels.triton.registration import HeadKernel
 from tests.helpers import fake_gpu
 from tests.helpers.heads import CASES, HeadCase
 from tests.helpers.host_cost import allocations, python_calls
@@ -110,35 +109,12 @@ def test_no_tokens_give_no_tokens():
     assert output.shape == x.grad.shape == x.shape and not weight.grad.any()
 
 
-class RehearsedOnly:
-    """The GPU's kernel, whose calls run the reference, and whose rehearsals run its own host code."""
-
-    name = "norm_rope"
-
-    def forward(self, x, norm, rope):
-        if isinstance(x, rehearsal.StandIn):
-            from sage_kernels.triton.norm_rope import forward
-
-            return forward(x, norm, rope)
-        return reference.norm_rope(x, norm, rope)
-
-    def backward(self, gradient, x, norm, rope):
-        if isinstance(x, rehearsal.StandIn):
-            from sage_kernels.triton.norm_rope import backward
-
-            return backward(gradient, x, norm, rope)
-        with torch.enable_grad():
-            inputs = [one.detach().requires_grad_() for one in (x, norm.weight, norm.bias)]
-            own = replace(norm, weight=inputs[1], bias=inputs[2])
-            return torch.autograd.grad(reference.norm_rope(inputs[0], own, rope), inputs, gradient)
-
-
 @pytest.fixture
 def rehearsed(gpu, monkeypatch):
     """The driver of a GPU that runs nothing, and gets the kernel's launches."""
     launch = pytest.importorskip("sage_kernels.language.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "pack", fake_gpu.pack)
-    monkeypatch.setattr(door, "head_kernel", lambda *arguments, **options: RehearsedOnly())
+    monkeypatch.setattr(door, "head_kernel", lambda *arguments, **options: HeadKernel())
     door._slots.clear()
     yield gpu
     door._slots.clear()
@@ -147,8 +123,7 @@ def rehearsed(gpu, monkeypatch):
 def test_a_repeated_call_costs_the_host_little(rehearsed):
     x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
     call = torch.no_grad()(partial(norm_rope, x, norm, rope))
-    for _ in range(3):
-        call()
+    call()
     names = python_calls(call)
     assert len(names) <= 16, "\n".join(names)
     assert allocations(call) <= 1
@@ -166,9 +141,6 @@ def test_a_repeated_call_with_gradients_costs_the_host_little(rehearsed):
     def step():
         return torch.autograd.grad(norm_rope(x, norm, rope), inputs, gradient)
 
-    first = step()
-    for own, theirs in zip(step(), first, strict=True):
-        assert torch.equal(own, theirs)
     step()
     names = python_calls(step)
     assert len(names) <= 55, "\n".join(names)
