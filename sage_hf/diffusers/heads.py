@@ -6,6 +6,7 @@ stand-in for `attn` whose norms rotate as well, and no table; all else is its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +41,7 @@ class Rotary:
 
 
 def _real_table(table: Any, tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Return cosine and sine, each (tokens, …), or None if the table is another."""
+    """Return cosine and sine, each (tokens, …), or None if the table is of another kind."""
     if not isinstance(table, (tuple, list)) or len(table) != 2:
         return None
     cosine, sine = table
@@ -65,13 +66,21 @@ def _rotate_sample(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | N
     return dict.fromkeys(NORMS[:2], Rope(*found))
 
 
-def _rotate_behind_text(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_halves_of_sample(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+    """Rotate the halves of the sample's heads, in self-attention, as Cosmos does."""
+    found = _real_table(table, given["hidden_states"].shape[1])
+    if found is None or given.get("encoder_hidden_states") is not None:
+        return None
+    return dict.fromkeys(NORMS[:2], Rope(*found, halves=True))
+
+
+def _rotate_behind_text(table: Any, attn: Any, given: Mapping[str, Any], halves: bool = False) -> Ropes | None:
     """Rotate the sample, whose text is before it unless it has norms of its own, as CogVideoX does."""
     found = _real_table(table, given["hidden_states"].shape[1])
     if found is None or attn.is_cross_attention:
         return None
     length = given["encoder_hidden_states"].shape[1] if attn.add_q_proj is None else 0
-    return dict.fromkeys(NORMS[:2], Rope(*found, offset=-length))
+    return dict.fromkeys(NORMS[:2], Rope(*found, -length, halves))
 
 
 def _rotate_by_complex(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
@@ -81,6 +90,13 @@ def _rotate_by_complex(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes
         return None
     sample, added = map(Rope, table)
     return dict(zip(NORMS, (sample, sample, added, added), strict=True))
+
+
+def _rotate_by_complex_of_batch(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+    """Rotate by complex numbers (batch or 1, tokens, head_dim / 2), as Z-Image does."""
+    sample = given["hidden_states"]
+    fits = table.dtype == torch.complex64 and table.dim() == 3 and table.shape[1] == sample.shape[1]
+    return dict.fromkeys(NORMS[:2], Rope(table.unsqueeze(2))) if fits and len(table) in (1, len(sample)) else None
 
 
 def _rotate_heads_of_token(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
@@ -101,7 +117,7 @@ ROTARIES: dict[str, Rotary] = {
     **dict.fromkeys(
         (
             *("FluxAttnProcessor", "Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"),
-            *("BriaAttnProcessor", "LongCatImageAttnProcessor"),
+            *("BriaAttnProcessor", "BriaFiboAttnProcessor", "LongCatImageAttnProcessor", "OvisImageAttnProcessor"),
         ),
         Rotary("image_rotary_emb", _rotate_all),
     ),
@@ -116,7 +132,10 @@ ROTARIES: dict[str, Rotary] = {
         ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0", "EasyAnimateAttnProcessor2_0"),
         Rotary("image_rotary_emb", _rotate_behind_text, heads_first=True),
     ),
+    "CogView4AttnProcessor": Rotary("image_rotary_emb", partial(_rotate_behind_text, halves=True), heads_first=True),
+    "CosmosAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_halves_of_sample, heads_first=True),
     "QwenDoubleStreamAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_by_complex),
+    "ZSingleStreamAttnProcessor": Rotary("freqs_cis", _rotate_by_complex_of_batch),
     **dict.fromkeys(("WanAttnProcessor", "SkyReelsV2AttnProcessor"), Rotary("rotary_emb", _rotate_heads_of_token)),
     "LTXVideoAttnProcessor": Rotary("image_rotary_emb", _rotate_channels_of_token),
 }
@@ -187,6 +206,8 @@ def with_own_norms(
         ropes = rotary.ropes(table, attn, given)
         if ropes is None or attn.norm_q is None or attn.norm_k is None:
             return None
+        if any(rope.cosine.device != sample.device for rope in ropes.values()):
+            return None
         given[rotary.argument] = None
     norms: dict[str, Callable[[Tensor], Tensor]] = {}
     for name in NORMS:
@@ -195,7 +216,7 @@ def with_own_norms(
         rope = None if ropes is None else ropes.get(name)
         norm = norm_of(module, sample)
         if norm is not None and (rope is not None or gains(module, sample)):
-            norms[name] = partial(_run, norm, rope, rotary is not None and rotary.heads_first, attn.heads)
+            norms[name] = partial(_run, norm, rope, rotary is not None and rotary.heads_first)
         elif rope is not None:
             return None
     return (StandIn(attn, norms), given) if norms else None
@@ -233,17 +254,22 @@ def _channels(module: Any) -> int:
     return sizes[-1]
 
 
-def _run(norm: Norm, rope: Rope | None, heads_first: bool, heads: int, x: Tensor) -> Tensor:
+def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
     """Normalise and rotate what a norm gets.
 
     Args:
         norm, rope: what to do.
         heads_first: x is (batch, heads, tokens, head_dim).
-        heads: how many lie in (batch, tokens, heads · head_dim), if x is that: then they have one norm.
-        x: queries or keys, (batch, tokens, heads, head_dim) unless another size is given above.
+        x: queries or keys, (batch, tokens, heads, head_dim) unless another size is given above; or (batch, tokens,
+            heads · head_dim), where all heads have one norm, or of any other size, if nothing is rotated.
     """
     if x.dim() == 3:
-        return norm_rope(x.unflatten(-1, (heads, -1)), replace(norm, across_heads=True), rope).flatten(2)
+        # What is not rotated may be divided in any way.
+        head_dim = LARGE_ROW if rope is None else rope.cosine.shape[-1] * (2 if rope.sine is None else 1)
+        heads = x.unflatten(-1, (-1, math.gcd(head_dim, x.shape[-1])))
+        return norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)
+    if x.dim() != 4:
+        return norm_rope(x.reshape(1, -1, 1, x.shape[-1]), norm, rope).view(x.shape)
     if heads_first or (rope is None and x.stride(1) < x.stride(2)):
         return norm_rope(x.transpose(1, 2), norm, rope).transpose(1, 2)
     return norm_rope(x, norm, rope)

@@ -13,7 +13,7 @@ from tests.helpers.families import Family, each_family, family, run
 
 ROTATED = {
     *("cogvideox-1.5", "hunyuan-video", "hunyuan-video-1.5", "mochi", "wan-t2v", "wan-i2v", "ltx", "easyanimate"),
-    *("flux", "flux-2", "chroma", "qwen-image", "hunyuan-image"),
+    *("flux", "flux-2", "chroma", "qwen-image", "hunyuan-image", "z-image", "cogview4", "cosmos"),
 }
 """Cases whose queries and keys the kernel rotates."""
 
@@ -84,7 +84,9 @@ def angles(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "table", [angles(7), angles(8, torch.bfloat16), (angles(8)[0],)], ids=["other tokens", "bfloat16", "one table"]
+    "table",
+    [angles(7), angles(8, torch.bfloat16), (angles(8)[0],), [one.to("meta") for one in angles(8)]],
+    ids=["other tokens", "bfloat16", "one table", "another device"],
 )
 @torch.no_grad()
 def test_angles_of_another_kind_are_left_to_the_processor(served, table):
