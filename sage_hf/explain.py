@@ -74,6 +74,8 @@ class Explanation:
         sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
             ran.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
+        norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the model's
+            operators.
     """
 
     rows: tuple[LayerRow, ...]
@@ -81,6 +83,7 @@ class Explanation:
     planned: bool = False
     sparse: tuple[tuple[str, str], ...] = ()
     costs: tuple[str, ...] = ()
+    norm_rope: int = 0
 
     def __str__(self) -> str:
         notes: dict[str, int] = {}
@@ -115,6 +118,8 @@ class Explanation:
         for name in dict.fromkeys(names):
             if name in RECIPES and RECIPES[name].heavy_keys:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
+        if self.norm_rope:
+            text.append(f"norm_rope: in {self.norm_rope} layers one kernel normalises or rotates queries and keys")
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
         text += [
@@ -139,7 +144,8 @@ def explain(pipe_or_model: object) -> Explanation:
     rows = [row for target in targets for row in _target_rows(target)]
     sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
     compiled = tuple(record.compiled_outcomes().items())
-    return Explanation(tuple(rows), compiled, sparse=tuple(sparse), costs=_costs(targets))
+    fused = sum(layer in record.with_norm_rope for target in targets for layer in target.layers.values())
+    return Explanation(tuple(rows), compiled, sparse=tuple(sparse), costs=_costs(targets), norm_rope=fused)
 
 
 def _costs(targets: Sequence[Target]) -> tuple[str, ...]:

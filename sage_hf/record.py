@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from huggingface_hub.utils import logging
@@ -69,6 +69,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
+with_norm_rope: WeakSet[nn.Module] = WeakSet()
+"""Layers whose queries or keys `sage_kernels.norm_rope` has normalised or rotated."""
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []
@@ -109,6 +111,7 @@ def last_plans(module: nn.Module) -> tuple[Plan, ...]:
 def forget(module: nn.Module) -> None:
     """Forget the plans of the module's calls."""
     _plans.pop(module, None)
+    with_norm_rope.discard(module)
 
 
 def compiled_outcomes() -> Counter[Outcome]:

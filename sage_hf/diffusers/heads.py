@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from sage_hf import record
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import is_served, norm_rope
 
@@ -219,7 +220,10 @@ def with_own_norms(
             norms[name] = partial(_run, norm, rope, rotary is not None and rotary.heads_first)
         elif rope is not None:
             return None
-    return (StandIn(attn, norms), given) if norms else None
+    if not norms:
+        return None
+    record.with_norm_rope.add(attn)
+    return StandIn(attn, norms), given
 
 
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:

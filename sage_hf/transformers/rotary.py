@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage_hf import record
 from sage_hf.attributes import RECIPE
 from sage_hf.names import NAMES
 from sage_hf.transformers.inspection import built_classes, calls_interface, once_per_class
@@ -37,9 +38,9 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 class _Thread(threading.local):
-    """The thread's state: whether a layer runs that has a recipe of ours."""
+    """The thread's state: the layer that it runs, if that has a recipe of ours."""
 
-    in_layer = False
+    layer: nn.Module | None = None
 
 
 _thread = _Thread()
@@ -68,11 +69,11 @@ def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
-        before, _thread.in_layer = _thread.in_layer, _runs_ours(self)
+        before, _thread.layer = _thread.layer, self if _runs_ours(self) else None
         try:
             return forward(self, *args, **kwargs)
         finally:
-            _thread.in_layer = before
+            _thread.layer = before
 
     vars(wrapper)[MARK] = True
     return wrapper
@@ -90,7 +91,7 @@ def _with_kernel(rotate: Rotate) -> Rotate:
 
     @functools.wraps(rotate)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _thread.in_layer or len(args) != 4 or kwargs or not _serves(*args):
+        if torch.compiler.is_compiling() or _thread.layer is None or len(args) != 4 or kwargs or not _serves(*args):
             return rotate(*args, **kwargs)
         query = args[0]
         key = rotate, query.dtype, query.shape[3], query.device
@@ -98,7 +99,10 @@ def _with_kernel(rotate: Rotate) -> Rotate:
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 return rotate(*args)
             _agreements[key] = _agrees(*key)
-        return _by_kernel(*args) if _agreements[key] else rotate(*args)
+        if not _agreements[key]:
+            return rotate(*args)
+        record.with_norm_rope.add(_thread.layer)
+        return _by_kernel(*args)
 
     vars(apply_rotary_pos_emb)[MARK] = True
     return apply_rotary_pos_emb

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sage_hf import record
-from sage_hf.diffusers import SageAttnProcessor, heads
+from sage_hf import explain, record
+from sage_hf.diffusers import SageAttnProcessor, attention_layers, heads
 from sage_kernels.heads import Rope
 from tests.helpers.families import Family, each_family, family, run
 
@@ -60,6 +60,14 @@ def test_queries_and_keys_are_those_of_the_processor(case: Family, dtype: torch.
 def test_the_exact_recipe_leaves_norms_to_the_processor(served):
     queries_and_keys(family("flux"), torch.float32, "exact")
     assert not served
+
+
+def test_explain_counts_the_layers_whose_queries_the_kernel_normalises(served):
+    case = family("flux")
+    model = case.build()
+    model.set_attn_processor(SageAttnProcessor("sage1", "emulate"))
+    run(model, case.make_inputs())
+    assert explain(model).norm_rope == len(attention_layers(model))
 
 
 def test_where_no_kernel_serves_nothing_changes(monkeypatch):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from sage_hf import record
+from sage_hf import explain, record
 from sage_hf.transformers import rotary
 from tests.helpers.tiny_transformers import MODELS, SERVED, TinyModel, run
 
@@ -49,6 +49,15 @@ def test_queries_and_keys_are_those_of_the_model(tiny: TinyModel, dtype: torch.d
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+def test_explain_counts_the_layers_whose_queries_the_kernel_rotates(served):
+    model = MODELS["llama"].build("sage1_emulate")
+    assert explain(model).norm_rope == 0
+    run(model, **MODELS["llama"].inputs())
+    explanation = explain(model)
+    assert explanation.norm_rope == 2
+    assert "norm_rope: in 2 layers one kernel normalises or rotates queries and keys" in str(explanation)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "sage_exact"])
 def test_layers_without_a_recipe_of_ours_run_the_function(implementation, served):
     tiny = MODELS["llama"]
@@ -64,7 +73,7 @@ def test_a_function_that_rotates_otherwise_stays(served, monkeypatch):
     monkeypatch.setattr(file, rotary.FUNCTION, other)
     q, k = torch.randn(2, 1, 2, 3, 8)
     cos, sin = torch.randn(2, 1, 3, 8)
-    monkeypatch.setattr(rotary._thread, "in_layer", True)
+    monkeypatch.setattr(rotary._thread, "layer", model)
     assert torch.equal(other(q, k, cos, sin)[0], q * cos[:, None])
     assert list(rotary._agreements.values()) == [False]
 
