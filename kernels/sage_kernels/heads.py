@@ -31,7 +31,7 @@ class Norm:
     @property
     def facts(self) -> tuple[object, ...]:
         """Return all but values and addresses."""
-        return self.kind, self.eps, self.across_heads, self.rounds, _form(self.weight), _form(self.bias)
+        return self.kind, self.eps, self.across_heads, self.rounds, form_of(self.weight), form_of(self.bias)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +60,7 @@ class Rope:
     @property
     def facts(self) -> tuple[object, ...]:
         """Return all but values and addresses."""
-        return self.offset, self.halves, _form(self.cosine), _form(self.sine)
+        return self.offset, self.halves, form_of(self.cosine), form_of(self.sine)
 
     def strides(self) -> tuple[int, int, int, int]:
         """Return the strides of `cosine` along batch, rows, heads and channels; 0 where all have the same."""
@@ -76,8 +76,9 @@ class Rope:
         return (self.cosine.real, self.cosine.imag) if self.sine is None else (self.cosine, self.sine)
 
 
-def _form(x: torch.Tensor | None) -> tuple[object, ...] | None:
-    return None if x is None else (x.dtype, x.shape, x.stride())
+def form_of(x: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return all of a tensor but values and address; None of none."""
+    return None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.is_conj())
 
 
 class HeadKernel(Protocol):
@@ -125,6 +126,10 @@ def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(f"x must be (batch, tokens, heads, head_dim) of a float dtype, got {x.dtype} {tuple(x.shape)}")
     batch, _, heads, head_dim = x.shape
+    others = [] if norm is None else [norm.weight, norm.bias]
+    others += [] if rope is None else [rope.cosine, rope.sine]
+    if apart := [str(one.device) for one in others if one is not None and one.device != x.device]:
+        raise ValueError(f"x is on {x.device}, and norm or rotation on {', '.join(apart)}")
     if norm is not None:
         channels = heads * head_dim if norm.across_heads else head_dim
         for name, vector in (("weight", norm.weight), ("bias", norm.bias)):

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from . import backends, registry  # noqa: F401 - `backends` registers the kernels
-from .heads import HeadKernel, Norm, Rope, check_heads, head_kernel
+from .heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel
 from .prepared import ALIGNMENT, CALLS, attempt, is_plain, modes_are_active
 from .rehearsal import Rehearsal
 from .tape import Tape
+
+PLAIN = torch.Tensor, torch.nn.Parameter
+DTYPES = torch.float16, torch.bfloat16
 
 Tensors = list[torch.Tensor]
 Run = Callable[[Tensors], Tensors]
@@ -58,8 +61,8 @@ registry.forgetters.append(_slots.clear)
 def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
     """Normalise heads and rotate them by their position; round after each, as models do.
 
-    On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward; all else in PyTorch's operators. The
-    tables of `rope` get no gradient from a kernel.
+    On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward. All else runs in PyTorch's operators,
+    and so do tables of `rope` that want gradients.
 
     Args:
         x: (batch, tokens, heads, head_dim), of any strides.
@@ -75,7 +78,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     if not torch.is_grad_enabled():
         return _forward(x, norm, rope)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
-    if not any(one is not None and one.requires_grad for one in (x, *vectors)):
+    if not any(one.requires_grad for one in (x, *_tensors(norm, rope))):
         return _forward(x, norm, rope)
     check_heads(x, norm, rope)
     kernel = head_kernel(x, norm, rope, grad=True)
@@ -87,7 +90,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
 
 def is_served(x: torch.Tensor) -> bool:
     """Return whether a kernel takes heads like x, and nothing wants to see PyTorch's operators instead."""
-    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or torch.version.hip is not None:
+    if not x.is_cuda or x.dtype not in DTYPES or type(x) not in PLAIN or torch.version.hip is not None:
         return False
     return not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active())
 
@@ -106,7 +109,7 @@ def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Ten
 def _slot(x: torch.Tensor, norm: Norm | None, rope: Rope | None, gradient: torch.Tensor | None = None) -> _Slot:
     """Return what is known of a forward pass, or of a backward pass with this gradient of its output."""
     key = (
-        *(x.shape, x.stride(), x.dtype, x.device),
+        form_of(x),
         None if norm is None else norm.facts,
         None if rope is None else rope.facts,
         None if gradient is None else gradient.stride(),

@@ -1,5 +1,6 @@
 """Norm and rotation of heads: the specification against PyTorch and complex numbers, the door, prepared calls."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -96,6 +97,19 @@ def test_what_does_not_fit_is_refused(norm, rope, message):
         norm_rope(draw(), norm, rope)
 
 
+def test_tensors_on_several_devices_are_refused():
+    weight = draw(16).to("meta")
+    with pytest.raises(ValueError, match="x is on cpu, and norm or rotation on meta"):
+        norm_rope(draw(), Norm("rms", 1e-5, weight))
+
+
+def test_tables_that_want_gradients_get_them():
+    angles = draw(7, 8).requires_grad_()
+    output = norm_rope(draw(), rope=Rope(angles.cos(), angles.sin()))
+    output.square().sum().backward()
+    assert angles.grad.shape == (7, 8)
+
+
 @pytest.mark.parametrize("x", [draw(7, 16), torch.ones(SIZES, dtype=torch.int64)], ids=["two axes", "integers"])
 def test_only_heads_of_floats_are_taken(x):
     with pytest.raises(ValueError, match="x must be"):
@@ -125,7 +139,7 @@ def test_a_repeated_call_costs_the_host_little(rehearsed):
     call = torch.no_grad()(partial(norm_rope, x, norm, rope))
     call()
     names = python_calls(call)
-    assert len(names) <= 16, "\n".join(names)
+    assert len(names) <= 18, "\n".join(names)
     assert allocations(call) <= 1
     rehearsed.launched.clear()
     call()
@@ -169,6 +183,14 @@ def test_calls_that_differ_in_more_than_addresses_are_not_one(rehearsed):
     for case in cases:
         norm_rope(*case.draw(torch.bfloat16))
     assert len(door._slots) == len(cases)
+    x, norm, rope = HeadCase(SIZES, "layer", "complex").draw(torch.bfloat16)
+    for other in (
+        (x, norm, rope),
+        (x, norm, replace(rope, cosine=rope.cosine.conj())),
+        (torch._neg_view(x), norm, rope),
+    ):
+        door._slot(*other)
+    assert len(door._slots) == len(cases) + 3
     for case in cases:
         norm_rope(*case.draw(torch.bfloat16))
-    assert len(door._slots) == len(cases)
+    assert len(door._slots) == len(cases) + 3

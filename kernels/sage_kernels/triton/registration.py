@@ -243,15 +243,20 @@ class HeadKernel:
             return "needs float16 or bfloat16, and an even number of channels that lie one behind another"
         if max(batch, heads) > MAX_GRID or head_dim > MAX_HEAD_DIM:
             return f"more than {MAX_GRID} batch elements or heads, or head_dim above {MAX_HEAD_DIM}"
-        if norm is not None:
-            if norm.across_heads and (grad or heads * head_dim > MAX_TOKEN_CHANNELS):
-                return f"a norm of all heads has no gradients, and at most {MAX_TOKEN_CHANNELS} channels"
-            if any(one is not None and one.stride(-1) != 1 for one in (norm.weight, norm.bias)):
-                return "needs weights that lie one behind another"
-        if rope is None or rope.sine is None:
-            return ""
-        alike = rope.cosine.stride() == rope.sine.stride() and rope.cosine.dtype == rope.sine.dtype
-        return "" if alike else "needs tables that are laid out alike"
+        vectors = [] if norm is None else [one for one in (norm.weight, norm.bias) if one is not None]
+        if norm is not None and norm.across_heads and (grad or heads * head_dim > MAX_TOKEN_CHANNELS):
+            return f"a norm of all heads has no gradients, and at most {MAX_TOKEN_CHANNELS} channels"
+        if any(one.stride(-1) != 1 for one in vectors):
+            return "needs weights that lie one behind another"
+        tables = [] if rope is None else [one for one in (rope.cosine, rope.sine) if one is not None]
+        if len({(one.stride(), one.dtype) for one in tables}) > 1:
+            return "needs tables that are laid out alike"
+        if grad and any(one.requires_grad for one in tables):
+            return "tables have no gradients"
+        if any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in (x, *vectors, *tables)):
+            return "needs plain tensors"
+        hidden = any(one.is_neg() or one.is_conj() for one in (x, *vectors, *tables))
+        return "needs tensors that hold their values as they are" if hidden else ""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
         """Normalise and rotate; see `norm_rope.forward`."""
