@@ -33,12 +33,10 @@ class Rotary:
         argument: the name of its argument with the angles.
         ropes: (the angles, its attention module, its arguments by name) -> the rotations; None if they are none of this
             kind.
-        heads_first: it normalises tensors (batch, heads, tokens, head_dim), not (batch, tokens, heads, head_dim).
     """
 
     argument: str
     ropes: Callable[[Any, Any, Mapping[str, Any]], Ropes | None]
-    heads_first: bool = False
 
 
 def _real_table(table: Any, tokens: int) -> tuple[Tensor, Tensor] | None:
@@ -131,10 +129,10 @@ ROTARIES: dict[str, Rotary] = {
     ),
     **dict.fromkeys(
         ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0", "EasyAnimateAttnProcessor2_0"),
-        Rotary("image_rotary_emb", _rotate_behind_text, heads_first=True),
+        Rotary("image_rotary_emb", _rotate_behind_text),
     ),
-    "CogView4AttnProcessor": Rotary("image_rotary_emb", partial(_rotate_behind_text, halves=True), heads_first=True),
-    "CosmosAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_halves_of_sample, heads_first=True),
+    "CogView4AttnProcessor": Rotary("image_rotary_emb", partial(_rotate_behind_text, halves=True)),
+    "CosmosAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_halves_of_sample),
     "QwenDoubleStreamAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_by_complex),
     "ZSingleStreamAttnProcessor": Rotary("freqs_cis", _rotate_by_complex_of_batch),
     **dict.fromkeys(("WanAttnProcessor", "SkyReelsV2AttnProcessor"), Rotary("rotary_emb", _rotate_heads_of_token)),
@@ -188,7 +186,7 @@ class StandIn:
 
 
 def with_own_norms(
-    processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> tuple[Any, dict[str, Any]] | None:
     """Return a stand-in for an attention module, and the arguments to call its processor with; None: as it is.
 
@@ -197,6 +195,8 @@ def with_own_norms(
         attn: the module.
         names: of the arguments behind the module.
         args, kwargs: these arguments.
+        heads_first: what computes it normalises tensors (batch, heads, tokens, head_dim), as our own functions do, not
+            (batch, tokens, heads, head_dim), as diffusers' processors.
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     sample = given.get("hidden_states")
@@ -217,7 +217,7 @@ def with_own_norms(
         rope = None if ropes is None else ropes.get(name)
         norm = norm_of(module, sample)
         if norm is not None and (rope is not None or gains(module, sample)):
-            norms[name] = partial(_run, norm, rope, rotary is not None and rotary.heads_first)
+            norms[name] = partial(_run, norm, rope, heads_first)
         elif rope is not None:
             return None
     if not norms:
@@ -274,6 +274,6 @@ def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
         return norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)
     if x.dim() != 4:
         return norm_rope(x.reshape(1, -1, 1, x.shape[-1]), norm, rope).view(x.shape)
-    if heads_first or (rope is None and x.stride(1) < x.stride(2)):
+    if x.stride(1) < x.stride(2) if rope is None else heads_first:  # any order of axes is right for a norm of each head
         return norm_rope(x.transpose(1, 2), norm, rope).transpose(1, 2)
     return norm_rope(x, norm, rope)

@@ -61,7 +61,10 @@ class Layer:
         original: the processor of diffusers for the same computation.
         parameters: names of the arguments of the computation.
         holds_weights: whether `original` is a module (an IP-Adapter), which has to stay in the model.
+        heads_first: it normalises tensors (batch, heads, tokens, head_dim), not (batch, tokens, heads, head_dim).
     """
+
+    heads_first = False
 
     def __init__(self, original: Any, parameters: Iterable[str]) -> None:
         self.original = original
@@ -100,7 +103,7 @@ class Layer:
         """Return what stands for `attn`, and the arguments, so that one kernel normalises and rotates, if it can."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return attn, args, kwargs
-        found = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs)
+        found = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
         return (attn, args, kwargs) if found is None else (found[0], (), found[1])
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +112,8 @@ class Layer:
 
 class ExplicitLayer(Layer):
     """Layer that attends by one of our own functions."""
+
+    heads_first = True
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
         super().__init__(original, tuple(inspect.signature(function).parameters)[1:])

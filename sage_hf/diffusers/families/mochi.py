@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, project_out
+from .layout import Attend, AttentionModule, join_tokens, merge_heads, project_out, split_heads
 from .registry import computes
 
 
 def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     even, odd = states[..., 0::2].float(), states[..., 1::2].float()
+    cosine, sine = cosine.transpose(0, 1), sine.transpose(0, 1)
     rotated = (even * cosine - odd * sine).to(states.dtype), (even * sine + odd * cosine).to(states.dtype)
     return torch.stack(rotated, dim=-1).flatten(-2)
 
@@ -38,10 +39,9 @@ def mochi_attention(
         heads · head_dim.
     """
     video_length, text_length = hidden_states.shape[1], encoder_hidden_states.shape[1]
-    video = [p(hidden_states).unflatten(2, (attn.heads, -1)) for p in (attn.to_q, attn.to_k, attn.to_v)]
+    video = [split_heads(p(hidden_states), attn.heads) for p in (attn.to_q, attn.to_k, attn.to_v)]
     text = [
-        p(encoder_hidden_states).unflatten(2, (attn.heads, -1))
-        for p in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        split_heads(p(encoder_hidden_states), attn.heads) for p in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     ]
     for i, (norm, norm_added) in enumerate(((attn.norm_q, attn.norm_added_q), (attn.norm_k, attn.norm_added_k))):
         if norm is not None:
@@ -55,9 +55,7 @@ def mochi_attention(
     for sample in range(hidden_states.shape[0]):
         valid = attention_mask[sample].flatten().nonzero().flatten()
         one = slice(sample, sample + 1)
-        query, key, value = (
-            torch.cat([v[one], t[one][:, valid]], dim=1).transpose(1, 2) for v, t in zip(video, text, strict=True)
-        )
+        query, key, value = (join_tokens(v[one], t[one][:, :, valid]) for v, t in zip(video, text, strict=True))
         output = merge_heads(attend(query, key, value))
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, video_length + text_length - output.shape[1])))
 

@@ -43,7 +43,7 @@ def queries_and_keys(case: Family, dtype: torch.dtype, recipe: str = "sage1") ->
     return [x for call in calls for x in (call.query, call.key)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.audit)], ids=str)
 @each_family
 def test_queries_and_keys_are_those_of_the_processor(case: Family, dtype: torch.dtype, request):
     expected = queries_and_keys(case, dtype)
@@ -100,8 +100,8 @@ def angles(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 def test_angles_of_another_kind_are_left_to_the_processor(served, table):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert heads.with_own_norms(processor, module, (), (), given) is not None
-    assert heads.with_own_norms(processor, module, (), (), {**given, "image_rotary_emb": table}) is None
+    assert heads.with_own_norms(processor, module, (), (), given, False) is not None
+    assert heads.with_own_norms(processor, module, (), (), {**given, "image_rotary_emb": table}, False) is None
 
 
 @pytest.mark.parametrize("change", ["hook", "own forward", "another class", "another dtype", "no eps"])
@@ -109,7 +109,7 @@ def test_angles_of_another_kind_are_left_to_the_processor(served, table):
 def test_norms_that_are_not_known_as_they_are_stay(served, change):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert heads.with_own_norms(processor, module, (), (), given) is not None
+    assert heads.with_own_norms(processor, module, (), (), given, False) is not None
     norm = module.norm_k
     if change == "hook":
         norm.register_forward_hook(lambda *seen: None)
@@ -121,7 +121,7 @@ def test_norms_that_are_not_known_as_they_are_stay(served, change):
         norm.double()
     else:
         norm.eps = None
-    assert heads.with_own_norms(processor, module, (), (), given) is None
+    assert heads.with_own_norms(processor, module, (), (), given, False) is None
 
 
 @pytest.mark.parametrize(("tokens", "known"), [(2**17, True), (6, False)])

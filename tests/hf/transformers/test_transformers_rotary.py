@@ -39,7 +39,7 @@ def queries_and_keys(tiny: TinyModel, implementation: str, dtype: torch.dtype) -
     return [x for call in calls for x in (call.query, call.key)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.audit), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tiny", SERVED, ids=lambda tiny: tiny.name)
 def test_queries_and_keys_are_those_of_the_model(tiny: TinyModel, dtype: torch.dtype, request):
     expected = queries_and_keys(tiny, "sage1_emulate", dtype)
