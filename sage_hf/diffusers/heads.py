@@ -233,7 +233,7 @@ def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
         return None
     norm: Any = module
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
-    if not isinstance(eps, float) or (known.kind == "rms" and bias is not None):
+    if not isinstance(eps, float) or (known.kind == "rms" and bias is not None) or len(_sizes(module)) != 1:
         return None
     for vector in (weight, bias):
         if vector is None:
@@ -241,7 +241,7 @@ def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
         if type(vector) is not nn.Parameter or not (known.any_weight or vector.dtype == sample.dtype):
             return None
     trains = torch.is_grad_enabled() and (sample.requires_grad or (weight is not None and weight.requires_grad))
-    if trains and (sample.numel() < LARGE_TRAINING_SAMPLE or _channels(module) > LARGE_ROW):
+    if trains and (sample.numel() < LARGE_TRAINING_SAMPLE or _sizes(module)[0] > LARGE_ROW):
         return None
     return Norm(known.kind, eps, weight, bias, rounds=known.rounds)
 
@@ -249,13 +249,13 @@ def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
 def gains(module: nn.Module, sample: Tensor) -> bool:
     """Return whether a kernel is faster than a norm of a known class, if nothing is rotated."""
     known = NORM_CLASSES[f"{type(module).__module__}.{type(module).__name__}"]
-    return not known.one_operator or (_channels(module) <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
+    return not known.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
 
 
-def _channels(module: Any) -> int:
-    """Return how many channels a norm has."""
+def _sizes(module: Any) -> Sequence[int]:
+    """Return the sizes of the axes that a norm is taken over."""
     sizes: Sequence[int] = module.normalized_shape if hasattr(module, "normalized_shape") else module.dim
-    return sizes[-1]
+    return sizes
 
 
 def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
-"""Whether a modelling file's function and the kernel give the same bits."""
+"""Agreement of modelling files' functions with the kernel, to the bit."""
 
 
 @once_per_class

@@ -104,7 +104,7 @@ def test_angles_of_another_kind_are_left_to_the_processor(served, table):
     assert heads.with_own_norms(processor, module, (), (), {**given, "image_rotary_emb": table}, False) is None
 
 
-@pytest.mark.parametrize("change", ["hook", "own forward", "another class", "another dtype", "no eps"])
+@pytest.mark.parametrize("change", ["hook", "own forward", "another class", "another dtype", "no eps", "two axes"])
 @torch.no_grad()
 def test_norms_that_are_not_known_as_they_are_stay(served, change):
     module, processor = attention("flux")
@@ -119,6 +119,8 @@ def test_norms_that_are_not_known_as_they_are_stay(served, change):
         module.norm_k = nn.Identity()
     elif change == "another dtype":
         norm.double()
+    elif change == "two axes":
+        module.norm_k = nn.RMSNorm((2, 32), eps=1e-6)
     else:
         norm.eps = None
     assert heads.with_own_norms(processor, module, (), (), given, False) is None
