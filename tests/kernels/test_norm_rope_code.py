@@ -36,5 +36,7 @@ def test_heads_are_read_and_written_16_bytes_at_a_time_without_spills(case, capa
     for launch in launches:
         kernel = compile_launch(launch, capability)
         assert machine_code(kernel.asm["cubin"]).instructions.spills == 0
+        if launch.kernel is norm_rope.sum_parts:  # it reads no heads
+            continue
         heads = [line for line in kernel.asm["ptx"].splitlines() if "global.v4.b32" in line]
         assert any("ld.global" in line for line in heads) and any("st.global" in line for line in heads)
