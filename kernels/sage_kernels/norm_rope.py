@@ -20,7 +20,6 @@ from .prepared import ALIGNMENT, CALLS, attempt, is_plain, modes_are_active
 from .rehearsal import Rehearsal
 from .tape import Tape
 
-PLAIN = torch.Tensor, torch.nn.Parameter
 DTYPES = torch.float16, torch.bfloat16
 
 Tensors = list[torch.Tensor]
@@ -90,9 +89,11 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
 
 def is_served(x: torch.Tensor) -> bool:
     """Return whether a kernel takes heads like x, and nothing wants to see PyTorch's operators instead."""
-    if not x.is_cuda or x.dtype not in DTYPES or type(x) not in PLAIN or torch.version.hip is not None:
+    if not x.is_cuda or x.dtype not in DTYPES or torch.version.hip is not None:
         return False
-    return not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active())
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active():
+        return False
+    return is_plain(x)
 
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
@@ -112,7 +113,7 @@ def _slot(x: torch.Tensor, norm: Norm | None, rope: Rope | None, gradient: torch
         form_of(x),
         None if norm is None else norm.facts,
         None if rope is None else rope.facts,
-        None if gradient is None else gradient.stride(),
+        form_of(gradient),
     )
     slot = _slots.get(key)
     if slot is None:
@@ -174,6 +175,7 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         norm, rope = _with_tensors(ctx.norm, ctx.rope, others)
+        gradient = gradient.resolve_neg()
         if gradient.stride(-1) != 1:
             gradient = gradient.contiguous()
         slot = _slot(x, norm, rope, gradient)

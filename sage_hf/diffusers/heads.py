@@ -19,6 +19,8 @@ from sage_hf import record
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import is_served, norm_rope
 
+from .stand_in import StandIn
+
 NORMS = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
 
 Ropes: TypeAlias = dict[str, Rope]
@@ -172,17 +174,6 @@ LARGE_SAMPLE = 2**20
 """Elements of a sample from which on a kernel gains on one operator of PyTorch."""
 LARGE_TRAINING_SAMPLE = 2**22
 """The same with gradients, which autograd records at a cost."""
-
-
-class StandIn:
-    """Stand-in for an attention module during one call: its norms are others."""
-
-    def __init__(self, attn: Any, norms: dict[str, Callable[[Tensor], Tensor]]) -> None:
-        self.__dict__.update(norms)
-        self._attn = attn
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attn, name)
 
 
 def with_own_norms(

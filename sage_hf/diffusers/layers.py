@@ -19,6 +19,7 @@ from .backends import backend_member
 from .errors import UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
 from .heads import with_own_norms
+from .stand_in import StandIn
 from .vsa import NO_SHARDS, VSAProcessor
 
 
@@ -131,20 +132,6 @@ class AdapterLayer(ExplicitLayer):
         return self.function(partial(sage.attend, attn), attn, self.original, *args, **kwargs)
 
 
-class _StandIn:
-    """Stand-in for a diffusers processor during one call: it has the attention backend of that call.
-
-    All other attributes are the processor's, which is not written to, so a compiled call finds it as it was traced.
-    """
-
-    def __init__(self, original: Any, backend: Any) -> None:
-        self._original = original
-        self._attention_backend = backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
 class DispatchLayer(Layer):
     """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch."""
 
@@ -158,7 +145,7 @@ class DispatchLayer(Layer):
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
-        stand_in = _StandIn(self.original, backend)
+        stand_in = StandIn(self.original, {"_attention_backend": backend})
         attn, args, kwargs = self._with_own_norms(sage, attn, args, kwargs)
         if sage.sparse is not None and not torch.compiler.is_compiling():
             with running(sage.sparse):

@@ -131,38 +131,50 @@ def _arguments(
         "ACROSS": across,
         "HALVES": rope is not None and rope.halves,
         "ANGLES_OF_HEADS": table_strides[2] != 0,
-        "ANGLES_OF_CHANNELS": rope is not None and rope.cosine.shape[-1] == head_dim,
+        "ANGLES_BY_PAIR": rope is not None and rope.cosine.shape[-1] != head_dim,
         "ROUNDS_PRODUCTS": rope is not None and rope.cosine.dtype == x.dtype,
     }
     return (ceil_div(tokens, block), ceil_div(heads, together), batch), arguments
 
 
 @triton.jit
-def _load(base, tile, inside, pair, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr):
+def _load(
+    base,
+    place,
+    exists,
+    pair,
+    stride_channel,
+    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+):
     """Load the first and the second channels of pairs, (tokens, heads, PAIRS) each, in float32.
 
     Args:
         base: of the tensor.
-        tile: offset of each head, (tokens, heads).
-        inside: whether the head exists, (tokens, heads).
+        place: offset of each head, (tokens, heads), or fewer where several have the same values.
+        exists: whether there is such a head, alike.
         pair: 0…PAIRS - 1.
+        stride_channel: elements from one value to the next.
+        BY_PAIR: both channels of a pair have one value.
     """
-    if HALVES:
-        exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
-        first = base + tile[:, :, None] + pair[None, None, :]
-        a = tl.load(first, mask=exists, other=0.0)
-        b = tl.load(first + HEAD_DIM // 2, mask=exists, other=0.0)
+    if HALVES or BY_PAIR:
+        known = exists[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
+        first = base + place[:, :, None] + pair[None, None, :] * stride_channel
+        a = tl.load(first, mask=known, other=0.0)
+        b = a if BY_PAIR else tl.load(first + HEAD_DIM // 2 * stride_channel, mask=known, other=0.0)
     else:
         channel = tl.arange(0, 2 * PAIRS)
-        exists = inside[:, :, None] & (channel < HEAD_DIM)[None, None, :]
-        both = tl.load(base + tile[:, :, None] + channel[None, None, :], mask=exists, other=0.0)
-        a, b = tl.split(tl.reshape(both, (tile.shape[0], tile.shape[1], PAIRS, 2)))
+        known = exists[:, :, None] & (channel < HEAD_DIM)[None, None, :]
+        both = tl.load(base + place[:, :, None] + channel[None, None, :] * stride_channel, mask=known, other=0.0)
+        a, b = tl.split(tl.reshape(both, (place.shape[0], place.shape[1], PAIRS, 2)))
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
 def _store(base, tile, inside, pair, a, b, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr):
-    """Store what `_load` loads."""
+    """Store what `_load` loads, at places one behind another."""
     dtype: tl.constexpr = base.dtype.element_ty
     if HALVES:
         exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
@@ -198,43 +210,6 @@ def _normalize(a, b, exists, heads, eps, HEAD_DIM: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
-def _table(
-    table,
-    row,
-    known,
-    pair,
-    stride_channel,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HALVES: tl.constexpr,
-    OWN: tl.constexpr,
-):
-    """Load a table's values for the first and the second channels of pairs, (tokens, heads, PAIRS) each, in float32.
-
-    Args:
-        table: its first value.
-        row: offset of each row, (tokens, heads or 1).
-        known: whether it exists, alike.
-        pair: 0…PAIRS - 1.
-        stride_channel: elements from channel to channel, or from pair to pair.
-        OWN: each channel has a value of its own; otherwise each pair has one.
-    """
-    if OWN and not HALVES:
-        channel = tl.arange(0, 2 * PAIRS)
-        exists = known[:, :, None] & (channel < HEAD_DIM)[None, None, :]
-        both = tl.load(table + row[:, :, None] + channel[None, None, :] * stride_channel, mask=exists, other=0.0)
-        a, b = tl.split(tl.reshape(both, (row.shape[0], row.shape[1], PAIRS, 2)))
-    else:
-        exists = known[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
-        first = table + row[:, :, None] + pair[None, None, :] * stride_channel
-        a = tl.load(first, mask=exists, other=0.0)
-        b = a
-        if OWN:
-            b = tl.load(first + HEAD_DIM // 2 * stride_channel, mask=exists, other=0.0)
-    return a.to(tl.float32), b.to(tl.float32)
-
-
-@triton.jit
 def _angles(
     cosine,
     sine,
@@ -252,16 +227,16 @@ def _angles(
     HEADS: tl.constexpr,
     HALVES: tl.constexpr,
     OF_HEADS: tl.constexpr,
-    OF_CHANNELS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
 ):
     """Return whether tokens are rotated, (tokens, 1, 1), and cosines and sines of both channels of pairs."""
     turns = (row >= 0) & (row < rows)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS if OF_HEADS else 1)
     known = turns[:, None] & (head < heads)[None, :]
     place = batch * stride_batch + row.to(tl.int64)[:, None] * stride_row + head[None, :] * stride_head
-    cosine_a, cosine_b = _table(cosine, place, known, pair, stride_channel, HEAD_DIM, PAIRS, HALVES, OF_CHANNELS)
+    cosine_a, cosine_b = _load(cosine, place, known, pair, stride_channel, HEAD_DIM, PAIRS, HALVES, BY_PAIR)
     sines = cosine + 1 if sine is None else sine  # the imaginary parts of complex numbers
-    sine_a, sine_b = _table(sines, place, known, pair, stride_channel, HEAD_DIM, PAIRS, HALVES, OF_CHANNELS)
+    sine_a, sine_b = _load(sines, place, known, pair, stride_channel, HEAD_DIM, PAIRS, HALVES, BY_PAIR)
     return turns[:, None, None], cosine_a, cosine_b, sine_a, sine_b
 
 
@@ -294,7 +269,7 @@ def norm_rope_forward(
     ACROSS: tl.constexpr,
     HALVES: tl.constexpr,
     ANGLES_OF_HEADS: tl.constexpr,
-    ANGLES_OF_CHANNELS: tl.constexpr,
+    ANGLES_BY_PAIR: tl.constexpr,
     ROUNDS_PRODUCTS: tl.constexpr,
 ):
     """Write the heads of a block of tokens."""
@@ -304,7 +279,7 @@ def norm_rope_forward(
     batch, pair = tl.program_id(2).to(tl.int64), tl.arange(0, PAIRS)
     inside = (token < tokens)[:, None] & (head < heads)[None, :]
     at = batch * stride_batch + token.to(tl.int64)[:, None] * stride_token + head[None, :] * stride_head
-    a, b = _load(x, at, inside, pair, HEAD_DIM, PAIRS, HALVES)
+    a, b = _load(x, at, inside, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
     if NORM != "":
         exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
         a, b, _ = _normalize(a, b, exists, heads, eps, HEAD_DIM, NORM, ACROSS)
@@ -313,10 +288,10 @@ def norm_rope_forward(
         if weight is not None:
             if ROUNDS:
                 a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
-            weight_a, weight_b = _load(weight, vector, known, pair, HEAD_DIM, PAIRS, HALVES)
+            weight_a, weight_b = _load(weight, vector, known, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
             a, b = a * weight_a, b * weight_b
         if bias is not None:
-            bias_a, bias_b = _load(bias, vector, known, pair, HEAD_DIM, PAIRS, HALVES)
+            bias_a, bias_b = _load(bias, vector, known, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
             a, b = a + bias_a, b + bias_b
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     if cosine is not None:
@@ -337,7 +312,7 @@ def norm_rope_forward(
             HEADS,
             HALVES,
             ANGLES_OF_HEADS,
-            ANGLES_OF_CHANNELS,
+            ANGLES_BY_PAIR,
         )
         if ROUNDS_PRODUCTS:
             first = (a * cosine_a).to(dtype).to(tl.float32) - (b * sine_a).to(dtype).to(tl.float32)
@@ -387,7 +362,7 @@ def norm_rope_backward(
     ACROSS: tl.constexpr,
     HALVES: tl.constexpr,
     ANGLES_OF_HEADS: tl.constexpr,
-    ANGLES_OF_CHANNELS: tl.constexpr,
+    ANGLES_BY_PAIR: tl.constexpr,
     ROUNDS_PRODUCTS: tl.constexpr,
 ):
     """Write the gradients of blocks of tokens, and their sums for those of weight and bias."""
@@ -400,13 +375,13 @@ def norm_rope_backward(
     one = tl.zeros((1, 1), tl.int64)
     always = one == 0
     if weight is not None:
-        weight_a, weight_b = _load(weight, one, always, pair, HEAD_DIM, PAIRS, HALVES)
+        weight_a, weight_b = _load(weight, one, always, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         token = block * TOKENS + tl.arange(0, TOKENS)
         inside = (token < tokens)[:, None] & (head < heads)[None, :]
         from_gradient = batch * gradient_stride_batch + token.to(tl.int64)[:, None] * gradient_stride_token
         from_gradient += head[None, :] * gradient_stride_head
-        da, db = _load(gradient, from_gradient, inside, pair, HEAD_DIM, PAIRS, HALVES)
+        da, db = _load(gradient, from_gradient, inside, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
         if cosine is not None:
             turns, cosine_a, cosine_b, sine_a, sine_b = _angles(
                 cosine,
@@ -425,7 +400,7 @@ def norm_rope_backward(
                 HEADS,
                 HALVES,
                 ANGLES_OF_HEADS,
-                ANGLES_OF_CHANNELS,
+                ANGLES_BY_PAIR,
             )
             first = da * cosine_a + db * sine_b
             second = db * cosine_b - da * sine_a
@@ -433,7 +408,7 @@ def norm_rope_backward(
             db = tl.where(turns, second, db)
         if NORM != "":
             at = batch * stride_batch + token.to(tl.int64)[:, None] * stride_token + head[None, :] * stride_head
-            a, b = _load(x, at, inside, pair, HEAD_DIM, PAIRS, HALVES)
+            a, b = _load(x, at, inside, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
             exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
             a, b, inverse = _normalize(a, b, exists, heads, eps, HEAD_DIM, NORM, ACROSS)
             if bias_parts is not None:
