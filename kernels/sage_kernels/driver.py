@@ -27,28 +27,16 @@ CONFIG = "<7I4xQQI4x"
 """A CUlaunchConfig, as Python's `struct` packs it: grid, block, dynamic shared memory, stream, attributes, how many."""
 CONFIG_STREAM = 32
 """First byte of the stream in a CUlaunchConfig."""
-ATTRIBUTE = "<I4x3I52x"
-"""A CUlaunchAttribute whose value is up to three numbers of 32 bits."""
-ATTRIBUTE_VALUE_BYTES = 64
-COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
+ATTRIBUTE = "<I4xI60x"
+"""A CUlaunchAttribute whose value is a number of 32 bits."""
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
-KERNEL_NODE, MEMSET_NODE = 0, 2
-"""Types of a graph's nodes that launch a kernel, and fill memory."""
-KERNEL_NODE_PARAMS = "<Q7I4x4Q"
-"""A CUDA_KERNEL_NODE_PARAMS: function, grid, block, dynamic shared memory, parameters, extra, kernel, context."""
-MEMSET_NODE_PARAMS = "<2Q2I2Q"
-"""A CUDA_MEMSET_NODE_PARAMS: address, pitch, value, bytes of an element, elements of a row, rows."""
-FULL_EDGE, PROGRAMMATIC_EDGE = 0, 2**16 + 1
-"""A CUgraphEdgeData of a kernel that starts when the one before has ended, and of one that may start before."""
 RELAXED_CAPTURE = 2
 
 _INVALID_VALUE = 1
-_MEMSET_VALUES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32}
-"""Types of a value that the driver fills memory with, by their bits."""
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
-_POINTER_MEMORY_TYPE = 2
 L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 
 
@@ -69,22 +57,9 @@ def library() -> ctypes.CDLL:
     loaded.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
     loaded.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
     loaded.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
-    loaded.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
-    loaded.cuStreamEndCapture.argtypes = [pointer, pointer]
-    loaded.cuGraphDestroy.argtypes = [pointer]
-    loaded.cuGraphGetNodes.argtypes = [pointer] * 3
-    loaded.cuGraphGetEdges_v2.argtypes = [pointer] * 5
-    loaded.cuGraphNodeGetType.argtypes = [pointer] * 2
-    loaded.cuGraphKernelNodeGetParams_v2.argtypes = [pointer] * 2
-    loaded.cuGraphMemsetNodeGetParams.argtypes = [pointer] * 2
-    loaded.cuGraphKernelNodeGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
-    loaded.cuKernelGetFunction.argtypes = [pointer] * 2
-    loaded.cuPointerGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64]
     loaded.cuCtxGetCurrent.argtypes = [pointer]
     loaded.cuCtxSetCurrent.argtypes = [pointer]
     loaded.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
-    for bits, value in _MEMSET_VALUES.items():
-        getattr(loaded, f"cuMemsetD{bits}Async").argtypes = [ctypes.c_uint64, value, ctypes.c_size_t, pointer]
     loaded.cuGetErrorName.argtypes = [ctypes.c_int, pointer]
     return loaded
 
@@ -112,12 +87,6 @@ def _primary_context(index: int) -> int:
     context = ctypes.c_void_p()
     check("cuDevicePrimaryCtxRetain", library().cuDevicePrimaryCtxRetain(ctypes.addressof(context), index))
     return context.value or 0
-
-
-def is_address(word: int) -> bool:
-    """Return whether 64 bits are an address of memory that the driver knows."""
-    found = ctypes.c_uint64()
-    return library().cuPointerGetAttribute(ctypes.addressof(found), _POINTER_MEMORY_TYPE, word) == 0
 
 
 @cache

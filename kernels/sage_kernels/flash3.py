@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from . import captured, rehearsal
+from . import rehearsal
 from .call import Call
 from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
 
@@ -51,18 +51,7 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        if (rehearsed := rehearsal.current()) is None:
-            return transposed(self.bind(call))(call.query, call.key, call.value, None)
-        if call.scale < 0 or not rehearsed.captures:
-            raise rehearsal.NotRepeatableError("a negative scale takes another operator, or nothing is captured now")
-        output, _ = call.new_outputs()
-        options: dict[str, Any] = {
-            "softmax_scale": call.scale,
-            "is_causal": call.is_causal,
-            "num_splits": _splits(call),
-        }
-        captured.note_operator(rehearsed, partial(_write, **options), call.query, call.key, call.value, output)
-        return output
+        return transposed(self.bind(call))(call.query, call.key, call.value, None)
 
     def bind(self, call: Call) -> Attend:
         """Return the function of Q, K and V of calls that are like this one in all but values."""
@@ -137,28 +126,25 @@ def _attend_to_first(
     tensors = call.query, call.key, call.value, output, of_rows, kv_lengths
     if (rehearsed := rehearsal.current()) is None:
         run(*tensors)
-    elif rehearsed.captures:
-        captured.note_operator(rehearsed, run, *tensors)
     else:
         rehearsed.ran(run, *tensors)
 
 
-def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> Sequence[torch.Tensor]:
-    """Do as `_write` for some batch elements' first keys; the last tensors are a plan or lengths, and lengths."""
-    *mains, of_rows, kv_lengths = tensors
+def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
+    """Let the operator write the output of some batch elements over their first keys.
+
+    Args:
+        tensors: query, key, value and output, each (batch, heads, tokens, channels); a plan or the number of queries,
+            and the number of keys.
+        scale: as in `Call`.
+        planned: the first of the latter two is a plan.
+    """
+    query, key, value, output = (x.transpose(1, 2) for x in tensors[:4])
+    of_rows, kv_lengths = tensors[4:]
     options = {"seqused_k": kv_lengths, "scheduler_metadata" if planned else "seqused_q": of_rows}
-    return _write(*mains, softmax_scale=scale, num_splits=1, **options)
-
-
-def _write(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, **options: Any
-) -> Sequence[torch.Tensor]:
-    """Let the operator write an output, (batch, heads, tokens, channels) as Q, K and V; return its other results."""
-    tensors = [x.transpose(1, 2) for x in (query, key, value)]
     operator = _operator()
     assert operator is not None
-    _, *others = operator(*tensors, out=output.transpose(1, 2), **options)
-    return [x for x in others if isinstance(x, torch.Tensor) and x.numel()]
+    operator(query, key, value, out=output, softmax_scale=scale, num_splits=1, **options)
 
 
 _row_blocks_found: dict[tuple[Any, ...], int] = {}

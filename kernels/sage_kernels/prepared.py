@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 
-from . import captured, costs, dispatch, exact, registry
+from . import costs, dispatch, exact, registry
 from .call import NO_MASK, Call, Mask
-from .prepared_calls import BoundCall, Capture, CapturedCall, ExactCall, Prepared, TapedCall, backend_choice
+from .prepared_calls import BoundCall, ExactCall, Prepared, TapedCall
 from .recipe import Recipe, get_recipe
 from .registry import Attend, BoundExact, Fallback, Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal, StandIn, rehearsing
@@ -40,10 +39,6 @@ AT_HAND = 8
 """Calls with the same options that are at hand."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
-
-CAPTURED_AFTER = 128
-"""Repetitions of a call before what others' operators launch for it is captured, which takes as long as some hundred of
-them: more than layers that one prompt, or one step of decoding, passes."""
 
 STEP_KEYS = 64
 """Numbers of keys for which a step of decoding by PyTorch's attention is planned once: every step has one more."""
@@ -107,8 +102,6 @@ class Slot:
         if made is not None and not made.plan.request.return_lse:
             plain = self.plan_anew is None and not torch._C._is_any_autocast_enabled()
             attend = made.shortcut(self.tokens_first) if plain else self._attend
-            if plain and made.capture is not None:
-                attend = self._until_captured(attend, made.capture)
         self.prepared, self.attend = made, attend
 
     def run(
@@ -127,51 +120,10 @@ class Slot:
                 self.hold(made or self.prepared)
         return output.transpose(1, 2) if self.tokens_first else output, lse
 
-    def _until_captured(self, attend: Attend, capture: Capture) -> Attend:
-        """Return `attend`, which after CAPTURED_AFTER calls has `capture` make the one that takes its place.
-
-        It must have the same output: to see that, the host waits for the GPU once.
-        """
-        left = CAPTURED_AFTER
-
-        def attend_and_count(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
-            nonlocal left
-            left -= 1
-            output = attend(query, key, value, mask)
-            if left == 0:
-                if torch.cuda.is_current_stream_capturing():
-                    left = CAPTURED_AFTER
-                    return output
-                self.attend = attend
-                given = query, key, value
-                if self.tokens_first:
-                    given = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-                made = capture(*given, mask)
-                if made is None:
-                    return output
-                if _gives(partial(made.shortcut(self.tokens_first), query, key, value, mask), output):
-                    self.hold(made)
-            return output
-
-        return attend_and_count
-
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         return self.run(query, key, value, mask)[0]
-
-
-def _gives(attend: Callable[[], torch.Tensor], output: torch.Tensor) -> bool:
-    """Return whether a function has this output."""
-    try:
-        if torch.equal(attend(), output):
-            return True
-        logger.info("a call's operators are not captured: the output would be another one")
-    except RuntimeError as error:  # the call itself has run
-        logger.info("a call's operators are not captured: %s", error)
-    return False
 
 
 @lru_cache(maxsize=CALLS)
@@ -287,7 +239,7 @@ def follow_step(slot: Slot, query: torch.Tensor, key: torch.Tensor, value: torch
         return
     plan = replace(latest.plan, request=replace(latest.plan.request, kv_len=keys))
     slot.calls, slot.plan_anew = 1, plan_anew
-    slot.hold(replace(latest, plan=plan, capture=None))
+    slot.hold(replace(latest, plan=plan))
 
 
 def _kind(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
@@ -393,29 +345,7 @@ def prepare_exact(
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
     cudnn = plan.kernel == "sdpa"
-    made = ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if query.is_cuda and direct and cudnn and mask is None and not (tokens_first or grad):
-        made.capture = partial(_capture_exact, made)
-    return made
-
-
-def _capture_exact(
-    made: ExactCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None
-) -> CapturedCall | None:
-    """Capture a call of PyTorch's attention, on the main thread; see `prepared_calls.Capture`.
-
-    cuDNN's kernels are parts of plans that PyTorch keeps for a thread, and which end with it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return None
-
-    def rehearse(rehearsal: Rehearsal) -> CapturedCall:
-        inputs = [rehearsal.stand_in(x) for x in (query, key, value)]
-        outputs = captured.note_operator(rehearsal, lambda q, k, v: [made(q, k, v, None)[0]], *inputs)
-        return CapturedCall(made, Tape(rehearsal, inputs, outputs, query.device), backend_choice())
-
-    return attempt(rehearse, query.device, captures=True)
+    return ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
 
 
 def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: bool = False) -> Prepared | None:
@@ -431,14 +361,9 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
         return None
     own = registry.get_exact(plan.kernel)
     if plan.numerics != "exact" or (own is not None and own.repeats):
-        taped = _prepare_launches(call, plan) if call.query.is_cuda else None
-        if taped is not None and taped.tape.has_operators:
-            taped.capture = _capture_of(call, plan)
-        return taped
+        return _prepare_launches(call, plan) if call.query.is_cuda else None
     if isinstance(own, BoundExact):
-        return BoundCall(
-            plan, own.bind(call), own.tokens_first, _capture_of(call, plan) if call.query.is_cuda else None
-        )
+        return BoundCall(plan, own.bind(call), own.tokens_first)
     if own is not None:
         return None
     if call.return_lse or (call.is_causal and call.causal_offset):
@@ -451,21 +376,7 @@ def prepare(call: Call, plan: Plan, mask: torch.Tensor | None, *, tokens_first: 
     )
 
 
-def _capture_of(call: Call, plan: Plan) -> Capture:
-    """Return what captures calls that are like this one in all but values."""
-    recipe, is_causal, causal_offset, scale = call.recipe, call.is_causal, call.causal_offset, call.scale
-
-    def capture(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> TapedCall | None:
-        given = Mask.of(None if mask is None else mask[(None,) * (4 - mask.dim())], key.shape[2])
-        again = Call(query, key, value, recipe, given, is_causal, causal_offset, scale)
-        return _prepare_launches(again, plan, captures=True)
-
-    return capture
-
-
-def _prepare_launches(call: Call, plan: Plan, captures: bool = False) -> TapedCall | None:
+def _prepare_launches(call: Call, plan: Plan) -> TapedCall | None:
     own = registry.get_exact(plan.kernel)
 
     def rehearse(rehearsal: Rehearsal) -> TapedCall:
@@ -481,7 +392,7 @@ def _prepare_launches(call: Call, plan: Plan, captures: bool = False) -> TapedCa
         tape = Tape(rehearsal, inputs, outputs, call.query.device)
         return TapedCall(plan, tape, call.return_lse)
 
-    return attempt(rehearse, call.query.device, captures)
+    return attempt(rehearse, call.query.device)
 
 
 def stand_in_of(rehearsal: Rehearsal, call: Call, recipe: Recipe) -> tuple[list[StandIn], Call]:
@@ -495,12 +406,11 @@ def stand_in_of(rehearsal: Rehearsal, call: Call, recipe: Recipe) -> tuple[list[
     return inputs, stand_in
 
 
-def attempt(rehearse: Callable[[Rehearsal], Made], device: torch.device, captures: bool = False) -> Made | None:
-    """Return what a rehearsal makes; None if the call cannot be rehearsed, or captured."""
+def attempt(rehearse: Callable[[Rehearsal], Made], device: torch.device) -> Made | None:
+    """Return what a rehearsal makes; None if the call cannot be rehearsed."""
     try:
-        with torch.cuda.device(device), rehearsing(captures=captures) as rehearsal:
+        with torch.cuda.device(device), rehearsing() as rehearsal:
             return rehearse(rehearsal)
     except Exception as error:  # the call has run, and runs so again: its next failure shows
-        what = "a call's operators are not captured" if captures else "a call is not repeated but run anew each time"
-        logger.info("%s: %s: %s", what, type(error).__name__, error)
+        logger.info("a call is not repeated but run anew each time: %s: %s", type(error).__name__, error)
         return None

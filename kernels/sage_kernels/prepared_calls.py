@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,10 +22,6 @@ class Prepared(Protocol):
     def plan(self) -> Plan:
         """Return what runs."""
 
-    @property
-    def capture(self) -> Capture | None:
-        """Return what makes a call that does the same with less work for the host; None if nothing can."""
-
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -38,11 +33,6 @@ class Prepared(Protocol):
         Args:
             tokens_first: its tensors, but the mask, are (batch, tokens, heads, channels).
         """
-
-
-Capture = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Prepared | None]
-"""(query, key, value, mask) -> a prepared call of such tensors, (batch, heads, tokens, channels), by the launches of
-operators that were captured; None if they cannot be. It keeps none of the tensors."""
 
 
 def output_alone(call: Prepared) -> Attend:
@@ -67,7 +57,6 @@ class ExactCall:
         tokens_first: the output is laid out as (batch, tokens, heads, channels).
         cudnn: PyTorch may take its cuDNN backend.
         shared_rows: the single queries that share keys and values are rows of one head (`dispatch.shares_rows`).
-        capture: as in `Prepared`.
     """
 
     plan: Plan
@@ -80,7 +69,6 @@ class ExactCall:
     tokens_first: bool
     cudnn: bool
     shared_rows: bool
-    capture: Capture | None = None
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -141,13 +129,11 @@ class BoundCall:
     Attributes:
         plan: as in `Prepared`.
         attend, tokens_first: what the kernel has bound, and the layout of that function's tensors.
-        capture: as in `Prepared`.
     """
 
     plan: Plan
     attend: Attend
     tokens_first: bool
-    capture: Capture | None
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -168,13 +154,11 @@ class TapedCall:
         plan: as in `Prepared`.
         tape: its launches; the arguments are Q, K, V and the mask, if there is one.
         return_lse: the LSE is wanted.
-        capture: as in `Prepared`.
     """
 
     plan: Plan
     tape: Tape
     return_lse: bool
-    capture: Capture | None = None
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -192,52 +176,3 @@ class TapedCall:
         if not tokens_first:
             return attend
         return transposed(attend) if self.tape.has_operators else lambda *tensors: attend(*tensors).transpose(1, 2)
-
-
-@dataclass(slots=True, eq=False)
-class CapturedCall:
-    """Call of PyTorch's exact attention whose launches were captured.
-
-    Attributes:
-        exact: the call, which runs where PyTorch may choose another backend than the one that was captured.
-        tape: its launches; the arguments are Q, K and V.
-        choice: `backend_choice` when it was captured.
-    """
-
-    exact: ExactCall
-    tape: Tape
-    choice: tuple[object, ...]
-
-    @property
-    def plan(self) -> Plan:
-        """Return what runs."""
-        return self.exact.plan
-
-    @property
-    def capture(self) -> None:
-        """Return None: it is captured."""
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend."""
-        if backend_choice() != self.choice:
-            return self.exact(query, key, value, mask)
-        (output,) = self.tape.run(query.data_ptr(), key.data_ptr(), value.data_ptr())
-        return output, None
-
-    def shortcut(self, tokens_first: bool) -> Attend:
-        """Return what runs the tape."""
-        return transposed(output_alone(self)) if tokens_first else output_alone(self)
-
-
-def backend_choice() -> tuple[object, ...]:
-    """Return the settings of this process by which PyTorch chooses among the backends of its attention."""
-    settings = torch._C
-    return (
-        settings._get_cudnn_sdp_enabled(),
-        settings._get_flash_sdp_enabled(),
-        settings._get_mem_efficient_sdp_enabled(),
-        settings._get_math_sdp_enabled(),
-        settings._get_sdp_priority_order(),
-    )

@@ -58,10 +58,6 @@ class TrainingCall:
     backwards: dict[object, Tape | None] = field(default_factory=dict)
     latest: tuple[Any, Tape] | None = None
 
-    @property
-    def capture(self) -> None:
-        """Return None: none of its launches are of others' operators."""
-
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:

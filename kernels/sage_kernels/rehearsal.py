@@ -45,7 +45,6 @@ class PackedLaunch:
         starts: first byte of each parameter.
         addresses: first bytes of the 64-bit addresses among them, those at the heads of tensor maps included.
         constants: tensors with memory whose addresses are among them.
-        cluster: blocks of a cluster along three axes; zeros: as the kernel was compiled.
     """
 
     function: int
@@ -57,23 +56,6 @@ class PackedLaunch:
     starts: tuple[int, ...]
     addresses: tuple[int, ...]
     constants: tuple[torch.Tensor, ...] = ()
-    cluster: tuple[int, int, int] = (0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Fill of memory with one value.
-
-    Attributes:
-        address: of the first element.
-        value, element_size: each element, of 1, 2 or 4 bytes.
-        count: elements.
-    """
-
-    address: int
-    value: int
-    element_size: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -117,18 +99,16 @@ class Rehearsal:
     Attributes:
         memories: those it reads and those it allocates, by number.
         steps: its launches in order, each with whether it runs beside the stream (`language.launch.overlapping`);
-            "fork" and "join", between which it may; and fills and operators, which run on the stream.
+            "fork" and "join", between which it may; and operators, which run on the stream.
         beside: whether launches run beside the stream now.
         compilations: functions that compile the kernels that would be launched, where only that is wanted; None:
             launches are noted.
-        captures: operators that others wrote are captured (`captured`), which takes milliseconds.
     """
 
     memories: list[Memory] = field(default_factory=list)
-    steps: list[tuple[PackedLaunch, bool] | Fill | Operator | str] = field(default_factory=list)
+    steps: list[tuple[PackedLaunch, bool] | Operator | str] = field(default_factory=list)
     beside: bool = False
     compilations: list[Callable[[], object]] | None = None
-    captures: bool = False
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
         """Return a stand-in for an argument, with a memory of its own, on a device, by default that of x."""
@@ -144,10 +124,6 @@ class Rehearsal:
     def launched(self, launch: PackedLaunch) -> None:
         """Note a launch."""
         self.steps.append((launch, self.beside))
-
-    def filled(self, fill: Fill) -> None:
-        """Note that memory is filled."""
-        self.steps.append(fill)
 
     def ran(self, run: Callable[..., object], *arguments: torch.Tensor) -> None:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
@@ -214,13 +190,13 @@ def keeping() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rehearsing(compiles_only: bool = False, captures: bool = False) -> Iterator[Rehearsal]:
+def rehearsing(compiles_only: bool = False) -> Iterator[Rehearsal]:
     """Note what this thread would launch inside, instead of launching it; or only how it is compiled.
 
     Args:
-        compiles_only, captures: see `Rehearsal`.
+        compiles_only: only the latter.
     """
-    rehearsal = Rehearsal(compilations=[] if compiles_only else None, captures=captures)
+    rehearsal = Rehearsal(compilations=[] if compiles_only else None)
     token = _current.set(rehearsal)
     try:
         with torch.no_grad(), _NoMemory():

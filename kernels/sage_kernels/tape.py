@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from . import driver
-from .rehearsal import Fill, Memory, NotRepeatableError, Operator, PackedLaunch, Rehearsal, is_stand_in, locate
+from .rehearsal import Memory, NotRepeatableError, Operator, PackedLaunch, Rehearsal, is_stand_in, locate
 
 ALIGNMENT = 256
 """Bytes, of each buffer in the memory that a call allocates."""
@@ -109,16 +109,11 @@ class Tape:
         self._patches: list[list[tuple[int, int]]] = [[] for _ in range(self._workspace + 1)]
         self._streams: list[int] = []
         self._beside: list[int] = []
-        self._calls: list[Callable[[], int] | _Fill | _Operator | str] = []
+        self._calls: list[Callable[[], int] | _Operator | str] = []
         remaining = iter(zip(packed, starts, strict=True))
         for step in steps:
             if isinstance(step, str):
                 self._calls.append(step)
-                continue
-            if isinstance(step, Fill):
-                number, offset = locate(step.address)
-                base, start = bases[number]
-                self._calls.append(_Fill(step, base, start + offset))
                 continue
             if isinstance(step, Operator):
                 self._calls.append(_Operator(step, [*inputs, *outputs], bases))
@@ -175,12 +170,10 @@ class Tape:
                     self._wait(call, stream)
                 elif isinstance(call, _Operator):
                     call.run(arguments[: len(addresses)], new, workspace)
-                else:
-                    launch = partial(call.run, bases, stream) if isinstance(call, _Fill) else call
-                    if status := launch():
-                        if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
-                            status = launch()
-                        driver.check("cuLaunchKernelEx", status)
+                elif status := call():
+                    if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
+                        status = call()
+                    driver.check("cuLaunchKernelEx", status)
         return new
 
     def _set_stream(self, stream: int) -> None:
@@ -201,19 +194,6 @@ class Tape:
             driver.wait_for(beside, stream, fork)
         else:
             driver.wait_for(stream, beside, join)
-
-
-class _Fill:
-    """Fill of memory at a place in one of the memories of a call."""
-
-    def __init__(self, fill: Fill, base: int, offset: int) -> None:
-        self._function = getattr(driver.library(), f"cuMemsetD{8 * fill.element_size}Async")
-        self._value, self._count, self._base, self._offset = fill.value, fill.count, base, offset
-
-    def run(self, bases: Sequence[int], stream: int) -> int:
-        """Return the driver's status."""
-        status: int = self._function(bases[self._base] + self._offset, self._value, self._count, stream)
-        return status
 
 
 class _Operator:
@@ -309,12 +289,9 @@ def _pack(launches: Sequence[PackedLaunch]) -> tuple[ctypes.Array[ctypes.c_char]
 
 def _attributes(launch: PackedLaunch) -> bytes:
     """Return a launch's attributes as the driver takes them."""
-    packed = b""
-    if launch.dependent:
-        packed += struct.pack(driver.ATTRIBUTE, driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0)
-    if any(launch.cluster):
-        packed += struct.pack(driver.ATTRIBUTE, driver.CLUSTER_DIMENSION, *launch.cluster)
-    return packed
+    if not launch.dependent:
+        return b""
+    return struct.pack(driver.ATTRIBUTE, driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 
 
 def _launcher(config: int, function: int, parameters: int) -> Callable[[], int]:

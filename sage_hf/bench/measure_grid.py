@@ -23,7 +23,6 @@ from sage_hf.bench.grid_peers import GRID_PROVIDERS, TRAINING_GRID_PROVIDERS, Gr
 from sage_hf.bench.measure import drawn_orders, facts, reason
 from sage_hf.bench.warming import PROCESSES, call_in_processes
 from sage_kernels import training_routes
-from sage_kernels.prepared import CAPTURED_AFTER
 
 # A provider is replayed for about WINDOW_MS at a point, in turns with the others: once to warm up, then TURNS times.
 WINDOW_MS = 20.0
@@ -34,10 +33,8 @@ REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
 # Of the others, one whose second call took so many times as long as the fastest one's, and over LONG_MS, is left out.
 HOPELESS = 2.0
 LONG_MS = 1.0
-# Calls of a provider between its second one and its timed ones: ours is prepared by then, its backward pass too. After
-# more calls ours launches by itself what others' operators launched (`prepared.CAPTURED_AFTER`): so many as take
-# SETTLING_MS, for a call that takes longer keeps the GPU busy.
-SETTLING_CALLS, SETTLING_MS = 2, 40.0
+# Calls of a provider between its second one and its timed ones: ours is prepared by then, its backward pass too.
+SETTLING_CALLS = 2
 # Host times at a point are taken in turns, for about HOST_MS of each provider; the fewest and the most turns.
 HOST_MS = 8.0
 HOST_TURNS = 11, 31
@@ -281,9 +278,6 @@ class Queue:
         for _ in range(SETTLING_CALLS):
             call()
         once_ms = self.once_ms(call)
-        if provider.ours:
-            for _ in range(min(CAPTURED_AFTER + SETTLING_CALLS, int(SETTLING_MS / max(1e-3, once_ms)))):
-                call()
         calls = max(1, min(MAX_CALLS, int(WINDOW_MS / (TURNS + 1) / max(1e-3, once_ms))))
         return Timed(provider, output, call, once_ms, self._capture(call, calls).replay, calls)
 

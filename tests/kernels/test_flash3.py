@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sage_kernels import backends, captured, dispatch, exact, flash3, prepared  # noqa: F401 - `backends` registers the kernels
+from sage_kernels import backends, dispatch, exact, flash3, prepared  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.call import Call
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, exact_plan, get_exact
-from sage_kernels.rehearsal import NotRepeatableError, rehearsing
+from sage_kernels.rehearsal import rehearsing
 from sage_kernels.triton import registration
 
 REQUEST = Request(
@@ -190,44 +190,18 @@ def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch,
     flash3._takes_plans.cache_clear()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "splits"), [(132, 1), (1, 0)])
-def test_a_rehearsed_call_is_captured(monkeypatch, causal, heads, splits):
-    noted = []
-
-    def attend(query, key, value, out, softmax_scale, is_causal, num_splits):
-        assert (softmax_scale, is_causal, num_splits) == (0.1, causal, splits)
-        return out, torch.zeros(3), None, torch.zeros(0)
-
-    monkeypatch.setattr(flash3, "_operator", lambda: attend)
-    monkeypatch.setattr(captured, "note_operator", lambda rehearsal, *given: noted.append(given))
-    call = Call(*[torch.zeros(2, heads, 5, 16)] * 3, get_recipe("exact"), is_causal=causal, scale=0.1)
-    with rehearsing(captures=True) as rehearsal:
-        _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
-        output = get_exact("fa3").attend(stand_in)
-    run, *tensors = noted[0]
-    assert tensors[3] is output and output.shape == call.query.shape and len(tensors) == 4
-    assert [x.shape for x in run(*[torch.zeros(x.shape) for x in tensors])] == [(3,)]
-
-
-@pytest.mark.parametrize(("scale", "captures"), [(-0.1, True), (0.1, False)])
-def test_what_is_not_captured_is_not_rehearsed(operator, scale, captures):
-    call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=scale)
-    with rehearsing(captures=captures) as rehearsal:
-        _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
-        with pytest.raises(NotRepeatableError, match="negative"):
-            get_exact("fa3").attend(stand_in)
-    assert not operator and not rehearsal.steps
-
-
-@pytest.mark.parametrize("captures", [False, True])
-def test_beside_padding_the_operator_is_called_until_it_is_captured(monkeypatch, captures):
-    runs = []
-    monkeypatch.setattr(flash3, "_operator", lambda: lambda *tensors, out, **options: (out, torch.zeros(4)))
-    monkeypatch.setattr(captured, "note_operator", lambda rehearsal, run, *tensors: runs.append(run))
-    call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"))
-    with rehearsing(captures=captures) as rehearsal:
+def test_beside_padding_a_rehearsed_call_notes_the_operator(monkeypatch):
+    written = []
+    monkeypatch.setattr(flash3, "_operator", lambda: lambda *tensors, out, **options: written.append((out, options)))
+    call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=0.1)
+    with rehearsing() as rehearsal:
         _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
         lengths, output = stand_in.query.new_empty(1, dtype=torch.int32), stand_in.query.new_empty(1, 1, 5, 16)
         flash3._attend_to_first(stand_in, lengths, lengths, None, output)
-    assert len(runs) == int(captures) and len(rehearsal.steps) == int(not captures)
+    (operator,) = rehearsal.steps
+    assert not written
+    tensors = [torch.zeros(x.shape) for x in operator.arguments]
+    operator.run(*tensors)
+    ((out, options),) = written
+    assert out.data_ptr() == tensors[3].data_ptr() and options["softmax_scale"] == 0.1 and options["num_splits"] == 1
+    assert options["seqused_q"] is tensors[4] and options["seqused_k"] is tensors[5]

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from sage_hf import sage_attention
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_kernels import dispatch, exact, flash3, prepared, registry
-from tests.helpers import fake_gpu
+from sage_kernels import dispatch, exact, flash3, registry
 from tests.helpers.host_cost import allocations, python_calls
 
 SHAPE = (1, 2, 192, 64)
@@ -121,31 +120,6 @@ def test_a_call_of_flash_attention_3_adds_views_alone(monkeypatch):
     names = python_calls(call)
     assert len(names) <= 13, names
     assert allocations(call) == 0
-
-
-def test_a_captured_call_of_pytorchs_attention_costs_the_host_little(gpu, monkeypatch):
-    """Whatever PyTorch does: it is not called."""
-
-    def note(rehearsed, run, *inputs):
-        rehearsed.launched(fake_gpu.pack(None, (1,), dict(enumerate(inputs)), {}))
-        return [inputs[0].new_empty(inputs[0].shape)]
-
-    def prepare_exact(*given, **options):
-        made = original(*given, **options)
-        made.capture = partial(prepared._capture_exact, made)
-        return made
-
-    original = prepared.prepare_exact
-    monkeypatch.setattr(prepared, "prepare_exact", prepare_exact)
-    monkeypatch.setattr(prepared.captured, "note_operator", note)
-    monkeypatch.setattr(prepared, "_gives", lambda *given: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    query, key, value = draw()
-    call = partial(sage_attention, query, key, value, recipe="exact")
-    for _ in range(prepared.CAPTURED_AFTER + 3):
-        call()
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
-    check_budget(call, gpu, python=11, allocated=1, launched=1)
 
 
 def test_transformers_function_adds_little_to_a_step_of_decoding():

@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
@@ -20,7 +18,7 @@ from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
 from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.prepared import Slot
-from sage_kernels.prepared_calls import CapturedCall, TapedCall, backend_choice
+from sage_kernels.prepared_calls import TapedCall
 from sage_kernels.recipe import get_recipe
 from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
@@ -382,8 +380,6 @@ def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argume
 class Repeated:
     """Prepared call that attends to nothing."""
 
-    capture = None
-
     def __init__(self, plan):
         self.plan = plan
 
@@ -469,70 +465,3 @@ def test_steps_of_a_fixed_number_of_keys_are_no_model_for_those_that_grow(monkey
         query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
         sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
     assert [(request.kv_len, request.recurs) for request in planned] == [(40, True), (41, False)]
-
-
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("outcome", ["the same", "another output", "an error", "nothing"])
-def test_after_many_repetitions_a_captured_call_takes_the_place_of_a_prepared_one(monkeypatch, tokens_first, outcome):
-    """But not while the caller captures a graph, and not if it computes something else."""
-    plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
-    before, after = Repeated(plan), Repeated(plan)
-    given, capturing = [], [True]
-    if outcome == "another output":
-        after.shortcut = lambda tokens_first: lambda query, key, value, mask: query + 1.0
-    if outcome == "an error":
-        after.shortcut = lambda tokens_first: mock.Mock(side_effect=RuntimeError("cuLaunchKernelEx"))
-
-    def capture(query, key, value, mask):
-        given.append([x.shape for x in (query, key, value)])
-        return None if outcome == "nothing" else after
-
-    before.capture = capture
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    slot, tensors = prepared.Slot(tokens_first=tokens_first), [torch.zeros(1, 2, 3, 4)] * 3
-    slot.hold(before)
-    for _ in range(prepared.CAPTURED_AFTER):
-        assert slot.attend(*tensors, None) is tensors[0]
-    assert not given and slot.prepared is before
-    capturing[0] = False
-    for _ in range(2 * prepared.CAPTURED_AFTER):
-        assert slot.attend(*tensors, None) is tensors[0]
-    assert given == [[(1, 3, 2, 4) if tokens_first else (1, 2, 3, 4)] * 3]
-    assert slot.prepared is (after if outcome == "the same" else before)
-
-
-def test_a_captured_call_of_pytorchs_attention_honours_the_choice_of_its_backends():
-    class Tape:
-        def run(self, *addresses):
-            return [torch.ones(1)]
-
-    query = torch.randn(1, 2, 3, 16)
-    plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
-    exactly = prepared.prepare_exact(plan, query, query, query, None, False, None, empties_rows=False)
-    assert exactly.capture is None  # of a CPU's call
-    call = CapturedCall(exactly, Tape(), backend_choice())
-    for run in (lambda *tensors: call(*tensors)[0], call.shortcut(False)):
-        assert run(query, query, query, None).shape == (1,)
-        with sdpa_kernel(SDPBackend.MATH):
-            assert run(query, query, query, None).shape == query.shape
-
-
-def test_pytorchs_attention_is_captured_on_the_main_thread(gpu, monkeypatch):
-    """Kernels that another thread has had compiled may be gone when it has ended."""
-    notes = []
-
-    def note(rehearsed, run, *inputs):
-        notes.append(run(*[torch.randn(x.shape) for x in inputs]))
-        return [inputs[0].new_empty(x.shape) for x in notes[-1]]
-
-    monkeypatch.setattr(prepared.captured, "note_operator", note)
-    query = torch.randn(1, 2, 3, 16)
-    plan = registry.exact_plan(registry.Request("exact", "cpu", None, torch.float32, *[1] * 7, "none", False, False))
-    exactly = prepared.prepare_exact(plan, query, query, query, None, False, None, empties_rows=False)
-    capture, made = partial(prepared._capture_exact, exactly), []
-    thread = threading.Thread(target=lambda: made.append(capture(query, query, query, None)))
-    thread.start()
-    thread.join()
-    assert made == [None] and not notes
-    call = capture(query, query, query, None)
-    assert isinstance(call, CapturedCall) and call.plan is plan and [x.shape for x in notes[0]] == [query.shape]
