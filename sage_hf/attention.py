@@ -196,22 +196,32 @@ def attend(
     Returns:
         (output, lse); without return_lse, the lse is None or has no elements.
     """
-    chosen_fallback, facts = _default_fallback if fallback is None else fallback, None
-    # While something else than Dynamo traces, modes are active, and no call is found.
+    chosen_fallback, slot = _default_fallback if fallback is None else fallback, None
+    # While something else than Dynamo traces, modes are active, and nothing is known of a call.
     if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
-        kind = attn_mask is None, torch.is_grad_enabled(), recipe, chosen_fallback, return_lse, tokens_first
-        facts = is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
-        output = None if record.observers else prepared.repeat(query, key, value, attn_mask, facts)
-        if output is not None:
-            return output, None
+        if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
+            query, key, value = exact.in_autocast_dtype(query, key, value)
+        kind = recipe, chosen_fallback, return_lse, tokens_first
+        options = is_causal.__class__, is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
+        grad = ops.wants_gradient(query, key, value, attn_mask)
+        slot = prepared.look_up(query, key, value, attn_mask, options, grad)
+        if slot is not None and slot.prepared is not None:
+            output, lse = slot.run(query, key, value, attn_mask)
+            if record.observers:
+                shown = query, key, value, output
+                query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
+                record.notify_observers(
+                    *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
+                )
+            return output, lse
     return _attend(
-        *(facts, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        *(slot, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
         *(causal_offset, recipe, chosen_fallback, return_lse, tokens_first),
     )
 
 
 def _attend(
-    facts: tuple[object, ...] | None,
+    slot: prepared.Slot | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -226,36 +236,18 @@ def _attend(
     return_lse: bool,
     tokens_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attend` for a call that is not at hand; `facts`, as for `prepared.look_up`: None if it is never prepared.
-
-    It is prepared here, so that the next one like it is found.
-    """
-    slot = None
-    if facts is not None:
-        if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
-            query, key, value = exact.in_autocast_dtype(query, key, value)
-        grad = ops.wants_gradient(query, key, value, attn_mask)
-        slot = prepared.look_up(query, key, value, attn_mask, facts, grad)
-        may_be_a_step = attn_mask is None and not tokens_first
-        if may_be_a_step and slot is not None and slot.prepared is None and slot.calls == 0:
-            prepared.follow_step(slot, query, key, value, *facts)
-        if slot is not None and slot.prepared is not None:
-            dispatch.announce(slot.prepared.plan)
-            output, lse = slot.run(query, key, value, attn_mask)
-            if record.observers:
-                shown = query, key, value, output
-                query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
-                record.notify_observers(
-                    *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
-                )
-            return output, lse
-    checked_fallback, is_causal = check_fallback(fallback), bool(is_causal)
+    """Do as `attend` for a call that is not prepared; prepare it if it has a slot."""
+    checked_fallback = check_fallback(fallback)
+    checks.check_causal(is_causal)
+    is_causal = bool(is_causal)
+    lse: torch.Tensor | None
     if tokens_first:
         if slot is not None:
             slot.tokens_first = True
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
+    checks.check_memory(query, key, value, attn_mask)
     query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
     if attn_mask is not None:
@@ -311,19 +303,11 @@ def _attend(
         )
     else:  # nothing watches operators
         checked = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-        recurs = slot.recurs(query, key)
-        plan = dispatch.plan_of(checked, checked_fallback, recurs)
-        prepare_call = partial(prepared.prepare_step, checked, plan, mask, slot, checked_fallback)
-        at_once = (slot.calls == 0 or recurs) and prepared.is_step(plan)
-        if at_once:
-            slot.prepare(prepare_call, at_once=True)
-        if slot.prepared is not None:
-            dispatch.announce(plan)
-            output, lse = slot.prepared(query, key, value, attn_mask)  # as planned: its own keys do not recur
-        else:
-            output, lse = dispatch.run(checked, plan)
-            if not at_once:
-                slot.prepare(prepare_call)
+        plan = dispatch.plan_of(checked, checked_fallback)
+        output, lse = result = dispatch.run(checked, plan)
+        # The length of a step of decoding is that of each layer, and of no later step.
+        at_once = slot.calls == 0 and prepared.is_step(plan)
+        slot.prepare(partial(prepared.prepare, checked, plan, mask, result), at_once)
     if not torch.compiler.is_compiling():
         record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output.transpose(1, 2) if tokens_first else output, lse
@@ -487,9 +471,11 @@ def _attend_to_blocks(
     checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
+    checks.check_memory(query, key, value, attn_mask)
     query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    checks.check_causal(is_causal)
     keys, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]), bool(is_causal), ""
     wants_gradient = recipe != "exact" and _wants_gradient(query, key, value)
     if wants_gradient:

@@ -54,8 +54,33 @@ def _layout(tensor: torch.Tensor) -> str:
     return "nested" if tensor.is_nested else str(tensor.layout)
 
 
+def check_causal(is_causal: object) -> None:
+    """Raise TypeError unless `is_causal` is a bool, as by PyTorch's attention: to read a tensor is to wait for it."""
+    if not isinstance(is_causal, (bool, torch.SymBool)):
+        raise TypeError(f"is_causal must be a bool; got {type(is_causal).__name__}: use bool(is_causal)")
+
+
+def check_memory(*tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError, as PyTorch does, for a tensor with elements whose storage was freed."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    for x in tensors:
+        if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        # Without memory, the address of a storage's first byte is 0; so it is on the meta device.
+        without = x.data_ptr() == x.storage_offset() * x.element_size()
+        if without and x.numel() and x.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(x.shape)} has no memory: its storage was resized to 0, as FSDP leaves "
+                "parameters outside of their module's forward pass"
+            )
+
+
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Raise ValueError if sizes, dtypes or devices differ: kernels read all tensors by the sizes of one."""
+    """Raise ValueError if sizes, dtypes or devices differ: kernels read all tensors by the sizes of one.
+
+    RuntimeError: see `check_memory`.
+    """
     sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not (query.dim() == key.dim() == value.dim() == 4):
         raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
@@ -73,6 +98,7 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         shape = (*query.shape[:3], key.shape[2])
         if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
             raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
+    check_memory(query, key, value, mask)
 
 
 def check_lengths(

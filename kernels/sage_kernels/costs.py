@@ -368,7 +368,7 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
 
 def is_growing_step(request: Request) -> bool:
     """Return whether a call may be a step behind a cache that grows, so that the next one has another length."""
-    return request.q_len < DECODED_QUERIES and request.mask == "none" and not request.recurs
+    return request.q_len < DECODED_QUERIES and request.mask == "none"
 
 
 def is_slower_by_cudnn(request: Request) -> bool:
@@ -380,7 +380,7 @@ def is_slower_by_cudnn(request: Request) -> bool:
     served = ungrouped or request.head_dim == request.v_head_dim
     if request.dtype not in _EXACT_DTYPES or not served:
         return False
-    if request.q_len < DECODED_QUERIES and not request.recurs:
+    if request.q_len < DECODED_QUERIES:
         return True
     sizes = sizes_of(request)
     us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, BACKENDS)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -25,8 +25,6 @@ from .registry import (
     get_quantizer,
     select,
 )
-
-Result = TypeVar("Result")
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
@@ -61,10 +59,9 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
     return run(call, plan_of(call, fallback))
 
 
-def plan_of(call: Call, fallback: Fallback, recurs: bool = False) -> Plan:
-    """Return the plan of a call without gradients; see `registry.select`, and `Request` for `recurs`."""
-    request = request_of(call)
-    return select(replace(request, recurs=True) if recurs else request, fallback)
+def plan_of(call: Call, fallback: Fallback) -> Plan:
+    """Return the plan of a call without gradients; see `registry.select`."""
+    return select(request_of(call), fallback)
 
 
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -113,6 +110,11 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
     """
     plan = plan_training(request_of(call, grad=True), fallback)
     announce(plan)
+    return run_and_save(call, plan)
+
+
+def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
+    """Run the forward pass of a call with gradients by the kernels of its plan; see `attend_and_save`."""
     ahead.compile_backward(call, plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     kernel = cast(TrainingForward, get_forward(plan.kernel))
@@ -150,8 +152,10 @@ def announce(plan: Plan) -> None:
         listener(plan)
 
 
-def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by PyTorch's scaled_dot_product_attention; rows that may attend to no key are 0."""
+def _attend_exactly(
+    call: Call, by: Callable[..., torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by PyTorch's attention (`by`, as in `exact.sdpa`); rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
     if call.mask.blocks is not None:
         return blocks.exact_attention(
@@ -173,15 +177,17 @@ def _attend_exactly(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         # PyTorch's other kernels support only one causal alignment, and no mask beside it.
         mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
-    output = empty_rows.attend(query, key, call.value, enable_gqa=gqa, **options)
+    output = empty_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
     if not call.return_lse:
         return output, None
     return output, exact.log_sum_exp(query, key, **options)
 
 
 def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by `_attend_exactly` through another of PyTorch's backends than cuDNN."""
-    return without_cudnn(_attend_groups_as_rows if shares_rows(call) else _attend_exactly, call)
+    """Attend through another of PyTorch's backends than cuDNN."""
+    if shares_rows(call):
+        return _attend_groups_as_rows(call, exact.without_cudnn)
+    return _attend_exactly(call, exact.without_cudnn)
 
 
 def shares_rows(call: Call) -> bool:
@@ -189,28 +195,14 @@ def shares_rows(call: Call) -> bool:
     return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
 
 
-def without_cudnn(attend: Callable[..., Result], *arguments: Any) -> Result:
-    """Return `attend(*arguments)`, whose attention is through another of PyTorch's backends than cuDNN.
-
-    The switch is PyTorch's own and holds for all threads: another thread's call may miss cuDNN meanwhile.
-    """
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        return attend(*arguments)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        return attend(*arguments)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-def _attend_groups_as_rows(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_groups_as_rows(call: Call, by: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by `_attend_exactly` with the single queries that share keys and values as rows of one head.
 
     Beside a mask, PyTorch would want keys and values repeated for each query of their group. The mask is one of keys.
     """
     batch, q_heads, _, head_dim = call.query.shape
     rows = call.query.reshape(batch, call.key.shape[1], -1, head_dim)
-    output, lse = _attend_exactly(replace(call, query=rows))
+    output, lse = _attend_exactly(replace(call, query=rows), by)
     return output.reshape(batch, q_heads, 1, -1), None if lse is None else lse.reshape(batch, q_heads, 1)
 
 

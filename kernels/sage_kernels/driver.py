@@ -5,9 +5,10 @@ Each acts on the current context, which PyTorch makes that of its current device
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -31,7 +32,8 @@ ATTRIBUTE = "<I4xI60x"
 """A CUlaunchAttribute whose value is a number of 32 bits."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
-RELAXED_CAPTURE = 2
+_RELAXED = 2
+"""Mode of a thread in which captures do not restrict it."""
 
 _INVALID_VALUE = 1
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
@@ -162,13 +164,21 @@ def new_stream() -> int:
 
 
 def _created(function: str, flags: int) -> int:
-    handle, mode = ctypes.c_void_p(), ctypes.c_int(RELAXED_CAPTURE)
+    handle = ctypes.c_void_p()
+    with relaxed_capture():
+        check(function, getattr(library(), function)(ctypes.addressof(handle), flags))
+    return handle.value or 0
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread load kernels, allocate and wait while it, or another thread, captures a graph."""
+    mode = ctypes.c_int(_RELAXED)
     check("cuThreadExchangeStreamCaptureMode", library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode)))
     try:
-        check(function, getattr(library(), function)(ctypes.addressof(handle), flags))
+        yield
     finally:
         library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
-    return handle.value or 0
 
 
 def wait_for(stream: int, other: int, event: int) -> None:

@@ -8,22 +8,18 @@ else, zeros are chosen afterwards.
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 
-from . import exact
+from . import driver, exact
 
-_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Those that take masks."""
 ROWS, NEAR = 128, 0.02
 """Queries and keys of a trial, and how far from what it should be an output of about 1 may be: more than rounding."""
-REFUSALS = "No available kernel", "No viable backend"
-"""Texts by which PyTorch says that a backend does not serve a call."""
-_found: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
+_found: dict[tuple[object, ...], bool] = {}
 
 
 def attend(
@@ -35,35 +31,20 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `exact.sdpa`; rows that may attend to no key are 0, and contribute to no gradient.
 
     Args:
-        query, key, value, mask, is_causal, scale, enable_gqa: as in `exact.sdpa`.
+        query, key, value, mask, is_causal, scale, enable_gqa, by: as in `exact.sdpa`.
     """
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "by": by}
     if mask is None:
         return exact.sdpa(query, key, value, **options)
     if _gives_zeros(query, key, value, mask):
-        return exact.sdpa(query, key, value, mask=additive(mask, query.dtype), **options)
+        return exact.sdpa(query, key, value, mask=exact.additive(mask, query.dtype), **options)
     output = exact.sdpa(query, key, value, mask=mask, **options)
     return torch.where(exact.attended_rows(mask), output, 0.0)
-
-
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
-
-    Returns:
-        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
-        multiples of 16 bytes.
-    """
-    if mask.dtype != torch.bool:
-        return mask
-    mask = exact.unexpanded(mask)
-    *sizes, columns = mask.shape
-    multiple = exact.ROW_ELEMENTS
-    rows = torch.empty((*sizes, -(-columns // multiple) * multiple), dtype=dtype, device=mask.device)
-    return torch.log(mask, out=rows[..., :columns])  # in one launch
 
 
 def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -76,34 +57,36 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     if not plain or torch._C._len_torch_dispatch_stack() or 0 in (*query.shape, *value.shape):
         return False
     kind = query.device, query.dtype, query.shape[3], value.shape[3]
-    if kind not in _found:
+    allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    if (found := _found.get((*kind, *allowed))) is None:
         if torch.cuda.is_current_stream_capturing():
             return False
-        _found[kind] = all(_backend_gives_zeros(backend, *kind) for backend in _BACKENDS)
-    return _found[kind]
+        with driver.relaxed_capture():
+            found = all(_gives_zeros_by(by, *kind) for by in (_cudnn, _efficient, _math))
+        _found[(*kind, *allowed)] = found
+    return found
 
 
-def _backend_gives_zeros(
-    backend: SDPBackend, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+def _gives_zeros_by(
+    by: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> bool:
     """Return whether a backend gives zeros in rows that are hidden, and no gradient for them, as far as it serves."""
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         # One row of the first batch element has no key, and none of the second one has.
         allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
         allowed[0, :, 5] = allowed[1] = False
-        mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+        mask, kept = exact.additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
         kept[5] = 0.0
         channels = head_dim, head_dim, v_head_dim
         inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]
         for wants_gradients in (False, True):
             try:
-                with warnings.catch_warnings(), torch.set_grad_enabled(wants_gradients), sdpa_kernel(backend):
-                    warnings.simplefilter("ignore")  # PyTorch says why a backend refuses
-                    output = exact.sdpa(*inputs, mask=mask)
+                with torch.set_grad_enabled(wants_gradients):
+                    output = exact.sdpa(*inputs, mask=mask, by=by)
                     gradients = torch.autograd.grad(output.sum(), inputs) if wants_gradients else ()
-            except RuntimeError as error:
-                if any(refusal in str(error) for refusal in REFUSALS):
-                    continue
+            except _RefusedError:
+                continue
+            except RuntimeError:
                 return False
             # The other rows are the mean of ones, and a key of the first element gets a ROWS-th of each one's gradient.
             found = (output.detach(), *gradients)
@@ -114,3 +97,42 @@ def _backend_gives_zeros(
             if not right or not all(x.isfinite().all() for x in found):
                 return False
     return True
+
+
+class _RefusedError(Exception):
+    """Error of a backend that does not serve a call."""
+
+
+# The backends that take masks, each with the arguments of PyTorch's function.
+
+
+def _cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float, **_: object
+) -> torch.Tensor:
+    if not can_use_cudnn_attention(SDPAParams(query, key, value, attn_mask, 0.0, False, False)):
+        raise _RefusedError
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), scale=scale
+    )[0]
+    return output
+
+
+def _efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float, **_: object
+) -> torch.Tensor:
+    if not can_use_efficient_attention(SDPAParams(query, key, value, attn_mask, 0.0, False, False)):
+        raise _RefusedError
+    mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, torch.is_grad_enabled(), scale=scale
+    )[0]
+    return output
+
+
+def _math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float, **_: object
+) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, scale=scale)[
+        0
+    ]
+    return output

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
 from . import tracing
@@ -15,6 +15,11 @@ ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
 LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where PyTorch's GPU kernels take it
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
+
+pytorch_sdpa: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+"""PyTorch's scaled_dot_product_attention, wherever the name in torch.nn.functional leads by now."""
+_PRIORITY_ORDER = torch._C._get_sdp_priority_order()
+"""PyTorch's own order of the backends, as long as nobody sets one."""
 
 
 def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
@@ -247,6 +252,7 @@ def sdpa(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     lower_right: bool = False,
+    by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call PyTorch's scaled_dot_product_attention with what its kernels compute right, in memory linear in length.
 
@@ -261,6 +267,7 @@ def sdpa(
         enable_gqa: q_heads may be a multiple of kv_heads.
         dropout_p: probability, of the attention weights.
         lower_right: causal, with the last query at the last key; only without a mask, and where `has_lower_right`.
+        by: what attends in place of PyTorch's function, with its arguments, such as `without_cudnn`.
 
     Returns:
         (batch, q_heads, q_len, v_head_dim) in query's dtype.
@@ -283,13 +290,71 @@ def sdpa(
         if mask is not None and mask.dtype != torch.bool and not _is_read_in_place(query, key, value, mask, dropout_p):
             mask = _with_aligned_rows(mask)
     if lower_right:
-        from torch.nn.attention.bias import causal_lower_right  # loads the compiler
-
-        mask = causal_lower_right(query.shape[-2], key.shape[-2])
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+        output = _flash(query, key, value, True, scale)
+    else:
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        output = (by or pytorch_sdpa)(query, key, value, attn_mask=mask, **options)
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
+
+
+def without_cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Call the operator that PyTorch's function would choose if there were no cuDNN, and touch no switch of PyTorch.
+
+    PyTorch's function runs off the GPU, with dropout or gradients, where the caller has set an order of the backends,
+    and where the backends that the caller allows do not serve the call. Arguments are those of PyTorch's function, with
+    16-bit rows aligned as `sdpa` aligns them.
+    """
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
+    if not _on_gpu(query) or dropout_p or grad or torch._C._get_sdp_priority_order() != _PRIORITY_ORDER:
+        return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
+    params = SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if attn_mask is None and can_use_flash_attention(params):
+        return _flash(query, key, value, is_causal, scale)
+    if can_use_efficient_attention(params):
+        bias = attn_mask
+        if bias is not None:
+            bias = _with_aligned_rows(additive(bias, query.dtype))
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+        output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, False, dropout_p, is_causal, scale=scale
+        )[0]
+        return output
+    return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Call PyTorch's flash kernel, whose causality is aligned lower right."""
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal, scale=scale
+    )[0]
+    return output
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
+
+    Returns:
+        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
+        multiples of 16 bytes.
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    mask = unexpanded(mask)
+    *sizes, columns = mask.shape
+    rows = torch.empty((*sizes, -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS), dtype=dtype, device=mask.device)
+    return torch.log(mask, out=rows[..., :columns])  # in one launch
 
 
 def has_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
 
 from . import backends, registry  # noqa: F401 - `backends` registers the kernels
+from .checks import check_memory
 from .heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel
-from .prepared import ALIGNMENT, CALLS, attempt, is_plain, modes_are_active
+from .prepared import CALLS, is_capturing, is_plain, modes_are_active, repeatable, settings
 from .rehearsal import Rehearsal
 from .tape import Tape
 
@@ -43,14 +42,16 @@ class _Slot:
 
     def run(self, run: Run, tensors: Tensors) -> Tensors:
         """Return the outputs of a call; prepare the first one, as layers repeat it at once."""
-        if self.new and is_plain(*tensors):
-            self.tape = attempt(lambda rehearsal: _rehearse(rehearsal, run, tensors), tensors[0].device)
-            self.new = False
+        if not is_plain(*tensors):
+            check_memory(*tensors)
+            return run(tensors)
         if self.tape is not None:
-            addresses = [one.data_ptr() for one in tensors]
-            if not reduce(or_, addresses) % ALIGNMENT:
-                return self.tape.run(*addresses)
-        return run(tensors)
+            return self.tape.run(*[one.data_ptr() for one in tensors])
+        outputs = run(tensors)
+        if self.new and not is_capturing():
+            self.tape = repeatable(lambda rehearsal: _rehearse(rehearsal, run, tensors), tensors, outputs)
+            self.new = False
+        return outputs
 
 
 _slots: dict[tuple[object, ...], _Slot] = {}
@@ -114,6 +115,7 @@ def _slot(x: torch.Tensor, norm: Norm | None, rope: Rope | None, gradient: torch
         None if norm is None else norm.facts,
         None if rope is None else rope.facts,
         form_of(gradient),
+        settings(),
     )
     slot = _slots.get(key)
     if slot is None:

@@ -189,15 +189,10 @@ def _repeat(
         What it returns, None if it is not prepared; and then what is known of such calls, None if they never are.
     """
     options = is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
-    facts = "attention", mask is None, torch.is_grad_enabled(), *options
-    output = None if return_lse else prepared.repeat(query, key, value, mask, facts)
-    if output is not None:
-        return (output, query.new_empty(0, dtype=torch.float32)), None
-    slot = prepared.look_up(query, key, value, mask, facts)
+    slot = prepared.look_up(query, key, value, mask, ("attention", *options))
     if slot is None or slot.prepared is None:
         return None, slot
-    dispatch.announce(slot.prepared.plan)
-    output, lse = slot.prepared(query, key, value, mask)
+    output, lse = slot.run(query, key, value, mask)
     return (output, query.new_empty(0, dtype=torch.float32) if lse is None else lse), slot
 
 
@@ -246,7 +241,7 @@ def _attention(
     plan = dispatch.plan_of(call, fallback)
     output, lse = dispatch.run(call, plan)
     if slot is not None:
-        slot.prepare(partial(prepared.prepare, call, plan, mask, tokens_first=True))
+        slot.prepare(partial(prepared.prepare, call, plan, mask, (output, lse), tokens_first=True))
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
@@ -309,7 +304,7 @@ def _block_attention(
     plan = dispatch.plan_of(call, fallback)
     output, lse = dispatch.run(call, plan)
     if slot is not None and call.mask.tensor is mask:
-        slot.prepare(call, plan)
+        slot.prepare(call, plan, (output, lse))
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from . import empty_rows, exact
-from .dispatch import without_cudnn
 from .registry import Attend, Plan, transposed
 from .tape import Tape
 
@@ -77,36 +76,27 @@ class ExactCall:
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
-        if self.direct and self.cudnn and self.mask_form is None:
-            output = F.scaled_dot_product_attention(
-                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-            )
-        else:
-            attend = self._attend_directly if self.direct else self._attend
-            output = attend(query, key, value, mask) if self.cudnn else without_cudnn(attend, query, key, value, mask)
+        attend = self._attend_directly if self.direct else self._attend
+        output = attend(query, key, value, mask)
         return output.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else output, None
 
     def shortcut(self, tokens_first: bool) -> Attend:
-        """Return PyTorch's function itself where it takes the arguments as they are."""
+        """Return the function that attends itself where it takes the arguments as they are."""
         attend = output_alone(self)
-        if self.direct and self.cudnn and self.mask_form is None and not self.tokens_first:
-            attend = partial(
-                F.scaled_dot_product_attention,
-                is_causal=self.is_causal,
-                scale=self.scale,
-                enable_gqa=self.enable_gqa,
-            )
+        if self.direct and self.mask_form is None and not self.tokens_first:
+            attend = partial(self.by, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa)
         return transposed(attend) if tokens_first else attend
+
+    @property
+    def by(self) -> Callable[..., torch.Tensor]:
+        """Return what attends, as in `exact.sdpa`."""
+        return exact.pytorch_sdpa if self.cudnn else exact.without_cudnn
 
     def _attend_directly(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        if mask is None or self.mask_form is None:
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-            )
-        view = mask.as_strided(*self.mask_form)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=view, scale=self.scale)
+        view = None if mask is None or self.mask_form is None else mask.as_strided(*self.mask_form)
+        return self.by(query, key, value, view, is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -118,7 +108,8 @@ class ExactCall:
         if self.shared_rows:
             query = query.reshape(batch, key.shape[1], -1, query.shape[3])
         attend = empty_rows.attend if self.empties_rows else exact.sdpa
-        output = attend(query, key, value, mask=mask, is_causal=self.is_causal, scale=self.scale, enable_gqa=gqa)
+        options: dict[str, Any] = {"is_causal": self.is_causal, "scale": self.scale, "enable_gqa": gqa, "by": self.by}
+        output = attend(query, key, value, mask=mask, **options)
         return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
 from . import registry
 from .blocks import BlockList
 from .call import Call, Mask
-from .prepared import CALLS, attempt, is_plain, modes_are_active
+from .prepared import CALLS, is_capturing, is_plain, layout_of, modes_are_active, repeatable, settings
 from .recipe import get_recipe
 from .registry import Plan, get_forward, get_quantizer
 from .rehearsal import Rehearsal
@@ -49,11 +49,18 @@ class ListSlot:
     prepared: ListCall | None = None
     calls: int = 0
 
-    def prepare(self, call: Call, plan: Plan) -> None:
-        """Count a call that was not prepared; prepare the second one, if its launches can be repeated."""
+    def prepare(self, call: Call, plan: Plan, result: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        """Count a call that was not prepared; prepare the second one, if its launches can be repeated.
+
+        Args:
+            call, plan: the call, and what ran.
+            result: the output and the LSE that `dispatch.run` returned for it.
+        """
+        if is_capturing():
+            return
         self.calls += 1
         if self.calls == 2:
-            self.prepared = prepare(call, plan)
+            self.prepared = prepare(call, plan, result)
 
 
 @lru_cache(maxsize=CALLS)
@@ -73,38 +80,39 @@ def find(tensors: tuple[torch.Tensor, ...], *options: object) -> ListSlot | None
     """
     if modes_are_active() or not is_plain(*tensors):
         return None
-    return _slot(*[fact for x in tensors for fact in (x.shape, x.stride(), x.dtype, x.device)], *options)
+    return _slot(*layout_of(*tensors), settings(), *options)
 
 
-def prepare(call: Call, plan: Plan) -> ListCall | None:
-    """Prepare a call, or return None if it runs no kernels, or such whose launches cannot be rehearsed."""
+def prepare(call: Call, plan: Plan, result: tuple[torch.Tensor, torch.Tensor | None]) -> ListCall | None:
+    """Prepare a call, or return None if it runs no kernels, or such whose launches cannot be repeated."""
     if not call.query.is_cuda or plan.numerics == "exact" or call.is_empty:
         return None
-    return prepare_launches(call, plan)
+    return prepare_launches(call, plan, result)
 
 
-def prepare_launches(call: Call, plan: Plan) -> ListCall | None:
-    """Prepare a call that a GPU's kernels serve; None if their launches cannot be rehearsed."""
-    return attempt(partial(_rehearse, call=call, plan=plan), call.query.device)
-
-
-def _rehearse(rehearsal: Rehearsal, call: Call, plan: Plan) -> ListCall:
-    blocks, mask = call.mask.blocks, call.mask.tensor
+def prepare_launches(call: Call, plan: Plan, result: tuple[torch.Tensor, torch.Tensor | None]) -> ListCall | None:
+    """Prepare a call that a GPU's kernels serve; None if their launches cannot be repeated."""
+    blocks, mask, (output, lse) = call.mask.blocks, call.mask.tensor, result
     assert blocks is not None
     given = [call.query, call.key, call.value, blocks.counts, blocks.tiles, *([] if mask is None else [mask])]
-    query, key, value, counts, tiles, *masks = inputs = [rehearsal.stand_in(x) for x in given]
-    lists = BlockList(counts, tiles, blocks.block_m, blocks.block_n)
-    stand_in = replace(
-        call,
-        query=query,
-        key=key,
-        value=value,
-        mask=Mask.of_blocks(lists, masks[0] if masks else None, call.key.shape[2]),
-        recipe=get_recipe(plan.recipe),
-    )
-    output, lse = get_forward(plan.kernel).attend(stand_in, get_quantizer(plan.quantizer))
-    outputs = [output.transpose(1, 2).contiguous().transpose(1, 2)]
-    if call.return_lse:
-        assert lse is not None
-        outputs.append(lse)
-    return ListCall(plan, Tape(rehearsal, inputs, outputs, call.query.device), call.return_lse)
+
+    def rehearse(rehearsal: Rehearsal) -> Tape:
+        query, key, value, counts, tiles, *masks = inputs = [rehearsal.stand_in(x) for x in given]
+        lists = BlockList(counts, tiles, blocks.block_m, blocks.block_n)
+        stand_in = replace(
+            call,
+            query=query,
+            key=key,
+            value=value,
+            mask=Mask.of_blocks(lists, masks[0] if masks else None, call.key.shape[2]),
+            recipe=get_recipe(plan.recipe),
+        )
+        output, lse = get_forward(plan.kernel).attend(stand_in, get_quantizer(plan.quantizer))
+        outputs = [output.transpose(1, 2).contiguous().transpose(1, 2)]
+        if call.return_lse:
+            assert lse is not None
+            outputs.append(lse)
+        return Tape(rehearsal, inputs, outputs, call.query.device)
+
+    tape = repeatable(rehearse, given, [output, lse] if call.return_lse and lse is not None else [output])
+    return None if tape is None else ListCall(plan, tape, call.return_lse)

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from . import ahead, dispatch, exact
+from . import dispatch, exact
 from .call import BackwardCall, Call, Mask, softmax_scale
 from .operands import Saved
-from .prepared import ALIGNMENT, attempt, guards_of, is_plain, modes_are_active, stand_in_of
+from .prepared import is_capturing, is_plain, layout_of, modes_are_active, repeatable, stand_in_of
 from .prepared_calls import output_alone
 from .recipe import get_recipe
 from .registry import (
@@ -46,7 +46,6 @@ class TrainingCall:
         saved: the parts of `operands.Saved`.
         scale, fallback: as the caller gave them.
         backwards: launches of the backward pass by the layout of its tensors; None where they cannot be repeated.
-        latest: the latest of them, behind what compares tensors to its own at once.
     """
 
     plan: Plan
@@ -56,7 +55,6 @@ class TrainingCall:
     scale: float | None
     fallback: Fallback
     backwards: dict[object, Tape | None] = field(default_factory=dict)
-    latest: tuple[Any, Tape] | None = None
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -77,14 +75,19 @@ class TrainingCall:
             valid: which keys exist, bool (batch or 1, kv_len); None: all.
         """
         given = tensors if valid is None else [*tensors, valid]
-        if not (torch.is_grad_enabled() or modes_are_active()):
-            addresses, together = [x.data_ptr() for x in given], 0
-            for address in addresses:
-                together |= address
-            if self.latest is not None and self.latest[0].check(*given) and together % ALIGNMENT == 0:
-                return tuple(self.latest[1].run(*addresses))
-            if is_plain(*given) and (tape := self._backward_tape(tensors, valid, given)) is not None:
-                return tuple(tape.run(*addresses))
+        if torch.is_grad_enabled() or modes_are_active() or not is_plain(*given):
+            return self._backward_by_operator(tensors, valid)
+        layout = tuple(layout_of(*given))
+        if (tape := self.backwards.get(layout)) is not None:
+            return tuple(tape.run(*[x.data_ptr() for x in given]))
+        gradients = self._backward_by_operator(tensors, valid)
+        if layout not in self.backwards and len(self.backwards) < BACKWARDS and not is_capturing():
+            self.backwards[layout] = self._prepare_backward(given, gradients)
+        return gradients
+
+    def _backward_by_operator(
+        self, tensors: list[torch.Tensor], valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         call, blocks, packing = self.call, (None, None, 0, 0), (None, None, 0, 0, None)
         *given, memory = tensors
         return torch.ops.sage_kernels.training_attention_backward(
@@ -101,25 +104,14 @@ class TrainingCall:
             *(call.causal_offset, self.scale, call.recipe.name, self.fallback),
         )
 
-    def _backward_tape(
-        self, tensors: list[torch.Tensor], valid: torch.Tensor | None, given: list[torch.Tensor]
-    ) -> Tape | None:
-        """Return the launches for tensors of a layout, and let those that follow be compared to them first."""
-        layout = tuple([(x.stride(), x.dtype, x.device) for x in given])
-        if layout not in self.backwards and len(self.backwards) < BACKWARDS:
-            self.backwards[layout] = self._prepare_backward(tensors, valid)
-        tape = self.backwards.get(layout)
-        alike = None if tape is None else guards_of(given)
-        self.latest = None if tape is None or alike is None else (alike, tape)
-        return tape
-
-    def _prepare_backward(self, tensors: list[torch.Tensor], valid: torch.Tensor | None) -> Tape | None:
+    def _prepare_backward(self, given: list[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> Tape | None:
+        """Return the launches for tensors of a layout, as in `backward`, with the mask behind them if there is one."""
         call = self.call
 
         def rehearse(rehearsal: Rehearsal) -> Tape:
-            gradient, value, output = inputs = [rehearsal.stand_in(x) for x in tensors[:-1]]
+            gradient, value, output = inputs = [rehearsal.stand_in(x) for x in given[:3]]
             saved = Bundle.of([rehearsal.stand_in(x) for x in self.saved.tensors])
-            padding = [] if valid is None else [rehearsal.stand_in(valid)]
+            padding = [rehearsal.stand_in(x) for x in given[4:]]
             backward = BackwardCall(
                 gradient,
                 value,
@@ -132,12 +124,11 @@ class TrainingCall:
                 call.causal_offset,
                 call.scale,
             )
-            ahead.finish()
-            gradients = get_backward(self.plan.backward).backward(backward)
-            outputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients]
-            return Tape(rehearsal, [*inputs, saved, *padding], outputs, tensors[0].device)
+            found = get_backward(self.plan.backward).backward(backward)
+            outputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
+            return Tape(rehearsal, [*inputs, saved, *padding], outputs, given[0].device)
 
-        return attempt(rehearse, tensors[0].device)
+        return repeatable(rehearse, given, gradients)
 
 
 class _Attention(torch.autograd.Function):
@@ -201,19 +192,36 @@ def prepare(
     call = Call(query, key, value, get_recipe(recipe), *options)
     if call.is_empty:
         return None
-    return _prepare(call, dispatch.plan_training(dispatch.request_of(call, grad=True), fallback), scale, fallback)
+    plan = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback)
+    with torch.no_grad():
+        result = dispatch.run_and_save(call, plan)
+    return prepare_launches(call, plan, scale, fallback, result)
 
 
-def _prepare(call: Call, plan: Plan, scale: float | None, fallback: Fallback) -> TrainingCall | None:
-    ahead.compile_backward(call, plan)
-    kernel = cast(TrainingForward, get_forward(plan.kernel))
-    quantizer = get_quantizer(plan.quantizer)
+def prepare_launches(
+    call: Call, plan: Plan, scale: float | None, fallback: Fallback, result: tuple[torch.Tensor, Saved]
+) -> TrainingCall | None:
+    """Prepare a call that kernels of ours serve; None if their launches cannot be repeated.
 
-    def rehearse(rehearsal: Rehearsal) -> TrainingCall:
+    Args:
+        call, plan: the call, and the kernels of both passes.
+        scale, fallback: as the caller gave them.
+        result: what `dispatch.run_and_save` returned for it.
+    """
+    kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
+    mask, (output, saved) = call.mask.tensor, result
+    made: list[TrainingCall] = []
+
+    def rehearse(rehearsal: Rehearsal) -> Tape:
         inputs, stand_in = stand_in_of(rehearsal, call, get_recipe(plan.recipe))
         output, saved = kernel.attend_and_save(stand_in, quantizer)
         kept = Bundle.of([part.contiguous() for part in saved])
         tape = Tape(rehearsal, inputs, [output.transpose(1, 2).contiguous().transpose(1, 2), kept], call.query.device)
-        return TrainingCall(plan, replace(stand_in, mask=Mask()), tape, kept, scale, fallback)
+        made.append(TrainingCall(plan, replace(stand_in, mask=Mask()), tape, kept, scale, fallback))
+        return tape
 
-    return attempt(rehearse, call.query.device)
+    def results(found: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [found[0], *made[0].saved.views(found[1])]
+
+    tensors = [call.query, call.key, call.value, *([] if mask is None else [mask])]
+    return None if repeatable(rehearse, tensors, [output, *saved], results) is None else made[0]

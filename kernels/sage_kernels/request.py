@@ -21,8 +21,6 @@ class Request:
         lower_right: whether causality is aligned lower right, as for queries behind a cache, and not upper left too.
         shifted: whether causality is aligned neither way.
         list_sizes: rows of a block, and keys of a tile, of its block list; (0, 0) without one.
-        recurs: whether its keys lie where those of an earlier call of these sizes lay, so that it is behind no cache
-            that grows.
     """
 
     recipe: str
@@ -45,7 +43,6 @@ class Request:
     lower_right: bool = False
     shifted: bool = False
     list_sizes: tuple[int, int] = (0, 0)
-    recurs: bool = False
 
     @classmethod
     def of(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from sage_kernels import exact
 
 GATHERED_AT_ONCE = 2**28
 """Number of elements of K, and of V, that are brought together at once."""
@@ -94,7 +95,7 @@ def attend_to_tiles(
         at = listed.flatten(1)
         side_by_side = (-1, 1, kept * size, channels)
         mask = None if exist is None else exist[at.flatten()].view(-1, 1, 1, kept * size)
-        output = F.scaled_dot_product_attention(
+        output = exact.pytorch_sdpa(
             queries.reshape(-1, 1, size, channels),
             take_tiles(keys, at).view(side_by_side),
             take_tiles(values, at).view(side_by_side),

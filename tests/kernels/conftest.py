@@ -5,6 +5,7 @@ import torch
 
 from sage_kernels import dispatch, prepared, prepared_training
 from sage_kernels.call import Call, Mask
+from sage_kernels.operands import Saved
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Plan
 from tests.helpers import fake_gpu
@@ -28,15 +29,20 @@ def gpu(monkeypatch):
     def plan_of(call, grad):
         return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
 
-    def prepare(call, plan, mask, tokens_first=False):
-        return prepared._prepare_launches(call, plan_of(call, False))
+    def prepare(call, plan, mask, result, tokens_first=False):
+        return prepared.prepare_launches(call, plan_of(call, False), result)
 
     def prepare_training(query, key, value, mask, is_causal, scale, recipe, fallback):
         call = Call(query, key, value, get_recipe(recipe), Mask.of(mask, key.shape[2]), is_causal, 0, 0.125)
-        return prepared_training._prepare(call, plan_of(call, True), scale, fallback)
+        result = query, Saved(*[query] * 6)
+        return prepared_training.prepare_launches(call, plan_of(call, True), scale, fallback, result)
+
+    def backward(self, tensors, valid):
+        return tuple(x.new_zeros(x.shape) for x in (tensors[0], tensors[1], tensors[1]))
 
     monkeypatch.setattr(prepared, "prepare", prepare)
     monkeypatch.setattr(prepared_training, "prepare", prepare_training)
+    monkeypatch.setattr(prepared_training.TrainingCall, "_backward_by_operator", backward)
     return library
 
 

@@ -221,7 +221,6 @@ def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_prepa
     step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
     assert costs.fastest_exact(step, [costs.SHARING]) == "sdpa_without_cudnn"
     assert costs.fastest_exact(replace(step, batch=16), [costs.SHARING]) == costs.SHARING
-    assert costs.fastest_exact(replace(step, recurs=True), [costs.SHARING]) == costs.SHARING
     assert costs.fastest_exact(replace(step, mask="keys"), [costs.SHARING]) == costs.SHARING
     assert costs.fastest_exact(replace(step, q_len=64), [costs.SHARING]) == costs.SHARING
     assert costs.fastest_exact(replace(step, q_len=64, kv_len=64), [costs.SHARING]) != costs.SHARING
@@ -251,7 +250,7 @@ def test_flash_attention_3_runs_where_a_call_takes_longer_than_its_host_time(use
 @pytest.mark.parametrize(
     ("kind", "facts"),
     [
-        ("none, few queries", {"q_len": 1, "recurs": True}),
+        ("keys, few queries", {"q_len": 1, "mask": "keys"}),
         ("none, behind a cache", {"q_len": 512, "is_causal": True, "lower_right": True}),
     ],
 )
@@ -276,31 +275,6 @@ def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table
     use_table(LOW_BIT, CUDNN, curve("flash", launch=20.0, tile=0.2))
     assert select(with_tokens(512)).kernel == "sdpa"
     assert select(with_tokens(1536)).kernel == "sdpa_without_cudnn"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_pytorchs_switch_of_cudnn_is_off_for_such_a_call_only_and_left_as_it_was(monkeypatch, enabled):
-    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
-    seen = []
-
-    def sdpa(query, key, value, **options):
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        if len(seen) > 1:
-            raise RuntimeError("no memory")
-        return query
-
-    monkeypatch.setattr(exact, "sdpa", sdpa)
-    query = torch.randn(1, 1, 4, 32)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    try:
-        ops.attention(query, query, query)
-        with pytest.raises(RuntimeError, match="no memory"):
-            ops.attention(query, query, query)
-        assert seen == [False, False]
-        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_them(monkeypatch):

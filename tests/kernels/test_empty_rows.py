@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
 from sage_kernels import empty_rows, exact
 
@@ -67,34 +66,34 @@ def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
 @pytest.mark.parametrize("size", [(2, 1, 1, 13), (1, 3, 7, 16), (7, 13)], ids=str)
 def test_a_bool_mask_becomes_numbers_that_are_added_with_aligned_rows(size):
     mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < 0.5
-    found = empty_rows.additive(mask, torch.bfloat16)
+    found = exact.additive(mask, torch.bfloat16)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found == 0.0, mask) and torch.equal(found == -torch.inf, ~mask)
     assert all(stride % 8 == 0 for stride in found.stride()[:-1])
-    broadcast = empty_rows.additive(mask[..., None, :].expand(*size[:-1], 5, size[-1]), torch.float16)
+    broadcast = exact.additive(mask[..., None, :].expand(*size[:-1], 5, size[-1]), torch.float16)
     assert broadcast.shape[-2] == 1
 
 
 def test_an_additive_mask_is_taken_as_it_is():
     mask = torch.randn(3, 4)
-    assert empty_rows.additive(mask, torch.float16) is mask
+    assert exact.additive(mask, torch.float16) is mask
 
 
 def test_a_backend_is_tried_forwards_and_backwards(monkeypatch):
     kind = torch.device("cpu"), torch.bfloat16, 40, 64
-    assert empty_rows._backend_gives_zeros(SDPBackend.MATH, *kind)
-    assert empty_rows._backend_gives_zeros(SDPBackend.CUDNN_ATTENTION, *kind)  # serves no calls here
+    assert empty_rows._gives_zeros_by(empty_rows._math, *kind)
+    assert empty_rows._gives_zeros_by(empty_rows._cudnn, *kind)  # serves no calls here
     sdpa, mean = exact.sdpa, lambda value: value.mean(2, keepdim=True)
 
     def given(change):
         monkeypatch.setattr(exact, "sdpa", change)
-        return empty_rows._backend_gives_zeros(SDPBackend.MATH, *kind)
+        return empty_rows._gives_zeros_by(empty_rows._math, *kind)
 
-    def fails(*inputs, mask):
+    def fails(*inputs, **options):
         raise RuntimeError("out of memory")
 
-    assert given(lambda *inputs, mask: sdpa(*inputs, mask=mask))
-    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask.clamp(min=-1e4)))
-    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask) + 0.1 * mean(inputs[2]))
-    assert not given(lambda *inputs, mask: sdpa(*inputs, mask=mask) + (mean(inputs[2]) - mean(inputs[2]).detach()))
+    assert given(lambda *inputs, **options: sdpa(*inputs, **options))
+    assert not given(lambda *inputs, mask, by: sdpa(*inputs, mask=mask.clamp(min=-1e4), by=by))
+    assert not given(lambda *inputs, **options: sdpa(*inputs, **options) + 0.1 * mean(inputs[2]))
+    assert not given(lambda *inputs, **options: sdpa(*inputs, **options) + (mean(inputs[2]) - mean(inputs[2]).detach()))
     assert not given(fails)

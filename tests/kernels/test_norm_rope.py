@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels import norm_rope as door
+from sage_kernels import rehearsal
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.reference import norm_rope as reference
@@ -123,12 +124,24 @@ def test_no_tokens_give_no_tokens():
     assert output.shape == x.grad.shape == x.shape and not weight.grad.any()
 
 
+class Rehearsed(HeadKernel):
+    """The kernel, which runs in rehearsals alone: otherwise, what it returns holds anything."""
+
+    def forward(self, x, norm, rope):
+        return super().forward(x, norm, rope) if rehearsal.current() else torch.empty(x.shape, dtype=x.dtype)
+
+    def backward(self, gradient, x, norm, rope):
+        if rehearsal.current():
+            return super().backward(gradient, x, norm, rope)
+        return tuple(torch.empty_like(one) for one in (x, norm.weight, norm.bias))
+
+
 @pytest.fixture
 def rehearsed(gpu, monkeypatch):
     """The driver of a GPU that runs nothing, and gets the kernel's launches."""
     launch = pytest.importorskip("sage_kernels.language.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "pack", fake_gpu.pack)
-    monkeypatch.setattr(door, "head_kernel", lambda *arguments, **options: HeadKernel())
+    monkeypatch.setattr(door, "head_kernel", lambda *arguments, **options: Rehearsed())
     door._slots.clear()
     yield gpu
     door._slots.clear()
@@ -139,7 +152,7 @@ def test_a_repeated_call_costs_the_host_little(rehearsed):
     call = torch.no_grad()(partial(norm_rope, x, norm, rope))
     call()
     names = python_calls(call)
-    assert len(names) <= 18, "\n".join(names)
+    assert len(names) <= 21, "\n".join(names)
     assert allocations(call) <= 1
     rehearsed.launched.clear()
     call()

@@ -1,15 +1,15 @@
 """Prepared calls on a GPU that runs nothing: what a repeated call does on its host, and when a call is repeated."""
 
 import contextlib
+import random
 import struct
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
@@ -17,13 +17,13 @@ from sage_hf.attention import attend
 from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
 from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
-from sage_kernels.prepared import Slot
 from sage_kernels.prepared_calls import TapedCall
 from sage_kernels.recipe import get_recipe
 from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
 
 SHAPE = (1, 2, 192, 64)
+ARE_SAME = prepared.are_same  # which the fake GPU takes out
 pytestmark = pytest.mark.usefixtures("nothing_prepared")
 
 
@@ -171,7 +171,7 @@ def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad):
     call = partial(sage_attention, query, key, value, MASKS[mask], recipe=recipe)
     outputs = [call() for _ in range(4)]
     assert all(torch.equal(outputs[0], x) and x.stride() == outputs[0].stride() for x in outputs[1:])
-    assert "look_up" not in python_calls(call)
+    assert "_attend" not in python_calls(call)
     if grad:
         gradients = [torch.autograd.grad(x.sum(), (query, key, value)) for x in outputs]
         assert all(torch.equal(x, y) for one in gradients for x, y in zip(one, gradients[0], strict=True))
@@ -190,7 +190,7 @@ def test_calls_with_tokens_before_heads_are_those_of_their_transposes(recipe, ma
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
         assert torch.equal(call.output, expected) and torch.equal(call.query, transposed[0])
-    assert "look_up" not in python_calls(partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True))
+    assert "_attend" not in python_calls(partial(attend, *inputs, MASKS[mask], recipe=recipe, tokens_first=True))
 
 
 def test_launches_with_tokens_before_heads_cost_no_views(gpu):
@@ -205,25 +205,143 @@ def test_launches_with_tokens_before_heads_cost_no_views(gpu):
     assert len(gpu.launched) == 3 and gpu.launched[0].word(3) == query.data_ptr()
 
 
-def test_a_call_at_hand_serves_tensors_like_its_own_only(gpu):
-    """Others, of another alignment or kind, are looked up by their facts."""
+def test_a_slot_is_of_tensors_like_its_own_only():
     tensors = draw()
-    assert is_prepared(*tensors, recipe="sage2") and is_prepared(*tensors, recipe="sage2")
-    ((facts, ((_, slot),)),) = prepared._at_hand.items()
-    assert slot.prepared is not None
-    for found in (tensors, draw()):
-        assert prepared.repeat(*found, None, facts) is not None
+    slot = prepared.look_up(*tensors, None, ("options",))
+    assert slot is not None and prepared.look_up(*draw(), None, ("options",)) is slot
+    assert prepared.look_up(*tensors, None, ("others",)) is not slot
+    assert prepared.look_up(*tensors, None, ("options",), grad=True) is not slot
     unaligned = torch.randn(tensors[0].numel() + 1, dtype=torch.bfloat16)[1:].view(SHAPE)
-    assert prepared.repeat(unaligned, *tensors[1:], None, facts) is None
-    assert prepared.repeat(tensors[0]._neg_view(), *tensors[1:], None, facts) is None
-    assert prepared.repeat(None, *tensors[1:], None, facts) is None
+    for query in (unaligned, tensors[0]._neg_view(), None, torch._efficientzerotensor(SHAPE, dtype=torch.bfloat16)):
+        assert prepared.look_up(query, *tensors[1:], None, ("options",)) is None
     for other in (draw(1, 2, 193, 64), [x.half() for x in tensors], [x.transpose(2, 3).contiguous() for x in tensors]):
-        assert prepared.repeat(*other, None, facts) is None
-    with torch.autocast("cpu"):
-        assert prepared.repeat(*tensors, None, facts) is None
-    assert prepared.repeat(*(x.requires_grad_() for x in draw()), None, facts) is None
+        assert prepared.look_up(*other, None, ("options",)) is not slot
     prepared.forget()
-    assert prepared.repeat(*tensors, None, facts) is None
+    assert prepared.look_up(*tensors, None, ("options",)) is not slot
+
+
+@contextlib.contextmanager
+def switched(read, write, value):
+    """Another value of one of PyTorch's settings."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+SDP = torch.backends.cuda
+SETTINGS = {
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast of a GPU": partial(
+        switched, lambda: False, lambda enabled: torch.set_autocast_enabled("cuda", enabled), True
+    ),
+    "autocast's dtype": lambda: torch.autocast("cpu", torch.float16),
+    "default dtype": partial(switched, torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "deterministic": partial(
+        switched, torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "float32 products": partial(
+        switched, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "sums in 16 bits": partial(
+        switched, SDP.fp16_bf16_reduction_math_sdp_allowed, SDP.allow_fp16_bf16_reduction_math_sdp, True
+    ),
+    "cuDNN": partial(switched, SDP.cudnn_sdp_enabled, SDP.enable_cudnn_sdp, False),
+    "flash": partial(switched, SDP.flash_sdp_enabled, SDP.enable_flash_sdp, False),
+    "memory-efficient": partial(switched, SDP.mem_efficient_sdp_enabled, SDP.enable_mem_efficient_sdp, False),
+    "math": partial(switched, SDP.math_sdp_enabled, SDP.enable_math_sdp, False),
+    "backends": lambda: sdpa_kernel(SDPBackend.MATH),
+    "order": lambda: sdpa_kernel(
+        [SDPBackend.MATH, *(x for x in ALL_BACKENDS if x != SDPBackend.MATH)], set_priority=True
+    ),
+}
+ALL_BACKENDS = [
+    *(SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
+]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_known_of_a_call_is_known_under_its_settings(name):
+    tensors = draw()
+    slot = prepared.look_up(*tensors, None, ())
+    with SETTINGS[name]():
+        other = prepared.look_up(*tensors, None, ())
+        assert other is not slot
+        assert prepared.look_up(*tensors, None, ()) is other
+    assert prepared.look_up(*tensors, None, ()) is slot
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage2", "sage_bwd"])
+def test_autocast_gives_its_own_dtype_whatever_ran_before(recipe):
+    tensors = [torch.randn(1, 2, 80, 16).half() for _ in range(3)]
+    for dtype in (torch.float16, torch.bfloat16) * 2:
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert [sage_attention(*tensors, recipe=recipe).dtype for _ in range(4)] == [dtype] * 4
+    assert sage_attention(*tensors, recipe=recipe).dtype == torch.float16
+
+
+@pytest.mark.parametrize("given", [torch.tensor(True), 1, None], ids=str)
+@pytest.mark.parametrize("before", [False, True])
+def test_causality_is_a_bool_as_for_pytorchs_attention(given, before):
+    tensors = draw()
+    for _ in range(3 * before):
+        sage_attention(*tensors, is_causal=True, recipe="exact")
+    with pytest.raises(TypeError, match="is_causal must be a bool"):
+        sage_attention(*tensors, is_causal=given, recipe="exact")
+
+
+def test_launches_that_give_another_output_are_not_repeated(gpu, monkeypatch, caplog):
+    monkeypatch.setattr(prepared, "are_same", ARE_SAME)  # the GPU runs nothing, so its outputs hold anything
+    caplog.set_level("INFO", "sage_kernels.prepared")
+    assert not is_prepared(*draw(), recipe="sage2")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call is not repeated but run anew each time: its repetition gives another output"
+    ]
+
+
+def test_outputs_are_compared_bit_by_bit():
+    x = torch.tensor([1.0, torch.nan, -0.0])
+    assert ARE_SAME([x], [x.clone()])
+    for other in (x.nan_to_num(), x.abs(), x.double(), x[:2], x.view(torch.int32)):
+        assert not ARE_SAME([x], [other])
+    assert not ARE_SAME([x], [x, x])
+    transposed = torch.randn(3, 4).t()
+    assert ARE_SAME([transposed], [transposed.contiguous()])
+
+
+def test_nothing_is_prepared_while_a_graph_is_captured(gpu, monkeypatch):
+    """What a captured launch gives is not known yet."""
+    monkeypatch.setattr(prepared, "is_capturing", lambda: True)
+    for _ in range(3):
+        assert not is_prepared(*draw(), recipe="sage2")
+    monkeypatch.setattr(prepared, "is_capturing", lambda: False)
+    assert is_prepared(*draw(), recipe="sage2")
+
+
+def freed(x):
+    """A tensor without memory, as FSDP leaves parameters."""
+    x = torch.stack([x, x])[1]
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("options", [{"recipe": "sage2"}, {"recipe": "exact"}, {"recipe": "sage_bwd"}], ids=str)
+def test_a_tensor_whose_memory_was_freed_is_refused_before_any_launch(gpu, gluon, options, known, number):
+    grad = options["recipe"] == "sage_bwd"
+    tensors = [x.requires_grad_(grad) for x in draw()]
+    for _ in range(3 * known):
+        sage_attention(*tensors, **options)
+    gpu.launched.clear()
+    tensors[number] = freed(tensors[number].detach()).requires_grad_(grad)
+    with pytest.raises(RuntimeError, match="no memory"):
+        sage_attention(*tensors, **options)
+    assert not gpu.launched
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -232,15 +350,6 @@ def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
     for enabled in (first, not first, first):
         with torch.set_grad_enabled(enabled):
             assert all(sage_attention(*inputs, recipe="exact").requires_grad == enabled for _ in range(5))
-
-
-def test_more_kinds_of_calls_than_are_at_hand_are_found(gpu):
-    kinds = [draw(1, 2, 192 + tokens, 64) for tokens in range(2 * prepared.AT_HAND)]
-    for tensors in kinds:
-        assert is_prepared(*tensors, recipe="sage2")
-    for tensors in kinds + kinds:
-        names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
-        assert "TapedCall.__call__" in names
 
 
 def test_a_launch_may_prefer_shared_memory(gpu, gluon):
@@ -255,11 +364,8 @@ def test_a_launch_may_prefer_shared_memory(gpu, gluon):
     assert list(gpu.attributes.values()) == [scattered_forward.SHARED_PERCENT]
 
 
-def test_one_tensor_as_query_key_and_value_is_found_without_a_comparison_made_each_time(gpu):
-    tensors = draw()[:1] * 3
-    assert is_prepared(*tensors, recipe="sage2")
-    names = python_calls(partial(sage_attention, *tensors, recipe="sage2"))
-    assert "TapedCall.__call__" in names and "guards_of" not in names
+def test_one_tensor_as_query_key_and_value_is_found(gpu):
+    assert is_prepared(*draw()[:1] * 3, recipe="sage2")
 
 
 def test_a_prepared_exact_call_under_autocast_has_its_dtype():
@@ -293,21 +399,17 @@ def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch
     call = partial(sage_attention, query, key, value, mask, enable_gqa=True, recipe="sage2")
     seen, sdpa = [], exact.sdpa
 
-    def watched(query, *others, **options):
-        seen.append((query.shape[1:3], torch.backends.cuda.cudnn_sdp_enabled()))
-        return sdpa(query, *others, **options)
+    def watched(query, *others, by=None, **options):
+        seen.append((query.shape[1:3], by, torch.backends.cuda.cudnn_sdp_enabled()))
+        return sdpa(query, *others, by=by, **options)
 
     monkeypatch.setattr(exact, "sdpa", watched)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    try:
+    with switched(SDP.cudnn_sdp_enabled, SDP.enable_cudnn_sdp, enabled):
         outputs = [call() for _ in range(4)]
         assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-    assert seen == [((2, 4), False)] * 4
+        assert "_attend" not in python_calls(call)
+    assert seen == [((2, 4), exact.without_cudnn, enabled)] * 5
     assert all(torch.equal(outputs[0], x) for x in outputs) and not outputs[0][1].any()
-    assert "look_up" not in python_calls(call)
 
 
 class StepKernel:
@@ -377,91 +479,42 @@ def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argume
         tape.Tape(rehearsed, [x], [], torch.device("cpu"))
 
 
-class Repeated:
-    """Prepared call that attends to nothing."""
+def test_a_plan_depends_on_the_call_and_on_settings_alone():
+    """Draw orders of calls, among them steps of decoding, and compare each plan with that of a process that begins."""
+    kinds = [
+        (queries, keys, recipe, grad, causal)
+        for queries, keys in ((1, 70), (1, 71), (4, 70), (96, 96))
+        for recipe in ("sage2", "sage_bwd", "exact")
+        for grad in (False, True)
+        for causal in (False, True)
+    ]
 
-    def __init__(self, plan):
-        self.plan = plan
-
-    def __call__(self, query, key, value, mask):
-        return query, None
-
-    def shortcut(self, tokens_first):
-        return lambda query, key, value, mask: query
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """Return what calls with each of some keys, (kernel of its plan) -> it; another kernel serves keys that recur."""
-
-    def plan(request, fallback):
-        on_gpu = replace(request, device_type="cuda")
-        return registry.exact_plan(on_gpu, kernel="step" if request.recurs else "sdpa")
-
-    monkeypatch.setattr(registry, "_exacts", {"step": StepKernel()})
-    monkeypatch.setattr(dispatch, "select", plan)
-    monkeypatch.setattr(prepared, "prepare", lambda call, plan, mask: Repeated(plan))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    prepared.forget()
-    query, *keys = draw(1, 4, 1, 64, count=1) + draw(1, 2, 70, 64, count=3)
-
-    def step(key):
+    def plan_of(queries, keys, recipe, grad, causal):
         announced = []
-        monkeypatch.setattr(dispatch, "plan_listeners", [announced.append])
-        with record.observe(lambda call: announced.append(call.plan)):
-            sage_attention(query, key, key, enable_gqa=True, recipe="sage2")
-        return announced[-1].kernel
+        tensors = [torch.randn(1, 2, tokens, 16, requires_grad=grad) for tokens in (queries, keys, keys)]
+        with mock.patch.object(dispatch, "plan_listeners", [announced.append]):
+            sage_attention(*tensors, is_causal=causal, recipe=recipe)
+        return announced
 
-    return step, keys
+    def of_a_fresh_process(kind):
+        registry.select.cache_clear()
+        return plan_of(*kind)
 
-
-def test_keys_that_lie_where_they_lay_are_no_growing_caches(steps):
-    """Layers differ in addresses, and a cache that grows never has the same length again."""
-    step, layers = steps
-    assert [step(key) for key in layers] == ["sdpa"] * 3
-    assert [step(key) for key in layers] == ["sdpa", "step", "step"]  # the first of them is still what was prepared
-    assert [step(key) for key in layers] == ["step"] * 3
-
-
-def test_a_second_call_with_the_same_keys_says_that_their_length_is_fixed(steps):
-    step, (key, *_) = steps
-    assert [step(key) for _ in range(4)] == ["sdpa", "sdpa", "step", "step"]  # the second is what was prepared
+    alone = {kind: of_a_fresh_process(kind) for kind in kinds}
+    registry.select.cache_clear()
+    for kind in random.Random(0).choices(kinds, k=6 * len(kinds)):
+        assert plan_of(*kind) == alone[kind], kind
 
 
-def test_steps_behind_a_cache_that_grows_are_planned_once_for_many_lengths(monkeypatch):
-    planned, seen, select = [], [], dispatch.select
-    monkeypatch.setattr(
-        dispatch, "select", lambda request, fallback: planned.append(request) or select(request, fallback)
+def test_gradients_are_low_bit_whatever_ran_before(forks):
+    """Steps without gradients once made those with gradients exact."""
+    output = forks.run(
+        "import torch, sage_hf\n"
+        "from sage_kernels import dispatch\n"
+        "tensors = [torch.randn(1, 2, 12, 16, requires_grad=True) for _ in range(3)]\n"
+        "with torch.no_grad():\n"
+        "    for _ in range(4): sage_hf.sage_attention(*tensors, recipe='sage_bwd')\n"
+        "dispatch.plan_listeners.append(lambda plan: print(plan.recipe))\n"
+        "sage_hf.sage_attention(*tensors, recipe='sage_bwd')\n"
     )
-    prepared.forget()
-    lengths = range(prepared.STEP_KEYS - 4, prepared.STEP_KEYS + 4)
-    for tokens in lengths:
-        query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
-        with record.observe(seen.append):
-            output = sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
-        assert torch.equal(output, F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
-    assert [request.kv_len for request in planned] == [lengths[0], prepared.STEP_KEYS]
-    assert [call.plan.request.kv_len for call in seen] == list(lengths)
-    for other in ((1, 3, lengths[1], 64), (2, 2, lengths[1], 64), (1, 2, lengths[1], 32)):
-        with pytest.raises(ValueError, match=r"heads|batch|head_dim"):
-            sage_attention(query, *draw(*other, count=2), enable_gqa=True, recipe="sage2")
-    with pytest.raises(ValueError, match="tokens of key and value"):
-        sage_attention(
-            query, *draw(1, 2, lengths[1], 64, count=1), *draw(1, 2, lengths[2], 64, count=1), recipe="sage2"
-        )
-
-
-def test_steps_of_a_fixed_number_of_keys_are_no_model_for_those_that_grow(monkeypatch):
-    """A kernel that makes a plan for each number is the best for one, and the worst for many."""
-    planned = []
-
-    def select(request, fallback):
-        planned.append(request)
-        return registry.exact_plan(request, kernel="sdpa" if request.recurs else "sdpa_without_cudnn")
-
-    monkeypatch.setattr(dispatch, "select", select)
-    monkeypatch.setattr(Slot, "recurs", lambda self, query, key: key.shape[2] == 40)
-    for tokens in (40, 41, 42):
-        query, (key, value) = draw(1, 4, 1, 64, count=1)[0], draw(1, 2, tokens, 64, count=2)
-        sage_attention(query, key, value, enable_gqa=True, recipe="sage2")
-    assert [(request.kv_len, request.recurs) for request in planned] == [(40, True), (41, False)]
+    assert output.split() == ["sage_bwd"]
