@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -57,6 +58,7 @@ def library() -> ctypes.CDLL:
     loaded.cuEventCreate.argtypes = [pointer, ctypes.c_uint]
     loaded.cuEventRecord.argtypes = [pointer, pointer]
     loaded.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
+    loaded.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6
     loaded.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
     loaded.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
     loaded.cuCtxGetCurrent.argtypes = [pointer]
@@ -153,23 +155,6 @@ def encode_tensor_map(
     return space.raw[start : start + MAP_BYTES]
 
 
-def new_event() -> int:
-    """Return the handle of an event, also while the thread captures a graph."""
-    return _created("cuEventCreate", _EVENT_WITHOUT_TIMING)
-
-
-def new_stream() -> int:
-    """Return the handle of a stream that waits for no other, also while the thread captures a graph."""
-    return _created("cuStreamCreate", _NON_BLOCKING_STREAM)
-
-
-def _created(function: str, flags: int) -> int:
-    handle = ctypes.c_void_p()
-    with relaxed_capture():
-        check(function, getattr(library(), function)(ctypes.addressof(handle), flags))
-    return handle.value or 0
-
-
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Let this thread load kernels, allocate and wait while it, or another thread, captures a graph."""
@@ -181,7 +166,65 @@ def relaxed_capture() -> Iterator[None]:
         library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
 
 
-def wait_for(stream: int, other: int, event: int) -> None:
+class SideStream:
+    """Stream whose work may run beside that of another one.
+
+    Attributes:
+        handle: the driver's.
+    """
+
+    def __init__(self) -> None:
+        """Make a stream that waits for no other, and the events by which it waits; also while a graph is captured."""
+        with relaxed_capture():
+            self.handle = _created("cuStreamCreate", _NON_BLOCKING_STREAM)
+            self._fork, self._join = (_created("cuEventCreate", _EVENT_WITHOUT_TIMING) for _ in range(2))
+
+    def fork(self, stream: int) -> None:
+        """Wait for what `stream` has been given so far."""
+        _wait_for(self.handle, stream, self._fork)
+
+    def join(self, stream: int) -> None:
+        """Let `stream` wait for what this one has been given so far."""
+        _wait_for(stream, self.handle, self._join)
+
+
+_side_streams: dict[int, list[SideStream]] = {}
+"""By GPU: those that are free; there are as many as were ever in use at the same time."""
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def side_stream(index: int, stream: int) -> Iterator[SideStream]:
+    """Lend a stream for work beside that of a stream of GPU `index`; no other graph captures it than that one's."""
+    ensure_context(index)
+    graph = _captured_by(stream)
+    with _lock:
+        free = _side_streams.setdefault(index, [])
+        found = next((one for one in free if _captured_by(one.handle) in (0, graph)), None)
+        if found is not None:
+            free.remove(found)
+    lent = found or SideStream()
+    try:
+        yield lent
+    finally:
+        free.append(lent)
+
+
+def _captured_by(stream: int) -> int:
+    """Return the number of the graph that captures a stream; 0: none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    places = ctypes.addressof(status), ctypes.addressof(number)
+    check("cuStreamGetCaptureInfo", library().cuStreamGetCaptureInfo_v2(stream, *places, None, None, None))
+    return number.value if status.value else 0
+
+
+def _created(function: str, flags: int) -> int:
+    handle = ctypes.c_void_p()
+    check(function, getattr(library(), function)(ctypes.addressof(handle), flags))
+    return handle.value or 0
+
+
+def _wait_for(stream: int, other: int, event: int) -> None:
     """Let `stream` wait for what `other` has been given so far; `event` is free again when this returns."""
     loaded = library()
     if status := loaded.cuEventRecord(event, other):

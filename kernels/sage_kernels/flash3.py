@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from . import rehearsal
+from . import driver, rehearsal
 from .call import Call
 from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
 
@@ -62,10 +63,17 @@ class FlashAttention3:
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
         ) -> torch.Tensor:
+            _ensure_context(query)
             output: torch.Tensor = operator(-query if negative else query, key, value, **options)[0]
             return output
 
         return attend
+
+
+def _ensure_context(x: torch.Tensor) -> None:
+    """Give a thread that has not used the GPU a context, without which the operator's tensor maps fail, and the GPU."""
+    if x.is_cuda:
+        driver.ensure_context(x.get_device())
 
 
 def _splits(call: Call) -> int:
@@ -144,6 +152,7 @@ def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
     options = {"seqused_k": kv_lengths, "scheduler_metadata" if planned else "seqused_q": of_rows}
     operator = _operator()
     assert operator is not None
+    _ensure_context(query)
     operator(query, key, value, out=output, softmax_scale=scale, num_splits=1, **options)
 
 
@@ -164,7 +173,7 @@ def _row_blocks(call: Call) -> int:
     if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
         if torch.cuda.is_current_stream_capturing():
             return 0
-        with rehearsal.keeping():
+        with rehearsal.keeping(), driver.relaxed_capture() if device.type == "cuda" else nullcontext():
             found = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
         if len(_row_blocks_found) >= MOST_SIZES:
             _row_blocks_found.clear()

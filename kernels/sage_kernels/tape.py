@@ -131,7 +131,6 @@ class Tape:
         self.has_operators = any(isinstance(call, _Operator) for call in self._calls)
         self._latest = [0] * len(self._patches)
         self._latest_stream = -1
-        self._events: dict[int, tuple[int, int, int]] = {}
         self._lock = threading.Lock()
 
     def run(self, *addresses: int, arguments: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
@@ -164,36 +163,36 @@ class Tape:
                         words[word] = address + offset
                     latest[base] = address
             if stream != self._latest_stream:
-                self._set_stream(stream)
-            for call in self._calls:
-                if isinstance(call, str):
-                    self._wait(call, stream)
-                elif isinstance(call, _Operator):
-                    call.run(arguments[: len(addresses)], new, workspace)
-                elif status := call():
-                    if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
-                        status = call()
-                    driver.check("cuLaunchKernelEx", status)
+                for word in self._streams:
+                    words[word] = stream
+                self._latest_stream = stream
+            if self._beside:
+                with driver.side_stream(self._index, stream) as beside:
+                    for word in self._beside:
+                        words[word] = beside.handle
+                    self._launch(stream, beside, arguments[: len(addresses)], new, workspace)
+            else:
+                self._launch(stream, None, arguments[: len(addresses)], new, workspace)
         return new
 
-    def _set_stream(self, stream: int) -> None:
-        """Let the launches run on a stream, and those beside it on one that belongs to it."""
-        for word in self._streams:
-            self._words[word] = stream
-        if self._beside and stream not in self._events:
-            driver.ensure_context(self._index)
-            self._events[stream] = side_stream(self._index, stream), driver.new_event(), driver.new_event()
-        for word in self._beside:
-            self._words[word] = self._events[stream][0]
-        self._latest_stream = stream
-
-    def _wait(self, step: str, stream: int) -> None:
-        """Let the stream beside wait for the stream ("fork"), or the stream for that ("join")."""
-        beside, fork, join = self._events[stream]
-        if step == "fork":
-            driver.wait_for(beside, stream, fork)
-        else:
-            driver.wait_for(stream, beside, join)
+    def _launch(
+        self,
+        stream: int,
+        beside: driver.SideStream | None,
+        arguments: Sequence[torch.Tensor | None],
+        new: Sequence[torch.Tensor],
+        workspace: torch.Tensor | None,
+    ) -> None:
+        for call in self._calls:
+            if isinstance(call, _Operator):
+                call.run(arguments, new, workspace)
+            elif isinstance(call, str):
+                assert beside is not None
+                (beside.fork if call == "fork" else beside.join)(stream)
+            elif status := call():
+                if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
+                    status = call()
+                driver.check("cuLaunchKernelEx", status)
 
 
 class _Operator:
@@ -297,19 +296,6 @@ def _attributes(launch: PackedLaunch) -> bytes:
 def _launcher(config: int, function: int, parameters: int) -> Callable[[], int]:
     pointers = (ctypes.c_void_p(address) for address in (config, function, parameters, 0))
     return partial(driver.library().cuLaunchKernelEx, *pointers)
-
-
-_side_streams: dict[tuple[int, int], int] = {}
-
-
-def side_stream(index: int, stream: int) -> int:
-    """Return the handle of the stream whose work may run beside that of a stream of device `index`.
-
-    Each stream has one of its own: a graph that captures the one captures the other.
-    """
-    if (index, stream) not in _side_streams:
-        _side_streams[index, stream] = driver.new_stream()
-    return _side_streams[index, stream]
 
 
 def current_device() -> int:

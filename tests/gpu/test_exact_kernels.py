@@ -129,7 +129,7 @@ def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
     if reason := get_exact(name).unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
     plan = exact_plan(dispatch.request_of(call), kernel=name)
-    repeated = prepared.prepare(call, plan, call.mask.tensor)
+    repeated = prepared.prepare(call, plan, call.mask.tensor, dispatch.run(call, plan))
     assert isinstance(repeated, TapedCall) and repeated.tape.has_operators == (name == "fa3_padded")
     other = draw_call(device, sizes, 64, kind, seed=1)
     expected, _ = dispatch.run(other, plan)
@@ -169,16 +169,38 @@ def test_pytorchs_memory_efficient_kernel(device, kind, scale):
     assert_rounded_twice(call, run(call, "efficient"))
 
 
-def test_steps_over_keys_that_lie_where_they_lay_are_shared_and_right(device, routed):
+def test_steps_over_the_same_keys_run_by_one_kernel_and_are_right(device, routed):
     call = draw_call(device, (2, 8, 2, 1, 3000), 128)
-    if get_exact("split_forward").unsupported(dispatch.request_of(call)):
-        pytest.skip("measured on compute capability 9.0 (Hopper) only")
     ran = []
     for _ in range(4):
         with record.observe(lambda one: ran.append(one.plan.kernel)):
             output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
         assert_rounded_twice(call, output)
-    assert ran == ["sdpa_without_cudnn"] * 2 + ["split_forward"] * 2
+    assert ran == ["sdpa_without_cudnn"] * 4
+
+
+@pytest.mark.parametrize("kind", ["none", "causal none", "lengths", "window", "bias", "key bias"])
+@pytest.mark.parametrize("sizes", [(2, 8, 8, 77, 300), (2, 8, 2, 1, 300), (1, 4, 4, 130, 130)], ids=str)
+def test_without_cudnn_the_output_is_that_of_the_backends_that_are_left(device, sizes, kind):
+    call = draw_call(device, sizes, 64, kind)
+    grouped = sizes[1] != sizes[2]
+    if kind == "causal none":
+        call = replace(call, causal_offset=0)
+    options = {"mask": call.mask.tensor, "is_causal": call.is_causal, "scale": call.scale, "enable_gqa": grouped}
+    tensors = call.query, call.key, call.value
+    left = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(left):
+        expected = exact.sdpa(*tensors, **options)
+    assert torch.equal(exact.sdpa(*tensors, **options, by=exact.without_cudnn), expected)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], ids=lambda x: x.name)
+def test_without_cudnn_the_callers_own_switches_hold(device, backend):
+    call = draw_call(device, (2, 4, 4, 77, 300), 64)
+    tensors = call.query, call.key, call.value
+    with sdpa_kernel(backend):
+        expected = exact.pytorch_sdpa(*tensors, scale=call.scale)
+        assert torch.equal(exact.sdpa(*tensors, scale=call.scale, by=exact.without_cudnn), expected)
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
@@ -186,7 +208,6 @@ def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     if registry.exact_kernels(request):
         assert registry.select(replace(request, mask="keys")).kernel == "split_forward"
         assert registry.select(replace(request, batch=200)).kernel == "split_forward"
-        assert registry.select(replace(request, recurs=True)).kernel == "split_forward"
         assert registry.select(request).kernel == "sdpa_without_cudnn"
 
 

@@ -38,7 +38,7 @@ class FakeLibrary:
         return 0
 
     cuEventCreate = cuStreamCreate = cuStreamWaitEvent = cuThreadExchangeStreamCaptureMode = cuEventRecord
-    cuCtxGetCurrent = cuCtxSetCurrent = cuDevicePrimaryCtxRetain = cuEventRecord
+    cuStreamGetCaptureInfo_v2 = cuCtxGetCurrent = cuCtxSetCurrent = cuDevicePrimaryCtxRetain = cuEventRecord
 
 
 class Launched(NamedTuple):

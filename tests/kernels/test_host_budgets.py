@@ -32,20 +32,20 @@ def check_budget(call, library, *, python, allocated, launched):
 
 def test_a_repeated_call_costs_the_host_little(gpu):
     query, key, value = draw()
-    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=18, allocated=2, launched=3)
+    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=20, allocated=2, launched=3)
 
 
 def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
     query, key, value = draw()
     mask = (torch.arange(SHAPE[2]) < 150)[None, None, None]
     call = partial(sage_attention, query, key, value, mask, recipe="sage2")
-    check_budget(call, gpu, python=18, allocated=2, launched=3)
+    check_budget(call, gpu, python=20, allocated=2, launched=3)
 
 
 def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
     query, key, value = draw()
     call = partial(torch.ops.sage_kernels.attention, query, key, value, None, False, 0, None, "sage2", "native", False)
-    check_budget(call, gpu, python=18, allocated=3, launched=3)
+    check_budget(call, gpu, python=20, allocated=3, launched=3)
 
 
 def test_a_repeated_exact_call_costs_the_host_little(gpu):
@@ -61,7 +61,7 @@ def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
     def step():
         torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd"), inputs, gradient)
 
-    check_budget(step, gpu, python=33, allocated=9, launched=7)
+    check_budget(step, gpu, python=42, allocated=9, launched=7)
 
 
 EXACT = {

@@ -152,7 +152,7 @@ def test_a_repeated_call_costs_the_host_little(rehearsed):
     call = torch.no_grad()(partial(norm_rope, x, norm, rope))
     call()
     names = python_calls(call)
-    assert len(names) <= 21, "\n".join(names)
+    assert len(names) <= 22, "\n".join(names)
     assert allocations(call) <= 1
     rehearsed.launched.clear()
     call()

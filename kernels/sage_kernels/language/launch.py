@@ -89,12 +89,13 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
         with rehearsed.overlapping() as beside:
             yield beside
         return
-    stream, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    other.wait_stream(stream)
-    try:
-        yield torch.cuda.stream(other)
-    finally:
-        stream.wait_stream(other)
+    current = torch.cuda.current_stream(device)
+    with driver.side_stream(current.device_index, current.cuda_stream) as side:
+        side.fork(current.cuda_stream)
+        try:
+            yield torch.cuda.stream(torch.cuda.ExternalStream(side.handle, device))
+        finally:
+            side.join(current.cuda_stream)
 
 
 def strides(name: str, values: Iterable[int], axes: tuple[str, ...] = TOKEN_AXES) -> dict[str, Any]:
@@ -158,7 +159,9 @@ def launch(
             return
         start = time.perf_counter()
         _await_compiler()
-        kernel[grid](**arguments, **options)
+        # It is loaded, perhaps while a graph is captured, by this thread or another one.
+        with driver.relaxed_capture() if device.type == "cuda" else contextlib.nullcontext():
+            kernel[grid](**arguments, **options)
         _compiled.add(key)
         logger.info(
             "%s: first launch took %.1f s with its compilation, which Triton caches on disk",
