@@ -115,7 +115,7 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     expected, _ = exact.attention(query, key, key, **options)
     output, _ = dispatch.run(call, plan)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
-    repeated, _ = prepared.prepare(call, plan, None)(query, key, key, None)
+    repeated, _ = prepared.prepare(call, plan, None, (output, None))(query, key, key, None)
     assert torch.equal(repeated, output)
     assert operator == [(abs(scale), causal, 0)] * 2
 

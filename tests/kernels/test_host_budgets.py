@@ -61,7 +61,7 @@ def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
     def step():
         torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd"), inputs, gradient)
 
-    check_budget(step, gpu, python=42, allocated=9, launched=7)
+    check_budget(step, gpu, python=48, allocated=9, launched=7)
 
 
 EXACT = {
