@@ -54,6 +54,9 @@ def fallback_of_environment() -> Fallback:
 
 _default_fallback = fallback_of_environment()
 
+DROPOUT = "attention dropout is computed by exact attention alone"
+"""Reason of calls with dropout."""
+
 
 @overload
 def sage_attention(
@@ -108,14 +111,16 @@ def sage_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
+    It may stand in that function's place: `F.scaled_dot_product_attention = sage_hf.sage_attention`.
+
     Args:
         query: (batch, q_heads, q_len, head_dim); float16, bfloat16 or float32. Exact attention runs for float64
-            and for a head_dim outside 16…256.
+            and for a head_dim outside 16…256. Query, key and value may all have fewer or more leading dimensions.
         key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
         value: (batch, kv_heads, kv_len, v_head_dim); exact attention runs for a v_head_dim outside 16…256.
         attn_mask: bool (True: may attend) or floating point (added to the scores), broadcastable to (batch, q_heads,
             q_len, kv_len).
-        dropout_p: must be 0.
+        dropout_p: probability of dropping a weight; exact attention runs unless it is 0.
         is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; not together with attn_mask.
         scale: finite factor of the scores, which may be 0 or negative; default head_dim ** -0.5.
         enable_gqa: allow q_heads to be a multiple of kv_heads.
@@ -139,9 +144,11 @@ def sage_attention(
     first forward pass without gradients, so as inference: use `use_reentrant=False`.
 
     Raises:
-        ValueError: arguments do not fit together, dropout_p is not 0, recipe or fallback is unknown, or scale is not
-            finite.
-        TypeError: query, key or value is not a dense floating-point tensor, or scale is not a number.
+        ValueError: arguments do not fit together, there is dropout beside blocks, recipe or fallback is unknown, or
+            scale is not finite.
+        TypeError: query, key or value is not a dense floating-point tensor, scale is not a number, or is_causal is not
+            a bool.
+        RuntimeError: a tensor's storage was resized to 0.
         KernelUnavailableError: fallback="error" and there is no native kernel.
 
     Source: SageAttention3, SageBwd (arXiv 2505.11594), SageAttention2 (arXiv 2411.10958), SageAttention (arXiv
@@ -149,6 +156,12 @@ def sage_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
+    dims = getattr(query, "ndim", 4)
+    if dims != 4 and dims == getattr(key, "ndim", 0) == getattr(value, "ndim", 0) >= 2:
+        options: dict[str, Any] = {"recipe": recipe, "fallback": fallback, "return_lse": return_lse, "blocks": blocks}
+        return _attend_with_leading_dimensions(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, options
+        )
     if blocks is not None:
         sparse = _attend_to_blocks(
             blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
@@ -168,6 +181,31 @@ def sage_attention(
         return_lse=return_lse,
     )
     return output if lse is None or not return_lse else (output, lse)
+
+
+def _attend_with_leading_dimensions(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    options: dict[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute `sage_attention` of tensors (…, tokens, channels) with fewer or more than two leading dimensions."""
+    if query.dim() < 4:
+        tensors = [x[(None,) * (4 - x.dim())] for x in (query, key, value)]
+    else:
+        tensors = [x.flatten(0, -4) for x in (query, key, value)]
+        if mask is not None and mask.dim() > 3:
+            mask = mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+    found = sage_attention(*tensors, mask, dropout_p, is_causal, scale, enable_gqa, **options)  # type: ignore[call-overload]
+    if isinstance(found, torch.Tensor):
+        return found.reshape(*query.shape[:-1], value.shape[-1])
+    output, lse = found
+    return output.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
 
 
 def attend(
@@ -249,22 +287,24 @@ def _attend(
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask)
     query, key, value = exact.in_autocast_dtype(query, key, value)
-    _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
+    _validate(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
     valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
-    reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback) if wants_gradient else ""
+    reason = DROPOUT if dropout_p and recipe != "exact" else ""
+    if wants_gradient and not reason:
+        reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback)
 
     if recipe == "exact" or reason:
         if recipe != "exact" and checked_fallback == "error":
+            advice = "set it to 0" if dropout_p else "run under torch.no_grad() if no gradient is needed"
             raise KernelUnavailableError(
-                f"{reason}: run under torch.no_grad() if no gradient is needed, or use "
-                'fallback="native" for exact attention with gradients'
+                f'{reason}: {advice}, or use fallback="native" for exact attention with gradients'
             )
-        plan = _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason)
-        output, lse = _exact(query, key, value, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse)
+        plan = _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, wants_gradient)
+        output, lse = _exact(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, return_lse)
         if slot is not None and plan is not None and not return_lse:
             exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
             slot.prepare(partial(exactly, empties_rows=recipe != "exact"))
@@ -318,20 +358,22 @@ def _exact(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
     recipe: str,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run PyTorch's attention with gradients; return (output, lse), the lse without a gradient.
+    """Run PyTorch's attention with gradients; return (output, lse), the lse without a gradient and of all weights.
 
     Rows that may attend to no key are 0, unless exact attention is the recipe that was asked for.
     """
     if is_causal and mask is not None:
         mask, is_causal = exact.with_causality(mask, query, key), False
     attend_exactly = exact.sdpa if recipe == "exact" else empty_rows.attend
-    output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
+    output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, **options)
     if not return_lse:
         return output, query.new_empty(0, dtype=torch.float32)
     with torch.no_grad():
@@ -347,8 +389,9 @@ def _record_exact(
     recipe: str,
     return_lse: bool,
     reason: str,
+    grad: bool,
 ) -> Plan | None:
-    """Record that exact attention runs: because it was asked for, or in place of a recipe's gradients (`reason`).
+    """Record that exact attention runs: because it was asked for, or in place of a recipe (`reason`).
 
     Returns:
         The plan, unless the call is being compiled.
@@ -357,7 +400,7 @@ def _record_exact(
         if recipe != "exact":
             record.report_exact(None, reason, recipe)
         return None
-    request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
+    request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, grad and bool(reason))
     plan = exact_plan(request, *([] if recipe == "exact" else [("", reason)]))
     dispatch.announce(plan)
     return plan
@@ -403,14 +446,13 @@ def _validate(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    dropout_p: float,
     enable_gqa: bool,
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim): add or merge "
-                "leading dimensions with unflatten or flatten"
+                f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim), or as many "
+                "dimensions as the others have"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
@@ -429,11 +471,6 @@ def _validate(
         raise ValueError(f"{q_heads} query heads but {kv_heads} key heads: pass enable_gqa=True for grouped queries")
     if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads):
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key heads: {shapes}")
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"dropout_p={dropout_p} is not supported: set the model's attention dropout to 0, or use "
-            "torch.nn.functional.scaled_dot_product_attention for training with dropout"
-        )
     if mask is not None:
         _validate_mask(query, key, mask)
 
@@ -473,7 +510,10 @@ def _attend_to_blocks(
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask)
     query, key, value = exact.in_autocast_dtype(query, key, value)
-    _validate(query, key, value, attn_mask, dropout_p, enable_gqa)
+    checks.check_memory(query, key, value, attn_mask, blocks.counts, blocks.tiles)
+    _validate(query, key, value, attn_mask, enable_gqa)
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p} is not supported beside blocks: set the attention dropout to 0")
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     checks.check_causal(is_causal)
     keys, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]), bool(is_causal), ""

@@ -31,14 +31,16 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    dropout_p: float = 0.0,
     by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `exact.sdpa`; rows that may attend to no key are 0, and contribute to no gradient.
 
     Args:
-        query, key, value, mask, is_causal, scale, enable_gqa, by: as in `exact.sdpa`.
+        query, key, value, mask, is_causal, scale, enable_gqa, dropout_p, by: as in `exact.sdpa`.
     """
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "by": by}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options |= {"dropout_p": dropout_p, "by": by}
     if mask is None:
         return exact.sdpa(query, key, value, **options)
     if _gives_zeros(query, key, value, mask):

@@ -305,7 +305,6 @@ BAD_CALLS = {
     "key and value": (lambda q, k, v: ((q, k, v[:, :, :80]), {}), ValueError, "heads or tokens of key and value"),
     "gqa not enabled": (lambda q, k, v: ((q, k[:, :2], v[:, :2]), {}), ValueError, "pass enable_gqa=True"),
     "heads": (lambda q, k, v: ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}), ValueError, "not a multiple of 3"),
-    "dropout": (lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}), ValueError, "dropout_p=0.1 is not supported"),
     "mask shape": (
         lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(2, 3, 70, 90).bool()}),
         ValueError,
@@ -416,3 +415,89 @@ def test_calls_without_elements_keep_the_documented_shapes_and_dtypes(recipe, si
 def test_exact_takes_every_head_dim_pytorch_takes():
     inputs = draw(head_dim=8, v_head_dim=300)
     assert torch.equal(sage_attention(*inputs, recipe="exact"), F.scaled_dot_product_attention(*inputs))
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage2", "sage_bwd"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_is_computed_by_exact_attention_with_its_gradient_and_a_word(recipe, grad, caplog):
+    inputs = [x.requires_grad_(grad) for x in draw()]
+    for _ in range(3):
+        torch.manual_seed(3)
+        expected = F.scaled_dot_product_attention(*inputs, dropout_p=0.4)
+        torch.manual_seed(3)
+        with caplog.at_level(logging.WARNING):
+            output = sage_attention(*inputs, dropout_p=0.4, recipe=recipe)
+        assert torch.equal(output, expected) and output.requires_grad == grad
+    assert ("attention dropout" in caplog.text) == (recipe != "exact")
+    if recipe != "exact":
+        with pytest.raises(KernelUnavailableError, match="attention dropout"):
+            sage_attention(*inputs, dropout_p=0.4, recipe=recipe, fallback="error")
+
+
+LEADING = {
+    "none": ((), (), {}),
+    "heads": ((4,), (4,), {}),
+    "grouped heads": ((4,), (2,), {"enable_gqa": True}),
+    "mask of heads": (
+        (4,),
+        (4,),
+        {"attn_mask": torch.rand(4, 1, 90, generator=torch.Generator().manual_seed(1)) < 0.5},
+    ),
+    "two batches": ((2, 3, 4), (2, 3, 4), {"is_causal": True}),
+    "mask of batches": (
+        (2, 3, 4),
+        (2, 3, 4),
+        {"attn_mask": torch.rand(3, 1, 1, 90, generator=torch.Generator().manual_seed(1)) < 0.5},
+    ),
+    "mask of two batches": (
+        (2, 3, 4),
+        (2, 3, 4),
+        {"attn_mask": torch.randn(2, 1, 4, 70, 90, generator=torch.Generator().manual_seed(1))},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage2"])
+@pytest.mark.parametrize("name", LEADING)
+def test_tensors_of_any_leading_dimensions_are_served(name, recipe):
+    leading, kv_leading, options = LEADING[name]
+    generator = torch.Generator().manual_seed(0)
+    sizes = (*leading, 70, 64), (*kv_leading, 90, 64), (*kv_leading, 90, 32)
+    query, key, value = (torch.randn(size, generator=generator) for size in sizes)
+    expected = F.scaled_dot_product_attention(query, key, value, **options)
+    output, lse = sage_attention(query, key, value, recipe=recipe, return_lse=True, **options)
+    assert output.shape == expected.shape and lse.shape == expected.shape[:-1]
+    if recipe == "exact":
+        torch.testing.assert_close(output, expected)
+    elif len(leading) == 3:  # the same as one batch after the other
+        masks = options.pop("attn_mask", torch.ones((), dtype=torch.bool)).expand(2, 3, 4, 70, 90)
+        masks = [None] * 2 if options else masks
+        parts = zip(query, key, value, masks, strict=True)
+        one_by_one = torch.stack([sage_attention(*part, recipe=recipe, **options) for part in parts])
+        torch.testing.assert_close(output, one_by_one)
+    else:
+        four = (x[(None,) * (4 - x.dim())] for x in (query, key, value))
+        assert torch.equal(output, sage_attention(*four, recipe=recipe, **options).view(expected.shape))
+
+
+def test_it_may_stand_in_the_place_of_pytorchs_function(monkeypatch):
+    """For exact calls too, which once called it again, or computed another recipe."""
+    inputs, mask = draw(), MASKS["bool"]["attn_mask"]
+    layer = torch.nn.MultiheadAttention(64, 4, dropout=0.2, batch_first=True)
+    x, exactly = torch.randn(2, 70, 64), F.scaled_dot_product_attention
+    with torch.no_grad():
+        expected = layer.eval()(x, x, x, need_weights=False)[0]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sage_attention)
+    for _ in range(3):
+        assert torch.equal(F.scaled_dot_product_attention(*inputs, recipe="exact"), exactly(*inputs))
+        assert torch.equal(
+            F.scaled_dot_product_attention(*inputs, mask, recipe="exact"), exactly(*inputs, attn_mask=mask)
+        )
+        few = [x[:, :, :8] for x in inputs]
+        assert torch.equal(F.scaled_dot_product_attention(*few), exactly(*few))  # too short for low bits
+        found = F.scaled_dot_product_attention(query=inputs[0], key=inputs[1], value=inputs[2], scale=0.2)
+        assert torch.equal(found, sage_attention(*inputs, scale=0.2, recipe="sage3"))
+        assert not torch.equal(found, exactly(*inputs, scale=0.2))
+    output = layer.train()(x, x, x, need_weights=False)[0]
+    assert output.requires_grad and not torch.equal(output, expected)
+    torch.testing.assert_close(layer.eval()(x, x, x, need_weights=False)[0], expected)
