@@ -127,7 +127,7 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
     number, places = ceil_div(kv_len, blocks.block_n), tiles.shape[3]
     if not bool(((counts >= 0) & (counts <= places)).all()):
         raise ValueError(f"blocks.counts must be 0 to {places}, the places of blocks.tiles")
-    listed = torch.arange(places) < counts.unsqueeze(-1)
+    listed = torch.arange(places, device=counts.device) < counts.unsqueeze(-1)
     if bool((listed & ((tiles < 0) | (tiles >= number))).any()):
         raise ValueError(f"blocks.tiles must be 0 to {number - 1}: {kv_len} keys in tiles of {blocks.block_n}")
     if not torch.equal(blocks.kept(kv_len).sum(-1, dtype=torch.int32), counts):

@@ -172,7 +172,7 @@ def heavy_order(channels: int) -> torch.Tensor:
     Args:
         channels: a multiple of 32.
     """
-    return torch.arange(channels).view(-1, 4, 2, 2, 2).permute(0, 2, 3, 1, 4).flatten()
+    return torch.arange(channels, device="cpu").view(-1, 4, 2, 2, 2).permute(0, 2, 3, 1, 4).flatten()
 
 
 def natural_order(key: torch.Tensor) -> torch.Tensor:

@@ -501,3 +501,36 @@ def test_it_may_stand_in_the_place_of_pytorchs_function(monkeypatch):
     output = layer.train()(x, x, x, need_weights=False)[0]
     assert output.requires_grad and not torch.equal(output, expected)
     torch.testing.assert_close(layer.eval()(x, x, x, need_weights=False)[0], expected)
+
+
+IN_A_PROCESS = """
+import torch
+torch.set_default_device("meta")
+torch.set_default_dtype(torch.float64)
+import sage_hf
+from sage_kernels.blocks import BlockList
+from sage_kernels.formats import nvfp4
+from sage_kernels.layout import heavy_order
+
+device = {"device": "cpu"}
+generator = torch.Generator("cpu").manual_seed(0)
+query, key, value = (torch.randn(1, 1, 140, 32, generator=generator, dtype=torch.float32, **device) for _ in range(3))
+blocks = BlockList.of_kept(torch.ones(1, 1, 2, 2, dtype=torch.bool, **device))
+
+def results():
+    options = [{"recipe": name, "fallback": "emulate"} for name in ("sage3", "sage2")]
+    options += [{"recipe": "sage2", "blocks": blocks}, {"recipe": "exact", "blocks": blocks, "is_causal": True}]
+    outputs = [sage_hf.sage_attention(query, key, value, **one) for one in options]
+    inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    outputs += torch.autograd.grad(sage_hf.sage_attention(*inputs, recipe="sage_bwd").sum(), inputs)
+    return [*outputs, heavy_order(64), nvfp4.search_table((-1, 1), torch.device("cpu"))]
+
+first = results()
+torch.set_default_device(None)
+torch.set_default_dtype(torch.float32)
+print(all(torch.equal(x, y) for x, y in zip(first, results(), strict=True)))
+"""
+
+
+def test_the_default_device_and_dtype_decide_nothing(forks):
+    assert forks.run(IN_A_PROCESS).strip() == "True"

@@ -151,7 +151,7 @@ SEARCH_LIMIT = 464 * E2M1_MAX
 
 def _nearest_codes() -> torch.Tensor:
     """Return the codes of the nearest scale by the leading bits of v, int32 (BINS,)."""
-    leading = torch.arange(BINS) + FIRST_BIN
+    leading = torch.arange(BINS, device="cpu") + FIRST_BIN
     subnormal = ((leading << BIN_SHIFT).int().view(torch.float32) * 512).int() + 1
     normal = (leading + 1 >> 1) - ((127 - 7) << 3)
     return torch.where(leading < (127 - 6) << 4, subnormal, normal.clamp(max=LARGEST_E4M3_CODE)).int()
@@ -164,8 +164,8 @@ def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
     The first index is that of the leading bits of v. A quotient is rounded to float32, then to float16. Candidates that
     are left out have NaN.
     """
-    leading = torch.arange(BINS)[:, None] + FIRST_BIN
-    codes, steps = _nearest_codes()[:, None], torch.tensor(scale_steps, dtype=torch.int32)
+    leading = torch.arange(BINS, device="cpu")[:, None] + FIRST_BIN
+    codes, steps = _nearest_codes()[:, None], torch.tensor(scale_steps, dtype=torch.int32, device="cpu")
     candidates = codes + steps
     s, c = _decode(codes), _decode(candidates.clamp(LEAST_NORMAL_E4M3_CODE, LARGEST_E4M3_CODE))
     amax = (leading + 1 << BIN_SHIFT).int().view(torch.float32) * E2M1_MAX
@@ -194,12 +194,12 @@ def search_table(scale_steps: tuple[int, ...], device: torch.device) -> torch.Te
     """
     if len(scale_steps) > MAX_STEPS:
         raise ValueError(f"{len(scale_steps)} scale_steps are not supported: kernels try up to {MAX_STEPS}")
-    table = torch.zeros(BINS + 1, MAX_STEPS + 1, dtype=torch.int32)
+    table = torch.zeros(BINS + 1, MAX_STEPS + 1, dtype=torch.int32, device="cpu")
     codes = _nearest_codes()
     table[:BINS, 0] = codes << 16 | (1 / _decode(codes) * 0.125).half().view(torch.int16)
     if scale_steps:
         table[:BINS, 1 : 1 + len(scale_steps)] = search_ratios(scale_steps).view(torch.int32).squeeze(-1)
-        table[STEPS_ROW, 1 : 1 + len(scale_steps)] = torch.tensor(scale_steps, dtype=torch.int32)
+        table[STEPS_ROW, 1 : 1 + len(scale_steps)] = torch.tensor(scale_steps, dtype=torch.int32, device="cpu")
     return table.to(device)
 
 

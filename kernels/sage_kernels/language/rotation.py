@@ -22,8 +22,8 @@ def sign_bits(size: int) -> int:
 def rotation_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the rotation times size ** 0.5, (size, size) of ±1: x @ matrix is x rotated."""
     with rehearsal.keeping():
-        index = torch.arange(size)
-        matrix = torch.ones(size, size)
+        index = torch.arange(size, device="cpu")
+        matrix = torch.ones(size, size, device="cpu")
         for bit in range(size.bit_length() - 1):
             matrix *= 1 - 2 * ((index[:, None] & index) >> bit & 1)
         return (matrix * rotation_signs(size)[:, None]).to(dtype).to(device)
