@@ -272,6 +272,7 @@ def sdpa(
     Returns:
         (batch, q_heads, q_len, v_head_dim) in query's dtype.
     """
+    enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
     if enable_gqa and mask is not None:
         group = query.shape[1] // max(1, key.shape[1])
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

@@ -204,6 +204,7 @@ def prepare_exact(
     *,
     empties_rows: bool,
     tokens_first: bool = False,
+    autocast: bool = True,
     shared_rows: bool = False,
 ) -> ExactCall | None:
     """Prepare a call of exact attention.
@@ -212,7 +213,7 @@ def prepare_exact(
         plan: what is announced.
         query, key, value, mask, is_causal, scale: as in `exact.sdpa`; causality may come with a mask, but is then not
             prepared.
-        empties_rows, tokens_first, shared_rows: see `ExactCall`.
+        empties_rows, tokens_first, autocast, shared_rows: see `ExactCall`.
     """
     if is_causal and mask is not None:
         return None
@@ -222,7 +223,9 @@ def prepare_exact(
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
     cudnn = plan.kernel == "sdpa"
-    return ExactCall(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, shared_rows)
+    return ExactCall(
+        *(plan, is_causal, scale, gqa, direct, form, empties_rows, tokens_first, cudnn, autocast, shared_rows)
+    )
 
 
 def prepare(
@@ -255,6 +258,7 @@ def prepare(
         *(plan, call.query, call.key, call.value, mask, call.is_causal, call.scale),
         empties_rows=True,
         tokens_first=tokens_first,
+        autocast=False,
         shared_rows=plan.kernel != "sdpa" and dispatch.shares_rows(call),
     )
 

@@ -55,6 +55,7 @@ class ExactCall:
         empties_rows: rows that may attend to no key are set to 0.
         tokens_first: the output is laid out as (batch, tokens, heads, channels).
         cudnn: PyTorch may take its cuDNN backend.
+        autocast: the caller's autocast holds, which rounds an additive mask; otherwise there is none.
         shared_rows: the single queries that share keys and values are rows of one head (`dispatch.shares_rows`).
     """
 
@@ -67,13 +68,14 @@ class ExactCall:
     empties_rows: bool
     tokens_first: bool
     cudnn: bool
+    autocast: bool
     shared_rows: bool
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Attend."""
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+        if not self.autocast and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, mask)
         attend = self._attend_directly if self.direct else self._attend

@@ -1,6 +1,7 @@
 """Prepared calls on a GPU that runs nothing: what a repeated call does on its host, and when a call is repeated."""
 
 import contextlib
+import ctypes
 import random
 import struct
 from functools import partial
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels import dispatch, exact, prepared, registry, rehearsal, tape
+from sage_kernels import dispatch, driver, exact, prepared, registry, rehearsal, tape
 from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
 from sage_kernels.prepared_calls import TapedCall
@@ -301,6 +302,43 @@ def test_launches_that_give_another_output_are_not_repeated(gpu, monkeypatch, ca
     assert [record.getMessage() for record in caplog.records] == [
         "a call is not repeated but run anew each time: its repetition gives another output"
     ]
+
+
+def test_streams_of_any_number_share_those_for_work_beside_them(gpu, monkeypatch):
+    made = []
+    monkeypatch.setattr(driver, "_side_streams", {})
+    monkeypatch.setattr(gpu, "cuStreamCreate", lambda *given: made.append(given) or 0, raising=False)
+    for stream in range(1, 40):
+        with driver.side_stream(0, stream) as side:
+            side.fork(stream)
+            side.join(stream)
+    assert len(made) == 1
+    with driver.side_stream(0, 1) as one, driver.side_stream(0, 2) as other:
+        assert one is not other
+    assert len(made) == 2
+
+
+def test_a_stream_that_a_graph_captures_is_lent_to_that_graphs_stream_alone(gpu, monkeypatch):
+    graphs = {1: 7, 2: 8}  # by stream
+
+    def info(stream, status, number, *others):
+        ctypes.c_int.from_address(status).value = stream in graphs
+        ctypes.c_uint64.from_address(number).value = graphs.get(stream, 0)
+        return 0
+
+    handles = iter([101, 102, 103])
+    monkeypatch.setattr(driver, "_side_streams", {})
+    monkeypatch.setattr(driver, "_created", lambda function, flags: next(handles) if "Stream" in function else 5)
+    monkeypatch.setattr(gpu, "cuStreamGetCaptureInfo_v2", info, raising=False)
+
+    def lent(stream):
+        with driver.side_stream(0, stream) as side:
+            graphs.update({side.handle: graphs[stream]} if stream in graphs else {})
+            return side.handle
+
+    assert [lent(stream) for stream in (1, 1, 2, 3, 2, 3)] == [101, 101, 102, 103, 102, 103]
+    graphs.clear()  # captures have ended
+    assert lent(3) == 101
 
 
 def test_outputs_are_compared_bit_by_bit():
