@@ -166,16 +166,20 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", ["exact", "sage2"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad):
+@pytest.mark.parametrize("around", ["nothing", "grouped heads allowed", "autocast"])
+def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad, around):
     """Call recipe sage2 with few keys, or for gradients, which it has none of."""
     query, key, value = (torch.randn(2, 2, tokens, 16, requires_grad=grad) for tokens in (40, 48, 48))
-    call = partial(sage_attention, query, key, value, MASKS[mask], recipe=recipe)
-    outputs = [call() for _ in range(4)]
+    options = {"recipe": recipe, "enable_gqa": around == "grouped heads allowed"}
+    call = partial(sage_attention, query, key, value, MASKS[mask], **options)
+    with torch.autocast("cpu", enabled=around == "autocast"):
+        outputs = [call() for _ in range(4)]
+        assert "_attend" not in python_calls(call)
     assert all(torch.equal(outputs[0], x) and x.stride() == outputs[0].stride() for x in outputs[1:])
-    assert "_attend" not in python_calls(call)
     if grad:
-        gradients = [torch.autograd.grad(x.sum(), (query, key, value)) for x in outputs]
-        assert all(torch.equal(x, y) for one in gradients for x, y in zip(one, gradients[0], strict=True))
+        first, *others = [torch.autograd.grad(x.sum(), (query, key, value)) for x in outputs]
+        for one in others:
+            assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(one, first, strict=True))
 
 
 @pytest.mark.parametrize("grad", [False, True])
