@@ -169,7 +169,9 @@ MASKS = {
 @pytest.mark.parametrize("around", ["nothing", "grouped heads allowed", "autocast"])
 def test_a_prepared_exact_call_is_that_of_the_first_time(mask, recipe, grad, around):
     """Call recipe sage2 with few keys, or for gradients, which it has none of."""
-    query, key, value = (torch.randn(2, 2, tokens, 16, requires_grad=grad) for tokens in (40, 48, 48))
+    query, key, value = (torch.randn(2, tokens, 2, 16).transpose(1, 2) for tokens in (40, 48, 48))
+    for x in (query, key, value):
+        x.requires_grad_(grad)
     options = {"recipe": recipe, "enable_gqa": around == "grouped heads allowed"}
     call = partial(sage_attention, query, key, value, MASKS[mask], **options)
     with torch.autocast("cpu", enabled=around == "autocast"):
