@@ -10,6 +10,7 @@ import torch
 
 from . import ahead, blocks, empty_rows, exact
 from .call import BackwardCall, Call
+from .checks import check_memory
 from .layout import is_aligned, sequence_slices
 from .operands import Saved
 from .recipe import get_recipe
@@ -141,6 +142,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
 
 def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
+    check_memory(call.output_gradient, call.value, call.output, *call.saved)
     ahead.finish()
     with torch.autocast(call.value.device.type, enabled=False):
         return get_backward(kernel).backward(call)

@@ -299,6 +299,7 @@ def _block_attention(
         return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
     blocks = BlockList(counts, tiles, block_m, block_n)
+    checks.check_memory(counts, tiles)
     check_blocks(blocks, query, key)
     call = replace(call, mask=Mask.of_blocks(blocks, call.mask.tensor, key.shape[2]))
     plan = dispatch.plan_of(call, fallback)
@@ -342,6 +343,8 @@ def _attend_packed(
     # As one batch element that holds all sequences: (1, heads, total tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     checks.check_tensors(query, key, value, None)
+    lists = (None, None) if blocks is None else (blocks.counts, blocks.tiles)
+    checks.check_memory(lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, *lists)
     checks.check_lengths(query, key, *lengths)
     if blocks is not None:
         check_blocks(blocks, query, key, lengths)

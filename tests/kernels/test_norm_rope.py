@@ -179,6 +179,21 @@ def test_a_repeated_call_with_gradients_costs_the_host_little(rehearsed):
     assert [launched.grid for launched in sums] == [(2, 1, 1), (2, 1, 1)]
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tensor_whose_memory_was_freed_is_refused_before_any_launch(rehearsed, known):
+    x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
+    for _ in range(3 * known):
+        norm_rope(x, norm, rope)
+    rehearsed.launched.clear()
+    for freed in (x, norm.weight, rope.cosine):
+        size = freed.untyped_storage().nbytes()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="no memory"):
+            norm_rope(x, norm, rope)
+        freed.untyped_storage().resize_(size)
+    assert not rehearsed.launched
+
+
 def test_calls_that_differ_in_more_than_addresses_are_not_one(rehearsed):
     cases = [
         HeadCase(SIZES, "layer", "channels"),

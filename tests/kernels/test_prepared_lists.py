@@ -60,6 +60,21 @@ def test_a_repeated_call_launches_with_its_own_tensors(gpu, masked):
         )
 
 
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tensor_whose_memory_was_freed_is_refused_before_any_launch(gpu, known, number):
+    inputs, blocks = draw()
+    for _ in range(3 * known):
+        ops.attention(*inputs, blocks=blocks, recipe="sage2")
+    gpu.launched.clear()
+    tensors = [*inputs, blocks.counts, blocks.tiles]
+    tensors[number] = tensors[number].clone()
+    tensors[number].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="no memory"):
+        ops.attention(*tensors[:3], blocks=BlockList(*tensors[3:]), recipe="sage2")
+    assert not gpu.launched
+
+
 def test_calls_that_differ_in_their_lists_sizes_or_options_are_others(gpu):
     inputs, blocks = draw()
     tensors = *inputs, blocks.counts, blocks.tiles
