@@ -88,6 +88,7 @@ def attention(
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
+    checks.check_causal(is_causal)
     if blocks is None and not torch.compiler.is_compiling() and not wants_gradient(query, key, value, mask):
         options = is_causal, causal_offset, scale, recipe, fallback, return_lse
         repeated, _ = _repeat(query, key, value, mask, *options)
@@ -146,6 +147,7 @@ def packed_attention(
         KernelUnavailableError: see `registry.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
+    checks.check_causal(is_causal)
     checks.check_kinds(query, key, value, None, scale)
     refuse_tangents(query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k

@@ -79,6 +79,7 @@ def attention(
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
+    checks.check_causal(is_causal)
     checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
     output, *saved = torch.ops.sage_kernels.training_attention(
@@ -125,6 +126,7 @@ def packed_attention(
         TypeError, KernelUnavailableError, NotImplementedError: see `attention`.
         ValueError: see `attention` and `ops.packed_attention`.
     """
+    checks.check_causal(is_causal)
     checks.check_kinds(query, key, value, None, scale)
     ops.refuse_tangents(query, key, value)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
