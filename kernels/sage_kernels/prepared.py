@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -37,11 +37,14 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
+_FLOAT32_PRODUCTS: tuple[Callable[[], object], ...] = (torch._C._get_float32_matmul_precision,)
+if hasattr(torch._C, "_get_fp32_precision_getter"):  # from PyTorch 2.9 on, where the older one may raise
+    _FLOAT32_PRODUCTS = tuple(partial(torch._C._get_fp32_precision_getter, x, "matmul") for x in ("cuda", "mkldnn"))
 _FLAGS: tuple[Callable[[], object], ...] = (
+    *_FLOAT32_PRODUCTS,
     torch.is_inference_mode_enabled,
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,
-    torch._C._get_float32_matmul_precision,
     torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
     torch._C._get_math_sdp_allow_fp16_bf16_reduction,

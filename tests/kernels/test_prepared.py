@@ -238,6 +238,19 @@ def switched(read, write, value):
         write(before)
 
 
+@contextlib.contextmanager
+def float32_products_in(precision):
+    """By PyTorch's newer setting, beside which reading the older one raises."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):
+        pytest.skip("PyTorch 2.9 brought this setting")
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 SDP = torch.backends.cuda
 SETTINGS = {
     "no gradients": torch.no_grad,
@@ -254,6 +267,7 @@ SETTINGS = {
     "float32 products": partial(
         switched, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
+    "float32 products of a GPU": lambda: float32_products_in("tf32"),
     "sums in 16 bits": partial(
         switched, SDP.fp16_bf16_reduction_math_sdp_allowed, SDP.allow_fp16_bf16_reduction_math_sdp, True
     ),
@@ -273,6 +287,7 @@ ALL_BACKENDS = [
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_known_of_a_call_is_known_under_its_settings(name):
+    torch.set_float32_matmul_precision("highest")  # as it is anyway, but said
     tensors = draw()
     slot = prepared.look_up(*tensors, None, ())
     with SETTINGS[name]():

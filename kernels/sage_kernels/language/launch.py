@@ -151,7 +151,7 @@ def launch(
             rehearsed.compilations.append(partial(_compile, run))
         return
     device = next(iter(arguments.values())).device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _launching(device):
         constants = (value for name, value in arguments.items() if name.isupper())
         key = (kernel, device, *constants, *options.values())
         if key in _compiled:
@@ -159,15 +159,24 @@ def launch(
             return
         start = time.perf_counter()
         _await_compiler()
-        # It is loaded, perhaps while a graph is captured, by this thread or another one.
-        with driver.relaxed_capture() if device.type == "cuda" else contextlib.nullcontext():
-            kernel[grid](**arguments, **options)
+        kernel[grid](**arguments, **options)
         _compiled.add(key)
         logger.info(
             "%s: first launch took %.1f s with its compilation, which Triton caches on disk",
             kernel.__name__,
             time.perf_counter() - start,
         )
+
+
+@contextlib.contextmanager
+def _launching(device: torch.device) -> Iterator[None]:
+    """Let Triton load kernels and make tensor maps, also in a thread new to the GPU, and while graphs are captured."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), driver.relaxed_capture():
+        driver.ensure_context(torch.cuda.current_device())
+        yield
 
 
 def _digest(function: Any) -> None:
