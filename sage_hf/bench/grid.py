@@ -262,8 +262,8 @@ def _after_a_cache() -> Iterator[Point]:
     yield from (Point("chunked prefill", 1, 16, 16, 2048, kv_len, 64, "lower_right") for kv_len in (8192, 32768))
 
 
-def _drawn(count: int, seed: int = 17) -> Iterator[Point]:
-    """Draw calls of every kind, at lengths and sizes that nobody tuned for."""
+def drawn(count: int, seed: int) -> list[Point]:
+    """Draw calls of every kind but training, at lengths and sizes that nobody tuned for; the same ones for a seed."""
     random_ = random.Random(seed)
     kinds: dict[str, tuple[MaskName, ...]] = {
         "self-attention": ("none",),
@@ -278,15 +278,17 @@ def _drawn(count: int, seed: int = 17) -> Iterator[Point]:
         "chunked prefill": ("lower_right",),
         "decoding": ("none",),
     }
+    grouped = ("causal, grouped queries", "chunked prefill", "decoding")
+    longest = {"padded texts": 512, "bias of each head": 4096, "window": 16384, "documents": 16384}
+    points = []
     for index in range(count):
         kind, masks = list(kinds.items())[index % len(kinds)]
         mask = random_.choice(masks)
         head_dim = random_.choice((64, 128, 64, 128, 8 * random_.randint(4, 32)))
-        longest = {"padded texts": 512, "bias of each head": 4096, "window": 16384, "documents": 16384}
         tokens = round(2 ** random_.uniform(5, 17)) if kind not in longest else random_.randint(32, longest[kind])
-        kv_heads = random_.choice((4, 8, 10, 12, 16, 24, 32))
-        group = random_.choice((2, 4, 8)) if kind in ("causal, grouped queries", "chunked prefill", "decoding") else 1
-        batch = random_.choice((8, 16, 64)) if kind == "padded texts" else random_.choice((1, 1, 2, 4))
+        kv_heads = random_.choice((1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 38))
+        group = random_.choice((2, 4, 8) if kind in grouped else (1, 1, 1, 1, 2, 4, 8))
+        batch = random_.choice((8, 16, 64) if kind == "padded texts" else (1, 1, 2, 4, 16))
         q_len = kv_len = tokens
         if kind == "cross-attention":
             kv_len = random_.randint(77, 512)
@@ -294,7 +296,8 @@ def _drawn(count: int, seed: int = 17) -> Iterator[Point]:
             q_len = max(1, min(8192, round(tokens * random_.uniform(0.05, 0.5))))
         elif kind == "decoding":
             q_len = 1
-        yield Point(kind, batch, min(64, kv_heads * group), min(64 // group, kv_heads), q_len, kv_len, head_dim, mask)
+        points.append(_capped(Point(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)))
+    return points
 
 
 def _training() -> Iterator[Point]:
@@ -340,7 +343,7 @@ def _training() -> Iterator[Point]:
 
 
 def _all_points() -> tuple[Point, ...]:
-    forward = (*_self_attention(), *_causal(), *_cross_attention(), *_masked(), *_after_a_cache(), *_drawn(66))
+    forward = (*_self_attention(), *_causal(), *_cross_attention(), *_masked(), *_after_a_cache(), *drawn(66, seed=17))
     return tuple(dict.fromkeys(_capped(point) for point in (*forward, *_training())))
 
 
