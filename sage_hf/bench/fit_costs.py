@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -9,13 +10,12 @@ from statistics import median
 
 import torch
 
-from sage_kernels.costs import Table
-from sage_kernels.curves import KEYS, Curve, Sizes, features
+from sage_kernels.curves import Curve, Sizes, features
 
 ROWS = (64, 128, 192, 256)
+KEYS = (64, 128, 176)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
-DRIFT = 0.1
-"""Share by which GPUs of one name differ in speed."""
+RIDGE = 1e-9
 FEWEST_POINTS = 5
 """Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
 
@@ -38,25 +38,21 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
         kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
     curves: dict[tuple[str, str, bool, int], Curve] = {}
     for kind, points in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        even = [one for one in points if one.sizes.kv_len % KEYS == 0]
-        if len(even) >= FEWEST_POINTS:
-            curves[kind] = _fit_curve(even, multiprocessors)
+        if len(points) >= FEWEST_POINTS:
+            curves[kind] = _fit_curve(points, multiprocessors)
         elif alike := _alike(kind, curves):
-            curves[kind] = min((_scaled(curve, even or points) for curve in alike), key=lambda curve: curve.error)
-    return tuple(_with_measured(curve, kinds[kind]) for kind, curve in sorted(curves.items()))
+            curves[kind] = min((_scaled(curve, points) for curve in alike), key=lambda curve: curve.error)
+    return tuple(curve for _, curve in sorted(curves.items()))
 
 
-def _alike(
-    kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve], least: int = 0
-) -> list[Curve]:
+def _alike(kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve]) -> list[Curve]:
     """Return the curves of the same runner, mask and causality; without any, of the same runner, else all.
 
     Args:
         kind: runner, mask, causality and head_dim.
         curves: by kind.
-        least: how many of the kind's facts they must share.
     """
-    for parts in (parts for parts in (3, 1, 0) if parts >= least):
+    for parts in (3, 1, 0):
         if found := [curve for other, curve in curves.items() if other[:parts] == kind[:parts]]:
             return found
     return []
@@ -65,56 +61,56 @@ def _alike(
 def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
     """Return the curve with the least sum of squared relative errors."""
     first = points[0]
+    shapes = [
+        (rows, keys, slots * multiprocessors, whole)
+        for rows, keys, slots, whole in product(ROWS, KEYS, SLOTS_PER_MULTIPROCESSOR, (False, True))
+    ]
+    found = [[features(one.sizes, first.causal, *shape) for one in points] for shape in shapes]
     us = torch.tensor([one.us for one in points], dtype=torch.float64)
-    best: tuple[float, Curve] | None = None
-    for rows, slots, whole in product(ROWS, SLOTS_PER_MULTIPROCESSOR, (False, True)):
-        shape = (first.causal, rows, slots * multiprocessors, whole)
-        rows_of_features = [features(one.sizes, *shape) for one in points]
-        matrix = torch.tensor(rows_of_features, dtype=torch.float64) / us[:, None]
-        if first.mask in ("none", "keys"):
-            matrix[:, -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
-        weights, residual = _nonnegative(matrix)
-        if best is None or residual < best[0]:
-            kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
-            launch, token, item, tile, score = weights
-            best = residual, Curve(*kind, rows, slots * multiprocessors, whole, launch, token, item, tile, score)
-    assert best is not None
-    return best[1]
+    matrices = torch.tensor(found, dtype=torch.float64) / us[:, None]
+    if first.mask.split(",")[0] in ("none", "keys"):
+        matrices[..., -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
+    weights, residuals = _nonnegative(matrices)
+    best = int(residuals.argmin())
+    launch, token, item, tile, score = weights[best].tolist()
+    kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
+    return _with_error(Curve(*kind, *shapes[best], launch, token, item, tile, score), points)
 
 
-def _with_measured(curve: Curve, points: Sequence[Measured]) -> Curve:
-    """Return the curve with what was measured, and with its error."""
-    factors = {one.sizes: one.us / curve.formula(one.sizes) for one in points}
-    measured = tuple(
-        (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len, factor)
-        for sizes, factor in factors.items()
-    )
-    return replace(curve, measured=measured, error=max(abs(1 / factor - 1) for factor in factors.values()))
+def _with_error(curve: Curve, points: Sequence[Measured]) -> Curve:
+    """Return the curve with its error."""
+    squares = [math.log(one.us / curve.us(one.sizes)) ** 2 for one in points]
+    return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
 
 
-def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
-    """Return non-negative weights w with matrix @ w nearest to 1, and the sum of squared differences.
+def _nonnegative(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return non-negative weights w with matrix @ w nearest to 1 for each matrix, and the sums of squared differences.
 
-    The best ones are those of plain least squares over some of the columns, whose number is small.
+    Args:
+        matrices: (number, points, columns).
+
+    Returns:
+        (number, columns) and (number,). The best weights are those of plain least squares over some of the columns,
+        whose number is small.
     """
-    count = matrix.shape[1]
-    target = torch.ones(matrix.shape[0], 1, dtype=matrix.dtype)
-    scale = matrix.norm(dim=0).clamp_min(1e-30)
-    best, least = [0.0] * count, float("inf")
+    number, points, count = matrices.shape
+    scale = matrices.norm(dim=1).clamp_min(1e-30)
+    scaled = matrices / scale[:, None]
+    products, sums = scaled.mT @ scaled, scaled.sum(1)
+    best, least = matrices.new_zeros(number, count), matrices.new_full((number,), float("inf"))
     for size in range(1, count + 1):
         for columns in map(list, combinations(range(count), size)):
-            if not matrix[:, columns].any(0).all():
-                continue
-            chosen = matrix[:, columns] / scale[columns]
-            weights = torch.linalg.lstsq(chosen, target, driver="gelsd").solution
-            if (weights < 0).any():
-                continue
-            residual = float((chosen @ weights - target).square().sum())
-            if residual < least:
-                least, best = residual, [0.0] * count
-                for column, weight in zip(columns, (weights.flatten() / scale[columns]).tolist(), strict=True):
-                    best[column] = weight
-    return best, least
+            chosen = products[:, columns][:, :, columns]
+            ridge = RIDGE * torch.eye(size, dtype=matrices.dtype)  # columns may be alike, or 0
+            weights = torch.linalg.solve(chosen + ridge, sums[:, columns])
+            fitted = (weights[:, None] @ chosen @ weights[..., None]).flatten()
+            residuals = points - 2 * (weights * sums[:, columns]).sum(1) + fitted
+            better = (weights >= 0).all(1) & (residuals < least)
+            least = torch.where(better, residuals, least)
+            found = torch.zeros_like(best)
+            found[:, columns] = weights
+            best = torch.where(better[:, None], found, best)
+    return best / scale, least
 
 
 def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
@@ -124,49 +120,4 @@ def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
     ratio = median(one.us / alike.us(one.sizes) for one in points)
     names = ("launch", "token", "item", "tile", "score")
     found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
-    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))
-
-
-def extended(table: Table, measured: Iterable[Measured]) -> Table:
-    """Return a table whose curves also know the calls of a run, in place of what they knew of the same ones.
-
-    Runs differ by their GPUs' clocks. What a call takes by runners that this run has not measured is scaled by how much
-    longer it takes here than the table knew, the median over the others, of which those that differ by more than DRIFT
-    do for another reason. A kind that the table lacks gets the formula of the next larger head_dim's curve, else of
-    another one of its runner and mask; without any, its calls are left out.
-    """
-    calls: dict[tuple[str, bool, Sizes], dict[str, float]] = {}
-    for one in measured:
-        calls.setdefault((one.mask, one.causal, one.sizes), {})[one.runner] = one.us
-    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
-    for (mask, causal, sizes), us in calls.items():
-        known = _known(table, mask, causal, sizes)
-        ratios = [us[runner] / known[runner] for runner in us if runner in known]
-        drift = median([ratio for ratio in ratios if abs(ratio - 1.0) < DRIFT] or [1.0])
-        scaled = {runner: time * drift for runner, time in known.items()}
-        for runner, time in (scaled | us).items():
-            one = Measured(runner, mask, causal, sizes, time)
-            kinds.setdefault((runner, mask, causal, sizes.head_dim), []).append(one)
-    curves = {(curve.runner, curve.mask, curve.causal, curve.head_dim): curve for curve in table.curves}
-    for kind, points in kinds.items():
-        base = curves.get(kind) or table.curve(*kind) or next(iter(_alike(kind, curves, least=3)), None)
-        if base is None:
-            continue
-        curve = replace(base, head_dim=kind[3], measured=base.measured if kind in curves else ())
-        found = _with_measured(curve, points)
-        new = {call[:-1] for call in found.measured}
-        known_calls = (*(call for call in curve.measured if call[:-1] not in new), *found.measured)
-        error = max(abs(1 / factor - 1) for *_, factor in known_calls)
-        curves[kind] = replace(found, measured=known_calls, error=error)
-    return replace(table, curves=tuple(curve for _, curve in sorted(curves.items())))
-
-
-def _known(table: Table, mask: str, causal: bool, sizes: Sizes) -> dict[str, float]:
-    """Return what a call takes by those runners by which the table knows it."""
-    call = (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
-    return {
-        curve.runner: curve.us(sizes)
-        for curve in table.curves
-        if (curve.mask, curve.causal, curve.head_dim) == (mask, causal, sizes.head_dim)
-        and any(one[:-1] == call for one in curve.measured)
-    }
+    return _with_error(found, points)

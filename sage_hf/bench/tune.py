@@ -9,13 +9,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 
 import torch
 
 from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
-from sage_hf.bench.fit_costs import Measured, extended, fit
+from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
 from sage_kernels import costs
@@ -121,7 +121,7 @@ def points() -> list[Point]:
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
     """Measure a GPU, and return its table; `Table.write` stores it.
 
-    It extends the table that ships for such a GPU; without one it holds what was measured here.
+    Kinds of calls that there was no time for have the curves of the table that ships for the same GPU, if one does.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
@@ -147,11 +147,12 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     )
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
+    curves = fit(found, properties.multi_processor_count)
     shipped = costs.shipped_path(capability)
-    known = costs.read_table(shipped) if shipped.exists() else None
-    if known is not None and known.gpu == properties.name:  # of more calls than a minute is enough for
-        return replace(extended(known, found), versions=versions(), origin="")
-    return Table(properties.name, capability, versions(), fit(found, properties.multi_processor_count))
+    if shipped.exists() and (known := costs.read_table(shipped)).gpu == properties.name:
+        there = {curve.kind for curve in curves}
+        curves += tuple(curve for curve in known.curves if curve.kind not in there)
+    return Table(properties.name, capability, versions(), curves)
 
 
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
