@@ -132,6 +132,14 @@ def grid() -> str:
     return "\n\n".join((picture(GRID, message), grid_tables.markdown(read_result(GRID)), sources(GRID)))
 
 
+def unseen() -> str:
+    """Return the scores of calls that no table of costs was fitted to, on each GPU that measured them."""
+    names = sorted(path.stem for path in RESULTS.glob("*-unseen.json"))
+    if not names:
+        return "Calls that no table of costs has seen are not in a results file yet."
+    return f"{grid_tables.unseen_markdown(list(map(read_result, names)))}\n\n{sources(*names)}"
+
+
 def phases() -> str:
     """Return a table of the phases of our calls."""
     if not has_result(PHASES):
@@ -335,7 +343,8 @@ python {BENCHMARKS}/forward.py --host --output {BENCHMARKS}/results
 python {BENCHMARKS}/first_calls.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/norm_rope.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
-python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
+python {BENCHMARKS}/grid.py --unseen 33 --output {BENCHMARKS}/results
+sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
@@ -406,6 +415,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
         )
     ),
     "grid": grid,
+    "unseen": unseen,
     "phases": phases,
     "fp4-preparation": fp4_preparation,
     "host": host,

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from sage_kernels.curves import Sizes
+
 MaskName = Literal["none", "causal", "lower_right", "lengths", "keys", "window", "documents", "bias"]
 
 MOST_OPERATIONS = 6e12
@@ -63,6 +65,11 @@ class Point:
         """Return what identifies the point in a row of the result."""
         direction = "forward_backward" if self.training else "forward"
         return {name: getattr(self, name) for name in SIZES} | {"direction": direction}
+
+    @property
+    def call(self) -> Sizes:
+        """Return the sizes of the call."""
+        return Sizes(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
 
     @property
     def operations(self) -> float:

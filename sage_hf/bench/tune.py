@@ -14,6 +14,7 @@ from datetime import date
 
 import torch
 
+from sage_hf.bench import grid
 from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
@@ -32,6 +33,18 @@ MASKS: tuple[Kind, ...] = ("bool", "additive")
 OTHER_HEAD_DIMS = (32, 48, 72, 80, 96, 112, 160, 192, 256)
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
+
+GRID_KINDS: dict[grid.MaskName, Kind] = {
+    "none": "none",
+    "causal": "causal",
+    "lower_right": "causal",
+    "lengths": "keys",
+    "keys": "keys",
+    "window": "bool",
+    "documents": "bool",
+    "bias": "additive",
+}
+"""Kinds of the grid's masks."""
 
 MEDIUM, LONG = 2048, 8192
 """Keys from which on a kernel may be another one."""
@@ -153,6 +166,19 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         there = {curve.kind for curve in curves}
         curves += tuple(curve for curve in known.curves if curve.kind not in there)
     return Table(properties.name, capability, versions(), curves)
+
+
+def unseen_points(count: int, seed: int) -> list[grid.Point]:
+    """Return the calls of the grid's kinds that a seed draws, but for those that `tune` measures."""
+    seen = {(point.sizes, point.kind) for point in points()}
+    return [point for point in grid.drawn(count, seed) if (point.call, GRID_KINDS[point.mask]) not in seen]
+
+
+def table_in_use(device: torch.device) -> str:
+    """Return which table of costs calls on a GPU choose by: "shipped", "tuned" or "none"."""
+    capability = torch.cuda.get_device_capability(device)
+    table = costs.table_of(capability)
+    return "none" if table is None else "shipped" if table.origin == str(costs.shipped_path(capability)) else "tuned"
 
 
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
