@@ -77,8 +77,8 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return a table of what a user gains: steps of five models if models were measured, else calls of attention."""
-    return tables.model_gain(read_result(MODELS), most=5) if has_result(MODELS) else attention_gain()
+    """Return a table of what a user gains: steps of some models if models were measured, else calls of attention."""
+    return tables.low_bit_gain(read_result(MODELS), most=6) if has_result(MODELS) else attention_gain()
 
 
 def model_gain() -> str:

@@ -19,8 +19,8 @@ from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phas
 from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
 from sage_hf.bench.measure_grid import Queue, Timed, measure_point
-from sage_hf.bench.tune import unseen_points
 from sage_hf.bench.measure_phases import WHOLE, Span, phases
+from sage_hf.bench.tune import unseen_points
 from sage_hf.bench.warming import call_in_processes
 
 CPU = torch.device("cpu")

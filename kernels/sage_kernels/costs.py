@@ -295,9 +295,7 @@ def is_faster(low_bit: Curve | Between, exact: Sequence[Curve | Between], sizes:
 
 
 @lru_cache(maxsize=256)
-def _limit(
-    low_bit: Curve | Between, exact: tuple[Curve | Between, ...], mask: str, causal: bool, head_dim: int
-) -> str:
+def _limit(low_bit: Curve | Between, exact: tuple[Curve | Between, ...], mask: str, causal: bool, head_dim: int) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
     heads = NOMINAL_HEADS
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]

@@ -62,7 +62,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Between:
-    """Time of one runner's calls of a head_dim between two that were measured: `share` of the way from one to the other.
+    """Time of one runner's calls of a head_dim that lies `share` of the way between two that were measured.
 
     Attributes:
         below, above: curves of the head_dims measured.

@@ -112,8 +112,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
     With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json and a picture; with --grid
-    <gpu>-grid.json and a heat map, or with --unseen <gpu>-unseen.json; with --phases <gpu>-phases.json; with --host <gpu>-host.json; with --report the file
-    that it names.
+    <gpu>-grid.json and a heat map, or with --unseen <gpu>-unseen.json; with --phases <gpu>-phases.json; with --host
+    <gpu>-host.json; with --report the file that it names.
 
     Args:
         args: of `add_arguments`.

@@ -161,9 +161,7 @@ def _point(row: Row) -> Point:
 def markdown(result: Row) -> str:
     """Return the summary and the worst calls as Markdown tables."""
     slowest = f"The {WORST} slowest:"
-    return "\n\n".join(
-        (_markdown_table(*summary(result)), slowest, _markdown_table(*worst(result)), caption(result))
-    )
+    return "\n\n".join((_markdown_table(*summary(result)), slowest, _markdown_table(*worst(result)), caption(result)))
 
 
 def _markdown_table(header: list[str], cells: list[list[str]]) -> str:

@@ -24,7 +24,16 @@ RUNNER = costs.low_bit_runner("sage2", "low_bit", "")
 
 
 def curve(runner, launch=0.0, tile=0.0, **facts):
-    kind = {"head_dim": 128, "mask": "none", "causal": False, "rows": 128, "keys": 64, "slots": 132, "whole": False, **facts}
+    kind = {
+        "head_dim": 128,
+        "mask": "none",
+        "causal": False,
+        "rows": 128,
+        "keys": 64,
+        "slots": 132,
+        "whole": False,
+        **facts,
+    }
     return Curve(runner, **kind, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
 
 
@@ -151,7 +160,9 @@ def test_one_head_dim_stands_for_those_that_kernels_pad_alike_and_for_no_other(m
 
 
 def test_time_grows_with_rounds_of_items_and_their_tiles():
-    one = Curve("x", 128, "none", False, rows=128, keys=64, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0)
+    one = Curve(
+        "x", 128, "none", False, rows=128, keys=64, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0
+    )
     of = lambda q_len, kv_len: one.us(Sizes(1, 10, 10, q_len, kv_len, 128))  # noqa: E731
     assert of(1280, 64) == 5 + 2 + 1
     assert of(1281, 64) == 5 + 2 * (2 + 1)
