@@ -79,7 +79,7 @@ def attention_gain(result: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelGain:
-    """What a step of a model gains by our fastest recipe.
+    """Gain of a step of a model by our fastest recipe.
 
     Attributes:
         name, label, mode: of the model; the label says how many layers ran if not all did.
