@@ -179,8 +179,9 @@ def low_bit_gain(result: dict[str, Any], most: int) -> str:
     others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in others)
     found = f"{slower} slower" if slower else "none is slower"
-    rest = f"Of the {len(others)} other steps measured {found}: {min(others):.2f}× to {max(others):.2f}×. "
-    return f"{_markdown_table(header, table)}\n\n{rest if others else ''}{_models_caption(result)}"
+    span = f"{min(others):.2f}× to {max(others):.2f}×" if others else ""
+    rest = f"Of the {len(others)} other steps measured {found}: {span}. " if others else ""
+    return f"{_markdown_table(header, table)}\n\n{rest}{_models_caption(result)}"
 
 
 NOT_SLOWER = 0.97
