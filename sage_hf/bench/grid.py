@@ -169,11 +169,11 @@ def _mask(point: Point, lengths: Tensor | None, generator: torch.Generator, devi
     return None
 
 
-def _capped(point: Point) -> Point:
-    """Return the point with a smaller batch, then with fewer heads, if it has more than MOST_OPERATIONS."""
+def _capped(point: Point, most_operations: float = MOST_OPERATIONS) -> Point:
+    """Return the point with a smaller batch, then with fewer heads, if it has more operations than that."""
     batch, kv_heads, group = point.batch, point.kv_heads, point.q_heads // point.kv_heads
     of_a_head = point.operations / (batch * point.q_heads) * (3.5 if point.training else 1)
-    while batch * kv_heads * group > max(1, MOST_OPERATIONS / of_a_head):
+    while batch * kv_heads * group > max(1, most_operations / of_a_head):
         if batch > 1:
             batch //= 2
         elif kv_heads > 1:
@@ -269,7 +269,7 @@ def _after_a_cache() -> Iterator[Point]:
     yield from (Point("chunked prefill", 1, 16, 16, 2048, kv_len, 64, "lower_right") for kv_len in (8192, 32768))
 
 
-def drawn(count: int, seed: int) -> list[Point]:
+def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> list[Point]:
     """Draw calls of every kind but training, at lengths and sizes that nobody tuned for; the same ones for a seed."""
     random_ = random.Random(seed)
     kinds: dict[str, tuple[MaskName, ...]] = {
@@ -303,7 +303,8 @@ def drawn(count: int, seed: int) -> list[Point]:
             q_len = max(1, min(8192, round(tokens * random_.uniform(0.05, 0.5))))
         elif kind == "decoding":
             q_len = 1
-        points.append(_capped(Point(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)))
+        point = Point(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
+        points.append(_capped(point, most_operations))
     return points
 
 
