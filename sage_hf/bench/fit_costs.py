@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from statistics import median
 
 import torch
 
 from sage_kernels.curves import Curve, Sizes, features
 
+Shape = tuple[int, int, int, bool]
+"""Rows, keys, slots and whether rounds are whole: the fields of `Curve` that are tried."""
 ROWS = (64, 128, 192, 256)
 KEYS = (64, 128, 176)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
+WIDTHS: tuple[Callable[[int], int], ...] = (
+    lambda head_dim: -(-head_dim // 32) * 32,
+    lambda head_dim: -(-head_dim // 64) * 64,
+    lambda head_dim: 1 << (head_dim - 1).bit_length(),
+    lambda head_dim: next(width for width in (64, 96, 128, 192, 256) if head_dim <= width),
+)
+"""Head_dims to which kernels may pad one."""
+WIDTH = 128
 RIDGE = 1e-9
-FEWEST_POINTS = 5
-"""Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
+OWN_POINTS = 10
+"""Points of a head_dim from which it has a curve of its own."""
+FEWEST_POINTS = 8
+"""Points of all head_dims from which there are curves."""
 
 
 @dataclass(frozen=True)
@@ -32,49 +43,79 @@ class Measured:
 
 
 def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
-    """Return a curve for each runner, kind of mask, causality and head_dim that was measured."""
-    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
-    for one in measured:
-        kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
-    curves: dict[tuple[str, str, bool, int], Curve] = {}
-    for kind, points in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        if len(points) >= FEWEST_POINTS:
-            curves[kind] = _fit_curve(points, multiprocessors)
-        elif alike := _alike(kind, curves):
-            curves[kind] = min((_scaled(curve, points) for curve in alike), key=lambda curve: curve.error)
-    return tuple(curve for _, curve in sorted(curves.items()))
+    """Return a curve for each runner, kind of mask, causality and head_dim that was measured.
 
-
-def _alike(kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve]) -> list[Curve]:
-    """Return the curves of the same runner, mask and causality; without any, of the same runner, else all.
-
-    Args:
-        kind: runner, mask, causality and head_dim.
-        curves: by kind.
+    A head_dim of few points has the curve of all head_dims together; kinds of fewer points still have none.
     """
-    for parts in (3, 1, 0):
-        if found := [curve for other, curve in curves.items() if other[:parts] == kind[:parts]]:
-            return found
-    return []
+    kinds: dict[tuple[str, str, bool], dict[int, list[Measured]]] = {}
+    for one in measured:
+        kinds.setdefault((one.runner, one.mask, one.causal), {}).setdefault(one.sizes.head_dim, []).append(one)
+    curves = []
+    for of_head_dims in kinds.values():
+        few = {head_dim: points for head_dim, points in of_head_dims.items() if len(points) < OWN_POINTS}
+        curves += [
+            _fit_one(points, multiprocessors) for head_dim, points in of_head_dims.items() if head_dim not in few
+        ]
+        together = [one for points in of_head_dims.values() for one in points]
+        if few and len(together) >= FEWEST_POINTS:
+            curves += _fit_together(together, few, multiprocessors)
+    return tuple(sorted(curves, key=lambda curve: curve.kind))
 
 
-def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
-    """Return the curve with the least sum of squared relative errors."""
-    first = points[0]
-    shapes = [
-        (rows, keys, slots * multiprocessors, whole)
-        for rows, keys, slots, whole in product(ROWS, KEYS, SLOTS_PER_MULTIPROCESSOR, (False, True))
-    ]
-    found = [[features(one.sizes, first.causal, *shape) for one in points] for shape in shapes]
+def _fit_one(points: Sequence[Measured], multiprocessors: int) -> Curve:
+    """Return the curve of points of one head_dim with the least sum of squared relative errors."""
+    shapes = _shapes(multiprocessors)
+    found = [[features(one.sizes, one.causal, *shape) for one in points] for shape in shapes]
+    best, (launch, token, item, tile, score) = _best_weights(found, points)
+    return _with_error(Curve(*_kind(points[0]), *shapes[best], launch, token, item, tile, score), points)
+
+
+def _fit_together(
+    points: Sequence[Measured], few: Mapping[int, Sequence[Measured]], multiprocessors: int
+) -> Iterator[Curve]:
+    """Yield curves of the head_dims of few points, whose weights grow with the head_dim as all points say.
+
+    A kernel pads head_dims to one of WIDTHS. A curve lies by its own points the nearer to them the more there are.
+    """
+    shapes = list(product(_shapes(multiprocessors), WIDTHS))
+    found = [[_wide_features(one, shape, width) for one in points] for shape, width in shapes]
+    best, (launch, token, item, item_width, tile, tile_width, score) = _best_weights(found, points)
+    shape, width = shapes[best]
+    for head_dim, own in few.items():
+        wide = width(head_dim) / WIDTH
+        weights = launch, token * wide, item + item_width * wide, tile + tile_width * wide, score
+        curve = Curve(*_kind(own[0]), *shape, *weights)
+        apart = sum(math.log(one.us / curve.us(one.sizes)) for one in own) / (len(own) + OWN_POINTS / 4)
+        scaled = Curve(*_kind(own[0]), *shape, *(math.exp(apart) * weight for weight in weights))
+        yield _with_error(scaled, own)
+
+
+def _wide_features(one: Measured, shape: Shape, width: Callable[[int], int]) -> tuple[float, ...]:
+    constant, tokens, rounds, tiles, scores = features(one.sizes, one.causal, *shape)
+    wide = width(one.sizes.head_dim) / WIDTH
+    return constant, tokens * wide, rounds, rounds * wide, tiles, tiles * wide, scores
+
+
+def _shapes(multiprocessors: int) -> list[Shape]:
+    slots = [count * multiprocessors for count in SLOTS_PER_MULTIPROCESSOR]
+    return list(product(ROWS, KEYS, slots, (False, True)))
+
+
+def _kind(one: Measured) -> tuple[str, int, str, bool]:
+    return one.runner, one.sizes.head_dim, one.mask, one.causal
+
+
+def _best_weights(
+    found: Sequence[Sequence[Sequence[float]]], points: Sequence[Measured]
+) -> tuple[int, tuple[float, ...]]:
+    """Return which of several lists of the points' features fits their times best, and its weights."""
     us = torch.tensor([one.us for one in points], dtype=torch.float64)
     matrices = torch.tensor(found, dtype=torch.float64) / us[:, None]
-    if first.mask.split(",")[0] in ("none", "keys"):
+    if points[0].mask.split(",")[0] in ("none", "keys"):
         matrices[..., -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
     weights, residuals = _nonnegative(matrices)
     best = int(residuals.argmin())
-    launch, token, item, tile, score = weights[best].tolist()
-    kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
-    return _with_error(Curve(*kind, *shapes[best], launch, token, item, tile, score), points)
+    return best, tuple(weights[best].tolist())
 
 
 def _with_error(curve: Curve, points: Sequence[Measured]) -> Curve:
@@ -111,13 +152,3 @@ def _nonnegative(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             found[:, columns] = weights
             best = torch.where(better[:, None], found, best)
     return best / scale, least
-
-
-def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
-    """Return a curve of the points' kind whose times are another's by their median ratio."""
-    first = points[0]
-    alike = replace(curve, runner=first.runner, head_dim=first.sizes.head_dim, mask=first.mask, causal=first.causal)
-    ratio = median(one.us / alike.us(one.sizes) for one in points)
-    names = ("launch", "token", "item", "tile", "score")
-    found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
-    return _with_error(found, points)

@@ -41,8 +41,8 @@ def test_a_fit_predicts_other_calls_as_well_as_its_points_were_measured(causal):
         assert found.us(sizes) == pytest.approx(true.us(sizes), rel=0.06)
 
 
-def test_a_kind_of_few_points_is_another_one_of_its_runner_scaled():
-    few = replace(TRUE, head_dim=96, launch=6, token=0.0075, item=1.125, tile=0.225)
+def test_a_head_dim_of_few_points_has_weights_that_grow_as_those_of_others_do():
+    few = replace(TRUE, head_dim=96, token=0.0075, item=1.125, tile=0.225)
     curves = fit([*measured_by(TRUE, 40), *measured_by(few, 3)], multiprocessors=132)
     assert [curve.head_dim for curve in curves] == [96, 128]
     for sizes in sizes_of_calls(20, 96):
