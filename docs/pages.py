@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import re
 import sys
@@ -77,8 +78,8 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return a table of what a user gains: steps of five models if models were measured, else calls of attention."""
-    return tables.model_gain(read_result(MODELS), most=5) if has_result(MODELS) else attention_gain()
+    """Return a table of what a user gains: steps of some models if models were measured, else calls of attention."""
+    return tables.low_bit_gain(read_result(MODELS), most=6) if has_result(MODELS) else attention_gain()
 
 
 def model_gain() -> str:
@@ -132,6 +133,14 @@ def grid() -> str:
     return "\n\n".join((picture(GRID, message), grid_tables.markdown(read_result(GRID)), sources(GRID)))
 
 
+def unseen() -> str:
+    """Return the scores of calls that no table of costs was fitted to, on each GPU that measured them."""
+    names = sorted(path.stem for path in RESULTS.glob("*-unseen.json"))
+    if not names:
+        return "Calls that no table of costs has seen are not in a results file yet."
+    return f"{grid_tables.unseen_markdown(list(map(read_result, names)))}\n\n{sources(*names)}"
+
+
 def phases() -> str:
     """Return a table of the phases of our calls."""
     if not has_result(PHASES):
@@ -159,6 +168,65 @@ def attention_gain() -> str:
 def speed() -> str:
     """Return a table of every provider's forward speed at every shape."""
     return tables.markdown(read_result("nvidia-h200-forward"))
+
+
+def speed_summary() -> str:
+    """Return what the table of every provider's forward speed shows of `sage2`, in sentences."""
+    result = read_result("nvidia-h200-forward")
+    shapes: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "ms" in row and row["scope"] == "end_to_end":
+            shapes.setdefault(row["shape"], {})[row["provider"]] = row
+
+    def span(numerator: str, denominator: str, fact: str = "ms") -> tuple[float, float]:
+        both = [rows for rows in shapes.values() if numerator in rows and denominator in rows]
+        ratios = [rows[numerator][fact] / rows[denominator][fact] for rows in both]
+        return min(ratios), max(ratios)
+
+    def faster(than: str, ours: str = "sage_hf:sage2") -> str:
+        low, high = span(than, ours)
+        return f"{low:.2f} to {high:.2f} × as fast as"
+
+    low, high = span("sage_hf:sage2", "sageattention2", "peak_extra_bytes")
+    name, longest = max(shapes.items(), key=lambda item: next(iter(item[1].values()))["q_len"])
+    ours, theirs = longest["sage_hf:sage2"], longest["sageattention2"]
+    (fp8,) = (row for row in result["rows"] if (row["shape"], row["provider"]) == (name, "fa3_fp8") and "rel_l1" in row)
+    lines = [
+        f"End to end, `sage2` is {faster('sageattention2')} SageAttention2, with {low:.2f} to {high:.2f} of its extra "
+        f"memory; {faster('fa3')} FlashAttention 3; {faster('cudnn')} cuDNN.",
+        f"By the Triton kernel, which other GPUs get, it is {faster('sageattention2', 'sage_hf:sage2_triton')} "
+        "SageAttention2 on this one.",
+        f"On standard normal tensors at {ours['q_len']:,} tokens its error is {ours['rel_l1']:.4f}, SageAttention2's "
+        f"{theirs['rel_l1']:.4f}, FlashAttention 3's in FP8 {fp8['rel_l1']:.3f}; where K and V have means "
+        f"{ours['rel_l1_biased']:.4f}, {theirs['rel_l1_biased']:.4f} and {fp8['rel_l1_biased']:.2f}.",
+    ]
+    return "\n".join("\n".join(textwrap.wrap(f"- {line}", 120, subsequent_indent="  ")) for line in lines)
+
+
+def training_routes() -> str:
+    """Return a table of what the grid's training calls run by, for models of each kind."""
+    result = read_result(GRID)
+    rows = [row for row in result["rows"] if row["direction"] == "forward_backward" and "ours_ms" in row]
+    kinds = {
+        "causal, with grouped queries": lambda row: row["mask"] == "causal" and row["q_heads"] != row["kv_heads"],
+        "causal": lambda row: row["mask"] == "causal" and row["q_heads"] == row["kv_heads"],
+        "padded": lambda row: row["mask"] == "lengths",
+        "neither": lambda row: row["mask"] == "none",
+    }
+    lines = ["| attention of the model | trains by `sage_bwd` | beside the fastest other |", "|---|---|---|"]
+    for (kind, is_kind), head_dim in itertools.product(kinds.items(), (64, 128)):
+        found = [row for row in rows if is_kind(row) and row["head_dim"] == head_dim]
+        low_bit = [row for row in found if row["recipe"] != "exact"]
+        if not found:
+            continue
+        ratios = [grid_tables.ratio(row) for row in low_bit]
+        gain = f"{min(ratios):.2f} to {max(ratios):.2f} ×" if ratios else "–"
+        calls = f"{len(low_bit)} of {len(found)} calls"
+        calls += f", of {min(row['q_len'] for row in low_bit):,} tokens and more" if low_bit else ""
+        lines.append(f"| {kind}, head_dim {head_dim} | {calls} | {gain} |")
+    others = [row for row in rows if row["head_dim"] not in (64, 128)]
+    lines.append(f"| other head_dims | {sum(row['recipe'] != 'exact' for row in others)} of {len(others)} calls | – |")
+    return "\n".join([*lines, "", f"On {result['gpu']}. {sources(GRID)}"])
 
 
 def sparse_quality() -> str:
@@ -335,7 +403,8 @@ python {BENCHMARKS}/forward.py --host --output {BENCHMARKS}/results
 python {BENCHMARKS}/first_calls.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/norm_rope.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
-python {BENCHMARKS}/routing.py --output {BENCHMARKS}/results --table kernels/sage_kernels/cost_tables/9.0.json
+python {BENCHMARKS}/grid.py --unseen 33 --output {BENCHMARKS}/results
+sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
 python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
@@ -405,7 +474,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
             sources("nvidia-h200-forward"),
         )
     ),
+    "speed-summary": speed_summary,
+    "training-routes": training_routes,
     "grid": grid,
+    "unseen": unseen,
     "phases": phases,
     "fp4-preparation": fp4_preparation,
     "host": host,

@@ -237,29 +237,54 @@ def test_the_gain_of_attention_is_pytorchs_fastest_kernel_over_ours():
     assert tables.attention_gain(result).splitlines()[2].endswith("| 1.5 | 0.5 | 3.00× |")
 
 
-def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
+def model_rows(name, times, kernels=None, **values):
+    """Rows of a model, of providers with these times, the last of which ran these kernels."""
     rows = [
-        {"model": "A", "mode": "eager", "provider": "default", "ms": 622.0},
-        {"model": "A", "mode": "eager", "provider": "sage_hf:sage1", "ms": 560.0},
-        {"model": "A", "mode": "eager", "provider": "sage_hf:sage2", "ms": 504.0},
-        {"model": "A", "mode": "compiled", "provider": "default", "ms": 600.0},
-        {"model": "B", "mode": "eager", "provider": "default", "ms": 68.0},
-        {"model": "B", "mode": "eager", "provider": "sage_hf:sage2", "ms": 103.0},
+        {"model": name.upper(), "name": name, "mode": "eager", "provider": provider, "ms": ms}
+        for provider, ms in times.items()
     ]
+    return [*rows[:-1], rows[-1] | {"kernels": kernels or {}} | values]
+
+
+def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
+    rows = model_rows("a", {"default": 622.0, "sage_hf:sage1": 560.0, "sage_hf:sage2": 504.0}, {"fa3": 2, "sdpa": 1})
+    rows += [row | {"mode": "compiled"} for row in rows[:1]] + model_rows(
+        "b", {"default": 68.0, "sage_hf:sage2": 103.0}
+    )
     lines = tables.model_gain({**FACTS, "rows": rows}).splitlines()
-    assert lines[2:4] == ["| A | eager | 622 | 504 | `sage2` | 1.23× |", "| B | eager | 68 | 103 | `sage2` | 0.66× |"]
+    assert lines[2:4] == [
+        "| A | eager | 622 | 504 | `sage2` | 1.23× | FA3 in 2 of 3, PyTorch in 1 of 3 |",
+        "| B | eager | 68 | 103 | `sage2` | 0.66× | not recorded |",
+    ]
     assert lines[4] == "" and "NVIDIA H200" in lines[5]
 
 
-def test_the_gain_of_some_models_goes_from_the_largest_to_the_smallest():
-    rows = [
-        {"model": f"{ours}", "mode": "eager", "provider": provider, "ms": ms}
-        for ours in (70, 10, 30, 20, 60, 50, 40)
-        for provider, ms in (("default", 50.0), ("sage_hf:sage2", float(ours)))
-    ]
-    lines = tables.model_gain({**FACTS, "rows": rows}, most=3).splitlines()
-    assert [line.split()[1] for line in lines[2:5]] == ["10", "40", "70"] and lines[5] == ""
-    assert "3 of 7 measured, from the largest gain to the smallest" in lines[6]
+def test_a_gain_is_split_into_what_each_part_of_ours_saves():
+    parts = {"sage_hf:sage2, no fa3": 62.0, "sage_hf:sage2, no low bits, no norms": 95.0}
+    times = {"default": 100.0, **parts, "sage_hf:sage2, no low bits": 80.0, "sage_hf:sage2": 50.0}
+    rows = model_rows("a", times, {"int8_forward, int8_quantize": 9}, norm_rope=9, fa3_installed=True)
+    training = {"default": 10.0, "sage_hf:sage_bwd, no low bits": 9.0, "sage_hf:sage_bwd": 6.5}
+    text = tables.model_gain({**FACTS, "rows": [*rows, *model_rows("b", training)]})
+    lines = text.splitlines()
+    assert lines[0].endswith(
+        "| exact kernel saves, ms | norms and rotation saves, ms | few bits saves, ms | without FA3, ms |"
+    )
+    assert lines[2].endswith("| `sage2` | 2.00× | INT8 in 9 of 9 + fused norms | 5.0 | 15.0 | 30.0 | 62 |")
+    assert lines[3].endswith("| `sage_bwd` | 1.54× | not recorded | 0.0 | 1.0 | 2.5 | – |")
+    assert "(FA3, `pip install fa3-fwd`) was installed" in text
+
+
+def test_the_first_table_shows_rows_in_which_low_bits_ran_and_counts_the_others():
+    int8 = {"int8_forward, int8_quantize": 2}
+    named = [model_rows(name, {"default": 10.0, "sage_hf:sage2": 8.0}, int8) for name in tables.PIPELINES]
+    more = [model_rows(f"m{ms}", {"default": 10.0, "sage_hf:sage2": ms}, int8) for ms in (4.0, 2.0, 5.0)]
+    exact = [model_rows(f"x{ms}", {"default": 10.0, "sage_hf:sage2": ms}, {"fa3": 3}) for ms in (1.0, 10.2)]
+    rows = [row for of_model in (*exact, *more, *named) for row in of_model]
+    lines = tables.low_bit_gain({**FACTS, "rows": rows}, most=4).splitlines()
+    assert [line.split()[1] for line in lines[2:6]] == [*(name.upper().split()[0] for name in tables.PIPELINES), "M2.0"]
+    assert lines[7].startswith("Of the 4 other steps measured none is slower: 0.98× to 10.00×. ")
+    rows[1]["ms"] = 11.0
+    assert "measured 1 slower: 0.91× to 2.50×" in tables.low_bit_gain({**FACTS, "rows": rows}, most=4)
 
 
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from sage_hf.app.cli import main
-from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables
+from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables, tune
 from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
 from sage_hf.bench.measure_grid import Queue, Timed, measure_point
 from sage_hf.bench.measure_phases import WHOLE, Span, phases
+from sage_hf.bench.tune import unseen_points
 from sage_hf.bench.warming import call_in_processes
 
 CPU = torch.device("cpu")
@@ -319,6 +320,39 @@ def test_the_command_times_what_is_asked_for_and_resumes(monkeypatch, tmp_path, 
     assert capsys.readouterr().out.strip() == grid_tables.markdown(json.loads(path.read_text()))
 
 
+def test_unseen_calls_are_scored_for_each_table_of_costs(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def run(device, points, commit, progress, write, warms):
+        asked.append(points)
+        write({**FACTS, "rows": [row(point, ms) for point, ms in zip(points, (0.5, 1.05, 2.0), strict=False)]})
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(command.measure, "facts", lambda device, commit: FACTS)
+    monkeypatch.setattr(measure_grid, "run", run)
+    for table in ("shipped", "tuned"):
+        monkeypatch.setattr(command, "table_in_use", lambda device, table=table: table)
+        assert main(["bench", "--grid", "--unseen", "5", "--calls", "30", "--output", str(tmp_path)]) == 0
+    assert asked[0] == asked[1] and len(asked[0]) == 30 and asked[0] != unseen_points(30, 6)
+    assert "of `sage-hf tune`" in capsys.readouterr().out
+    result = json.loads((tmp_path / "nvidia-h200-unseen.json").read_text())
+    assert len(result["rows"]) == 6 and {(one["seed"], one["table"]) for one in result["rows"]} == {
+        (5, "shipped"),
+        (5, "tuned"),
+    }
+    header, cells = grid_tables.unseen([result])
+    assert [line[:2] for line in cells] == [["NVIDIA H200", "that ships"], ["NVIDIA H200", "of `sage-hf tune`"]]
+    assert [line[2:] for line in cells] == [["3", "3", "33%", "67%", "0.98", "0.50"]] * 2 and len(header) == 8
+    assert "drawn by seed 5" in grid_tables.unseen_markdown([result])
+
+
+def test_no_unseen_call_is_among_those_that_tune_measures(monkeypatch):
+    drawn = grid.drawn(20, 3)
+    assert unseen_points(20, 3) == drawn == grid.drawn(20, 3) != grid.drawn(20, 4)
+    monkeypatch.setattr(tune, "points", lambda: [tune.Point(drawn[0].call, tune.GRID_KINDS[drawn[0].mask])])
+    assert unseen_points(20, 3) == drawn[1:]
+
+
 def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
     def refused(*argv):
         assert main(["bench", *argv]) == 2
@@ -330,7 +364,7 @@ def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
     assert "unknown nothing; choose from: self-attention; " in refused("--grid", "--shapes", "nothing")
     assert "it takes no --shape, --providers" in refused("--grid", "--providers", "cudnn")
     assert "--part 2" in refused("--grid", "--part", "2")
-    assert "--part, --only, --resume and --cached need --grid" in refused("--resume")
+    assert "--part, --only, --resume, --cached and --unseen need --grid" in refused("--resume")
     assert "no call of the grid contains that" in refused("--grid", "--only", "nothing")
     assert "it takes no --training" in refused("--phases", "--training")
 

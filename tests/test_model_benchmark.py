@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import forward
 import pytest
@@ -17,6 +18,8 @@ from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
 from sage_hf.sparse import Sparse
+from sage_kernels import norm_rope, registry
+from tests.helpers.kernels import registered_kernels
 
 CPU = torch.device("cpu")
 NAMED = {model.name: model for model in MODELS}
@@ -168,6 +171,36 @@ def test_a_cpu_measures_every_kind_of_step(monkeypatch):
     assert "Not measured:\n" in tables.model_text(result) and "| `sage_bwd` |" in tables.model_gain(result)
 
 
+def test_a_step_is_measured_without_each_part_of_ours_and_all_is_as_before(monkeypatch):
+    """FlashAttention 3 is not installed on a CPU: the provider that leaves it out says so."""
+    monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
+    kernels = registered_kernels()
+    providers = [one for one in MODEL_PROVIDERS if one.name == "default" or one.name.startswith("sage_hf:sage2")]
+    rows = measure_models.run(CPU, [tiny("cogvideox-2b")], providers, progress=lambda line: None)["rows"]
+    found = {row["provider"]: row for row in rows}
+    assert found["sage_hf:sage2"]["kernels"] == {"reference": 2}
+    for name in ("sage_hf:sage2, no low bits", "sage_hf:sage2, no low bits, no norms"):
+        assert found[name]["kernels"] == {"sdpa": 2} and found[name]["rel_l1"] == 0
+    assert "not installed" in found["sage_hf:sage2, no fa3"]["unavailable"]
+    assert found["sage_hf:sage2"]["norm_rope"] == 0 and found["sage_hf:sage2"]["fa3_installed"] is False
+    assert "norm_rope" not in found["default"] and registered_kernels() == kernels
+    (gain,) = tables.model_gains({**FACTS, "rows": rows})
+    assert len(gain.saved_ms) == 3 and sum(gain.saved_ms) == pytest.approx(gain.before_ms - gain.after_ms)
+
+
+def test_a_switch_for_measurements_leaves_kernels_and_norms_out(monkeypatch):
+    monkeypatch.setattr(norm_rope, "is_plain", lambda x: True)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    assert norm_rope.is_served(x)
+    norm_rope.set_enabled(False)
+    assert not norm_rope.is_served(x)
+    norm_rope.set_enabled(True)
+    before = registry.registered_forwards(), registry.registered_exact()
+    with registry.without("fa3", "int8_forward"):
+        assert "fa3" not in registry.registered_exact() and "int8_forward" not in registry.registered_forwards()
+    assert (registry.registered_forwards(), registry.registered_exact()) == before
+
+
 def test_decoding_goes_on_behind_a_cache_that_grows(monkeypatch):
     """First steps have one length, so their outputs can be compared; those that are timed have one token more each."""
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
@@ -199,7 +232,7 @@ def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
     assert rows["cogvideox-2b"]["ms"] > 0 and sum(rows["cogvideox-2b"]["kernels"].values()) == 2
     assert "no grid of video tokens" in rows["llama-3-prefill-1k"]["unavailable"]
     assert "| sage2 keep .25 |" in tables.model_speed(result)
-    assert {recipe for _, _, recipe in tables.model_gains(result).values()} == {"sage2"}
+    assert {gain.recipe for gain in tables.model_gains(result)} == {"sage2"}
 
 
 def test_a_failure_is_a_row_and_a_line_and_the_rest_is_measured(monkeypatch):
@@ -264,10 +297,10 @@ def test_the_tables_tell_how_many_layers_ran_and_leave_out_what_failed():
     rows = [row("a", "default", ms=9.0, attention_share=0.875, **part), row("a", "sage_hf:sage2", ms=4.5, **part)]
     rows += [row("a", "fa3", unavailable="RuntimeError: no", **part), row("b", "default", ms=1.0)]
     result = {**FACTS, "rows": rows}
-    assert "| A (3 of 60 layers) | eager | 9 | 4.5 | `sage2` | 2.00× |" in tables.model_gain(result)
+    assert "| 3 of 60 layers of A | eager | 9 | 4.5 | `sage2` | 2.00× |" in tables.model_gain(result)
     lines = tables.model_speed(result).splitlines()
     assert lines[0] == "| model | mode | as it comes | sage2 | share of attention |"
-    assert lines[2:] == ["| A (3 of 60 layers) | eager | 9 | 4.5 | 88% |", "| B | eager | 1 | – | – |"]
+    assert lines[2:] == ["| 3 of 60 layers of A | eager | 9 | 4.5 | 88% |", "| B | eager | 1 | – | – |"]
     assert "fa3: RuntimeError: no (a, eager)" in tables.model_text(result)
 
 
@@ -275,7 +308,8 @@ def test_the_picture_shows_every_model_that_was_measured_with_both(tmp_path):
     rows = [row("a", "default", ms=9.0), row("a", "sage_hf:sage2", ms=4.5), row("b", "default", ms=1.0)]
     rows += [{**one, "mode": "compiled"} for one in rows[:2]]
     result = {**FACTS, "rows": rows}
-    assert tables.model_gains(result) == {("A", mode): (9.0, 4.5, "sage2") for mode in ("eager", "compiled")}
+    gains = [(one.label, one.mode, one.ratio, one.recipe) for one in tables.model_gains(result)]
+    assert gains == [("A", mode, 2.0, "sage2") for mode in ("eager", "compiled")]
     assert plots.plot_models(result, tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to plot"):
         plots.plot_models({**FACTS, "rows": rows[2:3]}, tmp_path / "none.png")

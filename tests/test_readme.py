@@ -57,9 +57,10 @@ def test_the_gain_is_that_of_whole_models_once_they_are_measured(monkeypatch, tm
     assert pages.gain() == pages.attention_gain()
     facts = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0" * 40}
     row = {"model": "Tiny", "mode": "eager", "provider": "default", "ms": 3.0}
-    result = {**facts, "date": "2026-01-01", "rows": [row, row | {"provider": "sage_hf:sage2", "ms": 2.0}]}
+    ours = row | {"provider": "sage_hf:sage2", "ms": 2.0, "kernels": {"int8_forward": 4}}
+    result = {**facts, "date": "2026-01-01", "rows": [row, ours]}
     (tmp_path / "nvidia-h200-models.json").write_text(json.dumps(result))
-    assert "| Tiny | eager | 3 | 2 | `sage2` | 1.50× |" in pages.gain()
+    assert "| Tiny | 3 | 2 | 1.50× | INT8 in 4 of 4 |" in pages.gain()
 
 
 @each_page

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cache import cache_folder
-from .curves import Curve, Sizes
+from .curves import Between, Curve, Sizes
 
 if TYPE_CHECKING:
     from .request import Request
@@ -104,12 +104,22 @@ class Table:
             kinds.setdefault((curve.runner, curve.mask, curve.causal), []).append(curve)
         return kinds
 
-    def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | None:
-        """Return the curve of the least head_dim measured that is not below this one; None without any."""
-        curves = self._by_kind.get((runner, mask, causal), ())
-        return next((curve for curve in curves if head_dim <= curve.head_dim), None)
+    def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | Between | None:
+        """Return the time of a runner's calls of a head_dim; None if it cannot be told from those that were measured.
 
-    def exact(self, mask: str, causal: bool, head_dim: int, runners: Sequence[str] = BACKENDS) -> list[Curve]:
+        A head_dim that was not measured lies between the two next to it. Below all of them, the least one stands for
+        those that kernels pad to the same power of two.
+        """
+        curves = self._by_kind.get((runner, mask, causal), ())
+        above = next((curve for curve in curves if head_dim <= curve.head_dim), None)
+        if above is None or above.head_dim == head_dim:
+            return above
+        below = next((curve for curve in reversed(curves) if curve.head_dim < head_dim), None)
+        if below is not None:
+            return Between(below, above, (head_dim - below.head_dim) / (above.head_dim - below.head_dim))
+        return above if (head_dim - 1).bit_length() == (above.head_dim - 1).bit_length() else None
+
+    def exact(self, mask: str, causal: bool, head_dim: int, runners: Sequence[str] = BACKENDS) -> list[Curve | Between]:
         """Return the curves of those exact runners that were measured for such calls."""
         found = (self.curve(runner, mask, causal, head_dim) for runner in runners)
         return [curve for curve in found if curve is not None]
@@ -123,13 +133,9 @@ class Table:
         path.write_text(text, encoding="utf-8")
 
 
-def _rounded(fact: Any) -> Any:
-    """Return plain data with five digits of each number."""
-    if isinstance(fact, dict):
-        return {name: _rounded(value) for name, value in fact.items()}
-    if isinstance(fact, tuple):
-        return [_rounded(value) for value in fact]
-    return float(f"{fact:.5g}") if isinstance(fact, float) else fact
+def _rounded(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts with five digits of each number."""
+    return {name: float(f"{fact:.5g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
 
 
 def read_table(path: Path) -> Table:
@@ -142,9 +148,7 @@ def read_table(path: Path) -> Table:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         major, minor = content["capability"]
-        curves = tuple(
-            Curve(**{**curve, "measured": tuple(map(tuple, curve["measured"]))}) for curve in content["curves"]
-        )
+        curves = tuple(Curve(**curve) for curve in content["curves"])
         return Table(content["gpu"], (major, minor), content["versions"], curves, str(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of costs ({type(error).__name__}: {error})") from error
@@ -234,7 +238,7 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
         return _why_not_unmeasured(request, sizes)
     if is_faster(low_bit, rivals, sizes):
         return ""
-    return _limit(low_bit, tuple(rivals))
+    return _limit(low_bit, tuple(rivals), kind, request.is_causal, sizes.head_dim)
 
 
 def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
@@ -283,7 +287,7 @@ def _training_us(table: Table, request: Request, forward: str, both: str, checkp
     return sum(math.inf if curve is None else curve.us(sizes) for curve in curves)
 
 
-def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Sizes) -> bool:
+def is_faster(low_bit: Curve | Between, exact: Sequence[Curve | Between], sizes: Sizes) -> bool:
     """Return whether low bits are faster than the fastest exact backend, host time included."""
     exact_us = max(min(curve.us(sizes) for curve in exact), EXACT_HOST_US)
     margin = MARGIN if exact_us < LONG_US else LONG_MARGIN
@@ -291,12 +295,12 @@ def is_faster(low_bit: Curve, exact: list[Curve] | tuple[Curve, ...], sizes: Siz
 
 
 @lru_cache(maxsize=256)
-def _limit(low_bit: Curve, exact: tuple[Curve, ...]) -> str:
+def _limit(low_bit: Curve | Between, exact: tuple[Curve | Between, ...], mask: str, causal: bool, head_dim: int) -> str:
     """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
-    heads, head_dim = NOMINAL_HEADS, low_bit.head_dim
+    heads = NOMINAL_HEADS
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
-    mask, _, special = low_bit.mask.partition(", ")
-    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[mask]}{', ' * bool(special)}{special}"
+    of_mask, _, special = mask.partition(", ")
+    kind = f"at head_dim {head_dim}{', causal' * causal}{_MASKED[of_mask]}{', ' * bool(special)}{special}"
     if all(gains):
         return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
@@ -322,7 +326,7 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     return ""
 
 
-def _pytorch_curves(request: Request) -> list[Curve]:
+def _pytorch_curves(request: Request) -> list[Curve | Between]:
     """Return the curves of those of PyTorch's backends that PyTorch would choose for a call."""
     curves = _exact_curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
@@ -332,7 +336,7 @@ def _pytorch_curves(request: Request) -> list[Curve]:
     return curves
 
 
-def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
+def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve | Between]:
     table, sizes = table_of(request.capability), sizes_of(request)
     kind = kind_of(request.mask, request.is_causal, sizes)
     return table.exact(kind, request.is_causal, sizes.head_dim, runners) if table else []

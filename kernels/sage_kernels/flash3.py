@@ -242,6 +242,11 @@ def _unsupported(request: Request) -> str:
     return "built without float16" if request.dtype == torch.float16 and not _takes_float16() else ""
 
 
+def is_installed() -> bool:
+    """Return whether a package that can be loaded brings the operator."""
+    return _operator() is not None
+
+
 @lru_cache(maxsize=1)
 def _operators() -> Any:
     """Return the operators of the first package that can be loaded; None without any."""

@@ -88,9 +88,18 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     return output
 
 
+def set_enabled(enabled: bool) -> None:
+    """Set whether models' heads are served at all: to measure what that gains."""
+    global _enabled
+    _enabled = enabled
+
+
+_enabled = True
+
+
 def is_served(x: torch.Tensor) -> bool:
     """Return whether a kernel takes heads like x, and nothing wants to see PyTorch's operators instead."""
-    if not x.is_cuda or x.dtype not in DTYPES or torch.version.hip is not None:
+    if not _enabled or not x.is_cuda or x.dtype not in DTYPES or torch.version.hip is not None:
         return False
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active():
         return False

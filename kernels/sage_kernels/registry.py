@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -297,6 +299,11 @@ def get_exact(name: str) -> Exact | None:
     return _exacts.get(name)
 
 
+def registered_forwards() -> list[str]:
+    """Return the names of the registered forward kernels of low-bit recipes."""
+    return list(_forwards)
+
+
 def registered_exact() -> list[str]:
     """Return the names of the registered kernels of exact attention."""
     return list(_exacts)
@@ -310,6 +317,23 @@ def exact_kernels(request: Request) -> list[str]:
 def exact_plan(request: Request, *passed_over: tuple[str, str], kernel: str = "sdpa") -> Plan:
     """Return a plan of PyTorch's exact attention, with what was passed over for it."""
     return Plan(request, kernel, "exact", "exact", passed_over)
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Leave out the forward and exact kernels of these names while the block runs: to measure what they gain."""
+    registered: tuple[dict[str, Any], ...] = (_forwards, _exacts)
+    before = [dict(kernels) for kernels in registered]
+    for kernels, name in itertools.product(registered, names):
+        kernels.pop(name, None)
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        for kernels, every in zip(registered, before, strict=True):
+            kernels.clear()
+            kernels.update(every)
+        select.cache_clear()
 
 
 def set_routing(enabled: bool) -> None:

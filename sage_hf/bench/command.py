@@ -30,6 +30,7 @@ from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
+from sage_hf.bench.tune import table_in_use, unseen_points
 from sage_hf.files import replacing
 
 Named = TypeVar("Named", Shape, Provider, Model, ModelProvider)
@@ -76,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REGEX",
         help="of the grid, the calls whose text contains this, such as 'causal, .*×256,'",
     )
+    parser.add_argument(
+        "--unseen",
+        type=int,
+        metavar="SEED",
+        help="of the grid, calls drawn by this seed instead, which no table of costs was fitted to: how well the table "
+        "in use chooses",
+    )
+    parser.add_argument("--calls", type=int, default=100, metavar="N", help="number of --unseen calls (default: 100)")
     parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
     parser.add_argument(
         "--cached", action="store_true", help="of the grid, compile nothing beforehand: an earlier run has"
@@ -103,8 +112,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
     """Measure, write <gpu>-forward.json and its pictures to the output folder, and print tables.
 
     With --training it is <gpu>-forward_backward.json; with --model <gpu>-models.json and a picture; with --grid
-    <gpu>-grid.json and a heat map; with --phases <gpu>-phases.json; with --host <gpu>-host.json; with --report the file
-    that it names.
+    <gpu>-grid.json and a heat map, or with --unseen <gpu>-unseen.json; with --phases <gpu>-phases.json; with --host
+    <gpu>-host.json; with --report the file that it names.
 
     Args:
         args: of `add_arguments`.
@@ -130,8 +139,8 @@ def execute(args: argparse.Namespace, commit: str = "") -> None:
         return
     if args.layers is not None or args.compiled:
         raise ValueError("--layers and --compiled need --model")
-    if args.part != "1/1" or args.only or args.resume or args.cached:
-        raise ValueError("--part, --only, --resume and --cached need --grid")
+    if args.part != "1/1" or args.only or args.resume or args.cached or args.unseen is not None:
+        raise ValueError("--part, --only, --resume, --cached and --unseen need --grid")
     if args.phases and (args.training or args.providers is not None):
         raise ValueError("--phases times the forward passes of our recipes: it takes no --training or --providers")
     shapes = [Shape.parse(text) for text in args.shape]
@@ -218,9 +227,10 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
     kinds = list(dict.fromkeys(point.kind for point in POINTS))
     if unknown := set(args.shapes or ()).difference(kinds):
         raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; choose from: {'; '.join(kinds)}")
+    unseen = args.unseen is not None
     points = [
         point
-        for point in POINTS
+        for point in (unseen_points(args.calls, args.unseen) if unseen else POINTS)
         if (args.shapes is None or point.kind in args.shapes) and (point.training or not args.training)
     ]
     if args.only:
@@ -230,21 +240,24 @@ def _execute_grid(args: argparse.Namespace, commit: str) -> None:
     points = points[_part(args.part, len(points))]
     device = _gpu(args.device)
     args.output.mkdir(parents=True, exist_ok=True)
-    path = _path(args.output, measure.facts(device, commit), "grid")
+    path = _path(args.output, measure.facts(device, commit), "unseen" if unseen else "grid")
+    drawn = {"seed": args.unseen, "table": table_in_use(device)} if unseen else {}
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if args.resume:
         empty = {**measure.facts(device, commit), "rows": []}
         there = {grid_tables.key(row) for row in grid_tables.merged(empty, kept)["rows"]}
-        points = [point for point in points if grid_tables.key(point.sizes) not in there]
+        points = [point for point in points if grid_tables.key(point.sizes | drawn) not in there]
 
     def write(result: dict[str, Any]) -> None:
+        result = {**result, "rows": [row | drawn for row in result["rows"]]}
         with replacing(path) as part:
             part.write_text(tables.to_json(grid_tables.merged(result, kept)), encoding="utf-8")
 
     measure_grid.run(device, points, commit, _progress, write, warms=not args.cached)
     result = json.loads(path.read_text(encoding="utf-8"))
-    print(grid_tables.text(result))
-    picture = f", {plots.plot_grid(result, path.with_suffix('.png')).name}" if plots.has_matplotlib() else ""
+    print(grid_tables.unseen_text(result) if unseen else grid_tables.text(result))
+    drawable = plots.has_matplotlib() and not unseen
+    picture = f", {plots.plot_grid(result, path.with_suffix('.png')).name}" if drawable else ""
     print(f"\nwrote {path}{picture}")
 
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from statistics import median
 
 import torch
 
-from sage_kernels.costs import Table
-from sage_kernels.curves import KEYS, Curve, Sizes, features
+from sage_kernels.curves import Curve, Sizes, features
 
+Shape = tuple[int, int, int, bool]
+"""Rows, keys, slots and whether rounds are whole: the fields of `Curve` that are tried."""
 ROWS = (64, 128, 192, 256)
+KEYS = (64, 128, 176)
 SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
-DRIFT = 0.1
-"""Share by which GPUs of one name differ in speed."""
-FEWEST_POINTS = 5
-"""Points from which a curve gets weights of its own; with fewer it is another one, of its runner if it can, scaled."""
+WIDTHS: tuple[Callable[[int], int], ...] = (
+    lambda head_dim: -(-head_dim // 32) * 32,
+    lambda head_dim: -(-head_dim // 64) * 64,
+    lambda head_dim: 1 << (head_dim - 1).bit_length(),
+    lambda head_dim: next(width for width in (64, 96, 128, 192, 256) if head_dim <= width),
+)
+"""Head_dims to which kernels may pad one."""
+WIDTH = 128
+RIDGE = 1e-9
+OWN_POINTS = 10
+"""Points of a head_dim from which it has a curve of its own."""
+FEWEST_POINTS = 8
+"""Points of all head_dims from which there are curves."""
 
 
 @dataclass(frozen=True)
@@ -32,141 +43,112 @@ class Measured:
 
 
 def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
-    """Return a curve for each runner, kind of mask, causality and head_dim that was measured."""
-    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
+    """Return a curve for each runner, kind of mask, causality and head_dim that was measured.
+
+    A head_dim of few points has the curve of all head_dims together; kinds of fewer points still have none.
+    """
+    kinds: dict[tuple[str, str, bool], dict[int, list[Measured]]] = {}
     for one in measured:
-        kinds.setdefault((one.runner, one.mask, one.causal, one.sizes.head_dim), []).append(one)
-    curves: dict[tuple[str, str, bool, int], Curve] = {}
-    for kind, points in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        even = [one for one in points if one.sizes.kv_len % KEYS == 0]
-        if len(even) >= FEWEST_POINTS:
-            curves[kind] = _fit_curve(even, multiprocessors)
-        elif alike := _alike(kind, curves):
-            curves[kind] = min((_scaled(curve, even or points) for curve in alike), key=lambda curve: curve.error)
-    return tuple(_with_measured(curve, kinds[kind]) for kind, curve in sorted(curves.items()))
+        kinds.setdefault((one.runner, one.mask, one.causal), {}).setdefault(one.sizes.head_dim, []).append(one)
+    curves = []
+    for of_head_dims in kinds.values():
+        few = {head_dim: points for head_dim, points in of_head_dims.items() if len(points) < OWN_POINTS}
+        curves += [
+            _fit_one(points, multiprocessors) for head_dim, points in of_head_dims.items() if head_dim not in few
+        ]
+        together = [one for points in of_head_dims.values() for one in points]
+        if few and len(together) >= FEWEST_POINTS:
+            curves += _fit_together(together, few, multiprocessors)
+    return tuple(sorted(curves, key=lambda curve: curve.kind))
 
 
-def _alike(
-    kind: tuple[str, str, bool, int], curves: dict[tuple[str, str, bool, int], Curve], least: int = 0
-) -> list[Curve]:
-    """Return the curves of the same runner, mask and causality; without any, of the same runner, else all.
+def _fit_one(points: Sequence[Measured], multiprocessors: int) -> Curve:
+    """Return the curve of points of one head_dim with the least sum of squared relative errors."""
+    shapes = _shapes(multiprocessors)
+    found = [[features(one.sizes, one.causal, *shape) for one in points] for shape in shapes]
+    best, (launch, token, item, tile, score) = _best_weights(found, points)
+    return _with_error(Curve(*_kind(points[0]), *shapes[best], launch, token, item, tile, score), points)
+
+
+def _fit_together(
+    points: Sequence[Measured], few: Mapping[int, Sequence[Measured]], multiprocessors: int
+) -> Iterator[Curve]:
+    """Yield curves of the head_dims of few points, whose weights grow with the head_dim as all points say.
+
+    A kernel pads head_dims to one of WIDTHS. A curve lies by its own points the nearer to them the more there are.
+    """
+    shapes = list(product(_shapes(multiprocessors), WIDTHS))
+    found = [[_wide_features(one, shape, width) for one in points] for shape, width in shapes]
+    best, (launch, token, item, item_width, tile, tile_width, score) = _best_weights(found, points)
+    shape, width = shapes[best]
+    for head_dim, own in few.items():
+        wide = width(head_dim) / WIDTH
+        weights = launch, token * wide, item + item_width * wide, tile + tile_width * wide, score
+        curve = Curve(*_kind(own[0]), *shape, *weights)
+        apart = sum(math.log(one.us / curve.us(one.sizes)) for one in own) / (len(own) + OWN_POINTS / 4)
+        scaled = Curve(*_kind(own[0]), *shape, *(math.exp(apart) * weight for weight in weights))
+        yield _with_error(scaled, own)
+
+
+def _wide_features(one: Measured, shape: Shape, width: Callable[[int], int]) -> tuple[float, ...]:
+    constant, tokens, rounds, tiles, scores = features(one.sizes, one.causal, *shape)
+    wide = width(one.sizes.head_dim) / WIDTH
+    return constant, tokens * wide, rounds, rounds * wide, tiles, tiles * wide, scores
+
+
+def _shapes(multiprocessors: int) -> list[Shape]:
+    slots = [count * multiprocessors for count in SLOTS_PER_MULTIPROCESSOR]
+    return list(product(ROWS, KEYS, slots, (False, True)))
+
+
+def _kind(one: Measured) -> tuple[str, int, str, bool]:
+    return one.runner, one.sizes.head_dim, one.mask, one.causal
+
+
+def _best_weights(
+    found: Sequence[Sequence[Sequence[float]]], points: Sequence[Measured]
+) -> tuple[int, tuple[float, ...]]:
+    """Return which of several lists of the points' features fits their times best, and its weights."""
+    us = torch.tensor([one.us for one in points], dtype=torch.float64)
+    matrices = torch.tensor(found, dtype=torch.float64) / us[:, None]
+    if points[0].mask.split(",")[0] in ("none", "keys"):
+        matrices[..., -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
+    weights, residuals = _nonnegative(matrices)
+    best = int(residuals.argmin())
+    return best, tuple(weights[best].tolist())
+
+
+def _with_error(curve: Curve, points: Sequence[Measured]) -> Curve:
+    """Return the curve with its error."""
+    squares = [math.log(one.us / curve.us(one.sizes)) ** 2 for one in points]
+    return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
+
+
+def _nonnegative(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return non-negative weights w with matrix @ w nearest to 1 for each matrix, and the sums of squared differences.
 
     Args:
-        kind: runner, mask, causality and head_dim.
-        curves: by kind.
-        least: how many of the kind's facts they must share.
+        matrices: (number, points, columns).
+
+    Returns:
+        (number, columns) and (number,). The best weights are those of plain least squares over some of the columns,
+        whose number is small.
     """
-    for parts in (parts for parts in (3, 1, 0) if parts >= least):
-        if found := [curve for other, curve in curves.items() if other[:parts] == kind[:parts]]:
-            return found
-    return []
-
-
-def _fit_curve(points: Sequence[Measured], multiprocessors: int) -> Curve:
-    """Return the curve with the least sum of squared relative errors."""
-    first = points[0]
-    us = torch.tensor([one.us for one in points], dtype=torch.float64)
-    best: tuple[float, Curve] | None = None
-    for rows, slots, whole in product(ROWS, SLOTS_PER_MULTIPROCESSOR, (False, True)):
-        shape = (first.causal, rows, slots * multiprocessors, whole)
-        rows_of_features = [features(one.sizes, *shape) for one in points]
-        matrix = torch.tensor(rows_of_features, dtype=torch.float64) / us[:, None]
-        if first.mask in ("none", "keys"):
-            matrix[:, -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
-        weights, residual = _nonnegative(matrix)
-        if best is None or residual < best[0]:
-            kind = (first.runner, first.sizes.head_dim, first.mask, first.causal)
-            launch, token, item, tile, score = weights
-            best = residual, Curve(*kind, rows, slots * multiprocessors, whole, launch, token, item, tile, score)
-    assert best is not None
-    return best[1]
-
-
-def _with_measured(curve: Curve, points: Sequence[Measured]) -> Curve:
-    """Return the curve with what was measured, and with its error."""
-    factors = {one.sizes: one.us / curve.formula(one.sizes) for one in points}
-    measured = tuple(
-        (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len, factor)
-        for sizes, factor in factors.items()
-    )
-    return replace(curve, measured=measured, error=max(abs(1 / factor - 1) for factor in factors.values()))
-
-
-def _nonnegative(matrix: torch.Tensor) -> tuple[list[float], float]:
-    """Return non-negative weights w with matrix @ w nearest to 1, and the sum of squared differences.
-
-    The best ones are those of plain least squares over some of the columns, whose number is small.
-    """
-    count = matrix.shape[1]
-    target = torch.ones(matrix.shape[0], 1, dtype=matrix.dtype)
-    scale = matrix.norm(dim=0).clamp_min(1e-30)
-    best, least = [0.0] * count, float("inf")
+    number, points, count = matrices.shape
+    scale = matrices.norm(dim=1).clamp_min(1e-30)
+    scaled = matrices / scale[:, None]
+    products, sums = scaled.mT @ scaled, scaled.sum(1)
+    best, least = matrices.new_zeros(number, count), matrices.new_full((number,), float("inf"))
     for size in range(1, count + 1):
         for columns in map(list, combinations(range(count), size)):
-            if not matrix[:, columns].any(0).all():
-                continue
-            chosen = matrix[:, columns] / scale[columns]
-            weights = torch.linalg.lstsq(chosen, target, driver="gelsd").solution
-            if (weights < 0).any():
-                continue
-            residual = float((chosen @ weights - target).square().sum())
-            if residual < least:
-                least, best = residual, [0.0] * count
-                for column, weight in zip(columns, (weights.flatten() / scale[columns]).tolist(), strict=True):
-                    best[column] = weight
-    return best, least
-
-
-def _scaled(curve: Curve, points: Sequence[Measured]) -> Curve:
-    """Return a curve of the points' kind whose times are another's by their median ratio."""
-    first = points[0]
-    alike = replace(curve, runner=first.runner, head_dim=first.sizes.head_dim, mask=first.mask, causal=first.causal)
-    ratio = median(one.us / alike.us(one.sizes) for one in points)
-    names = ("launch", "token", "item", "tile", "score")
-    found = replace(alike, **{name: ratio * getattr(alike, name) for name in names})
-    return replace(found, error=max(abs(found.us(one.sizes) / one.us - 1) for one in points))
-
-
-def extended(table: Table, measured: Iterable[Measured]) -> Table:
-    """Return a table whose curves also know the calls of a run, in place of what they knew of the same ones.
-
-    Runs differ by their GPUs' clocks. What a call takes by runners that this run has not measured is scaled by how much
-    longer it takes here than the table knew, the median over the others, of which those that differ by more than DRIFT
-    do for another reason. A kind that the table lacks gets the formula of the next larger head_dim's curve, else of
-    another one of its runner and mask; without any, its calls are left out.
-    """
-    calls: dict[tuple[str, bool, Sizes], dict[str, float]] = {}
-    for one in measured:
-        calls.setdefault((one.mask, one.causal, one.sizes), {})[one.runner] = one.us
-    kinds: dict[tuple[str, str, bool, int], list[Measured]] = {}
-    for (mask, causal, sizes), us in calls.items():
-        known = _known(table, mask, causal, sizes)
-        ratios = [us[runner] / known[runner] for runner in us if runner in known]
-        drift = median([ratio for ratio in ratios if abs(ratio - 1.0) < DRIFT] or [1.0])
-        scaled = {runner: time * drift for runner, time in known.items()}
-        for runner, time in (scaled | us).items():
-            one = Measured(runner, mask, causal, sizes, time)
-            kinds.setdefault((runner, mask, causal, sizes.head_dim), []).append(one)
-    curves = {(curve.runner, curve.mask, curve.causal, curve.head_dim): curve for curve in table.curves}
-    for kind, points in kinds.items():
-        base = curves.get(kind) or table.curve(*kind) or next(iter(_alike(kind, curves, least=3)), None)
-        if base is None:
-            continue
-        curve = replace(base, head_dim=kind[3], measured=base.measured if kind in curves else ())
-        found = _with_measured(curve, points)
-        new = {call[:-1] for call in found.measured}
-        known_calls = (*(call for call in curve.measured if call[:-1] not in new), *found.measured)
-        error = max(abs(1 / factor - 1) for *_, factor in known_calls)
-        curves[kind] = replace(found, measured=known_calls, error=error)
-    return replace(table, curves=tuple(curve for _, curve in sorted(curves.items())))
-
-
-def _known(table: Table, mask: str, causal: bool, sizes: Sizes) -> dict[str, float]:
-    """Return what a call takes by those runners by which the table knows it."""
-    call = (sizes.batch, sizes.q_heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)
-    return {
-        curve.runner: curve.us(sizes)
-        for curve in table.curves
-        if (curve.mask, curve.causal, curve.head_dim) == (mask, causal, sizes.head_dim)
-        and any(one[:-1] == call for one in curve.measured)
-    }
+            chosen = products[:, columns][:, :, columns]
+            ridge = RIDGE * torch.eye(size, dtype=matrices.dtype)  # columns may be alike, or 0
+            weights = torch.linalg.solve(chosen + ridge, sums[:, columns])
+            fitted = (weights[:, None] @ chosen @ weights[..., None]).flatten()
+            residuals = points - 2 * (weights * sums[:, columns]).sum(1) + fitted
+            better = (weights >= 0).all(1) & (residuals < least)
+            least = torch.where(better, residuals, least)
+            found = torch.zeros_like(best)
+            found[:, columns] = weights
+            best = torch.where(better[:, None], found, best)
+    return best / scale, least

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from sage_kernels.curves import Sizes
+
 MaskName = Literal["none", "causal", "lower_right", "lengths", "keys", "window", "documents", "bias"]
 
 MOST_OPERATIONS = 6e12
@@ -63,6 +65,11 @@ class Point:
         """Return what identifies the point in a row of the result."""
         direction = "forward_backward" if self.training else "forward"
         return {name: getattr(self, name) for name in SIZES} | {"direction": direction}
+
+    @property
+    def call(self) -> Sizes:
+        """Return the sizes of the call."""
+        return Sizes(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
 
     @property
     def operations(self) -> float:
@@ -162,11 +169,11 @@ def _mask(point: Point, lengths: Tensor | None, generator: torch.Generator, devi
     return None
 
 
-def _capped(point: Point) -> Point:
-    """Return the point with a smaller batch, then with fewer heads, if it has more than MOST_OPERATIONS."""
+def _capped(point: Point, most_operations: float = MOST_OPERATIONS) -> Point:
+    """Return the point with a smaller batch, then with fewer heads, if it has more operations than that."""
     batch, kv_heads, group = point.batch, point.kv_heads, point.q_heads // point.kv_heads
     of_a_head = point.operations / (batch * point.q_heads) * (3.5 if point.training else 1)
-    while batch * kv_heads * group > max(1, MOST_OPERATIONS / of_a_head):
+    while batch * kv_heads * group > max(1, most_operations / of_a_head):
         if batch > 1:
             batch //= 2
         elif kv_heads > 1:
@@ -262,8 +269,8 @@ def _after_a_cache() -> Iterator[Point]:
     yield from (Point("chunked prefill", 1, 16, 16, 2048, kv_len, 64, "lower_right") for kv_len in (8192, 32768))
 
 
-def _drawn(count: int, seed: int = 17) -> Iterator[Point]:
-    """Draw calls of every kind, at lengths and sizes that nobody tuned for."""
+def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> list[Point]:
+    """Draw calls of every kind but training, at lengths and sizes that nobody tuned for; the same ones for a seed."""
     random_ = random.Random(seed)
     kinds: dict[str, tuple[MaskName, ...]] = {
         "self-attention": ("none",),
@@ -278,15 +285,17 @@ def _drawn(count: int, seed: int = 17) -> Iterator[Point]:
         "chunked prefill": ("lower_right",),
         "decoding": ("none",),
     }
+    grouped = ("causal, grouped queries", "chunked prefill", "decoding")
+    longest = {"padded texts": 512, "bias of each head": 4096, "window": 16384, "documents": 16384}
+    points = []
     for index in range(count):
         kind, masks = list(kinds.items())[index % len(kinds)]
         mask = random_.choice(masks)
         head_dim = random_.choice((64, 128, 64, 128, 8 * random_.randint(4, 32)))
-        longest = {"padded texts": 512, "bias of each head": 4096, "window": 16384, "documents": 16384}
         tokens = round(2 ** random_.uniform(5, 17)) if kind not in longest else random_.randint(32, longest[kind])
-        kv_heads = random_.choice((4, 8, 10, 12, 16, 24, 32))
-        group = random_.choice((2, 4, 8)) if kind in ("causal, grouped queries", "chunked prefill", "decoding") else 1
-        batch = random_.choice((8, 16, 64)) if kind == "padded texts" else random_.choice((1, 1, 2, 4))
+        kv_heads = random_.choice((1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 38))
+        group = random_.choice((2, 4, 8) if kind in grouped else (1, 1, 1, 1, 2, 4, 8))
+        batch = random_.choice((8, 16, 64) if kind == "padded texts" else (1, 1, 2, 4, 16))
         q_len = kv_len = tokens
         if kind == "cross-attention":
             kv_len = random_.randint(77, 512)
@@ -294,7 +303,9 @@ def _drawn(count: int, seed: int = 17) -> Iterator[Point]:
             q_len = max(1, min(8192, round(tokens * random_.uniform(0.05, 0.5))))
         elif kind == "decoding":
             q_len = 1
-        yield Point(kind, batch, min(64, kv_heads * group), min(64 // group, kv_heads), q_len, kv_len, head_dim, mask)
+        point = Point(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
+        points.append(_capped(point, most_operations))
+    return points
 
 
 def _training() -> Iterator[Point]:
@@ -340,7 +351,7 @@ def _training() -> Iterator[Point]:
 
 
 def _all_points() -> tuple[Point, ...]:
-    forward = (*_self_attention(), *_causal(), *_cross_attention(), *_masked(), *_after_a_cache(), *_drawn(66))
+    forward = (*_self_attention(), *_causal(), *_cross_attention(), *_masked(), *_after_a_cache(), *drawn(66, seed=17))
     return tuple(dict.fromkeys(_capped(point) for point in (*forward, *_training())))
 
 

@@ -14,6 +14,9 @@ Row = dict[str, Any]
 
 ENOUGH = 0.97
 """Smallest speed relative to the fastest other attention that counts as not slower."""
+TOLERABLE = 0.9
+"""Speed below which no unseen call should be."""
+TABLES = {"shipped": "that ships", "tuned": "of `sage-hf tune`", "none": "none"}
 LONG_KEYS = 4096
 """Number of keys from which low bits are expected to gain."""
 WORST = 10
@@ -25,8 +28,8 @@ TOKENS = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return what identifies the point of a row."""
-    return tuple(row[name] for name in (*SIZES, "direction"))
+    """Return what identifies the point of a row, and the table of costs by which an unseen one chose."""
+    return (*(row[name] for name in (*SIZES, "direction")), row.get("table"))
 
 
 def merged(result: Row, before: Row | None) -> Row:
@@ -83,6 +86,44 @@ def _summary_line(name: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def unseen(results: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of the scores of unseen calls: a line for each GPU and table of costs."""
+    header = ["GPU", "table of costs", "unseen calls", "low bits ran", f"at least {ENOUGH:g}"]
+    header += [f"at least {TOLERABLE:g}", "geometric mean", "smallest"]
+    lines = []
+    for result in results:
+        for table in dict.fromkeys(row["table"] for row in result["rows"]):
+            rows = [row for row in measured(result) if row["table"] == table]
+            ratios = list(map(ratio, rows))
+            lines.append(
+                [
+                    result["gpu"],
+                    TABLES[table],
+                    str(len(rows)),
+                    str(sum(row["recipe"] != "exact" for row in rows)),
+                    _share(one >= ENOUGH for one in ratios),
+                    _share(one >= TOLERABLE for one in ratios),
+                    f"{geometric_mean(ratios):.2f}",
+                    f"{min(ratios):.2f}" if ratios else "–",
+                ]
+            )
+    return header, lines
+
+
+def unseen_markdown(results: Sequence[Row]) -> str:
+    """Return the scores of unseen calls on several GPUs, and the slowest calls of each, as Markdown tables."""
+    parts = [_markdown_table(*unseen(results))]
+    for result in results:
+        seeds = ", ".join(dict.fromkeys(str(row["seed"]) for row in result["rows"]))
+        parts += [f"The {WORST} slowest, drawn by seed {seeds}:", _markdown_table(*worst(result)), caption(result)]
+    return "\n\n".join(parts)
+
+
+def unseen_text(result: Row) -> str:
+    """Return the scores of unseen calls, the slowest ones, and what could not be timed, for a terminal."""
+    return "\n\n".join([text_table(*unseen([result])), text_table(*worst(result)), caption(result), *_missing(result)])
+
+
 def _share(held: Iterable[bool]) -> str:
     found = list(held)
     return f"{sum(found) / len(found):.0%}" if found else "–"
@@ -119,18 +160,23 @@ def _point(row: Row) -> Point:
 
 def markdown(result: Row) -> str:
     """Return the summary and the worst calls as Markdown tables."""
+    slowest = f"The {WORST} slowest:"
+    return "\n\n".join((_markdown_table(*summary(result)), slowest, _markdown_table(*worst(result)), caption(result)))
 
-    def table(header: list[str], cells: list[list[str]]) -> str:
-        return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells))
 
-    return "\n\n".join((table(*summary(result)), f"The {WORST} slowest:", table(*worst(result)), caption(result)))
+def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells))
 
 
 def text(result: Row) -> str:
     """Return the tables for a terminal, and what could not be timed."""
-    missing = [f"  {_point(row)}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row]
-    parts = [caption(result), text_table(*summary(result)), text_table(*worst(result))]
-    return "\n\n".join([*parts, *(["\n".join(["Not timed:", *missing])] if missing else [])])
+    tables = text_table(*summary(result)), text_table(*worst(result))
+    return "\n\n".join([caption(result), *tables, *_missing(result)])
+
+
+def _missing(result: Row) -> list[str]:
+    lines = [f"  {_point(row)}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row]
+    return ["\n".join(["Not timed:", *lines])] if lines else []
 
 
 def caption(result: Row) -> str:

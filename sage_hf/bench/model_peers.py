@@ -23,7 +23,9 @@ from sage_hf.explain import explain
 from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
 from sage_hf.sparse.grids import layout_of
-from sage_kernels.registry import select
+from sage_kernels import norm_rope
+from sage_kernels.flash3 import is_installed
+from sage_kernels.registry import registered_exact, registered_forwards, select, without
 
 Step = Callable[[], Tensor]
 Kernels = dict[str, int]
@@ -50,6 +52,11 @@ class ModelProvider:
     name: str
     label: str
     use: Callable[[Model, nn.Module], AbstractContextManager[Observe]]
+
+    @property
+    def ours(self) -> bool:
+        """Return whether it is one of ours."""
+        return self.name.startswith("sage_hf:")
 
 
 @contextmanager
@@ -171,22 +178,40 @@ def _load_sageattention2() -> Attend:
     return attend
 
 
-def _ours(recipe: str, only_native: bool = False) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
-    """Use `sage_hf.apply`; with `only_native` raise on a GPU that falls back to something else."""
+def _ours(
+    recipe: str, only_native: bool = False, low_bits: bool = True, norms: bool = True, fa3: bool = True
+) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+    """Use `sage_hf.apply`.
+
+    Args:
+        recipe: which.
+        only_native: raise on a GPU that falls back to something else.
+        low_bits: with kernels of few bits; without, calls run by the fastest exact kernel.
+        norms: with norms and rotation of queries and keys by one kernel.
+        fa3: with FlashAttention 3, where a package of it is installed.
+    """
+    left_out = () if fa3 else tuple(name for name in registered_exact() if name.startswith("fa3"))
 
     @contextmanager
     def use(model: Model, module: nn.Module) -> Iterator[Observe]:
         device = next(module.parameters()).device
         if only_native:
             select(nominal_request(recipe, device), "error")
+        if not fa3 and not is_installed():
+            raise RuntimeError("FlashAttention 3 is not installed, so nothing is left out")
 
         def observe(step: Step) -> tuple[Tensor, Kernels]:
             before = _calls(module)
             output = step()
             return output, dict(_calls(module) - before)
 
-        with apply(module, recipe):
-            yield observe
+        without_any = without(*left_out, *(() if low_bits else registered_forwards()))
+        norm_rope.set_enabled(norms)
+        try:
+            with nullcontext() if fa3 and low_bits else without_any, apply(module, recipe):
+                yield observe
+        finally:
+            norm_rope.set_enabled(True)
 
     return use
 
@@ -240,6 +265,9 @@ MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     ModelProvider("fa3", "FA3", in_place_of_pytorch("fa3_fwd.fwd", _load_fa3)),
     ModelProvider("sageattention2", "SageAttn2", in_place_of_pytorch("sageattn", _load_sageattention2)),
     ModelProvider("sage_hf:sage2", "sage2", _ours("sage2")),
+    ModelProvider("sage_hf:sage2, no fa3", "sage2 without FA3", _ours("sage2", fa3=False)),
+    ModelProvider("sage_hf:sage2, no low bits", "exact, fused norms", _ours("sage2", low_bits=False)),
+    ModelProvider("sage_hf:sage2, no low bits, no norms", "exact", _ours("sage2", low_bits=False, norms=False)),
     ModelProvider("sage_hf:sage3", "sage3", _ours("sage3", only_native=True)),
     ModelProvider("sage_hf:sage2 keep .25", "sage2 keep .25", ours_sparse("sage2", Sparse("subblock", 0.25))),
 )
@@ -247,4 +275,5 @@ TRAINING_MODEL_PROVIDERS: tuple[ModelProvider, ...] = (
     DEFAULT,
     CUDNN,
     ModelProvider("sage_hf:sage_bwd", "sage_bwd", _ours("sage_bwd")),
+    ModelProvider("sage_hf:sage_bwd, no low bits", "exact, fused norms", _ours("sage_bwd", low_bits=False)),
 )

@@ -106,10 +106,10 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
     if not gains:
         raise ValueError("no model was measured as it comes and with ours, so there is nothing to plot")
     speeds: dict[str, dict[str, float]] = {}
-    for (model, mode), (before, after, _) in gains.items():
-        speeds.setdefault(model, {})[mode] = before / after
+    for gain in gains:
+        speeds.setdefault(gain.label, {})[gain.mode] = gain.ratio
     names = sorted(speeds, key=lambda model: max(speeds[model].values()))
-    modes = list(dict.fromkeys(mode for _, mode in gains))
+    modes = list(dict.fromkeys(gain.mode for gain in gains))
     figure = Figure(figsize=(9.5, 1.4 + 0.32 * len(names) * len(modes)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / len(modes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
@@ -74,41 +77,144 @@ def attention_gain(result: dict[str, Any]) -> str:
     return f"{_markdown_table(header, cells)}\n\n{caption}"
 
 
-def model_gain(result: dict[str, Any], most: int | None = None) -> str:
-    """Return a Markdown table of whole models: the time of a step before and after, and the ratio.
+@dataclass(frozen=True)
+class ModelGain:
+    """Gain of a step of a model by our fastest recipe.
+
+    Attributes:
+        name, label, mode: of the model; the label says how many layers ran if not all did.
+        recipe: of ours.
+        before_ms, after_ms: as it comes, and with ours.
+        kernels, norm_rope: what ran, as a row of the result has it.
+        saved_ms: what each of PARTS saves; empty if it was not measured apart.
+        without_fa3_ms: with ours where FlashAttention 3 is not installed; None if that was not measured apart.
+    """
+
+    name: str
+    label: str
+    mode: str
+    recipe: str
+    before_ms: float
+    after_ms: float
+    kernels: Mapping[str, int]
+    norm_rope: int
+    saved_ms: tuple[float, ...]
+    without_fa3_ms: float | None
+
+    @property
+    def ratio(self) -> float:
+        """Return how much faster a step is."""
+        return self.before_ms / self.after_ms
+
+    @property
+    def low_bit(self) -> bool:
+        """Return whether attention calls ran in few bits."""
+        return any(_family(kernel) in LOW_BITS for kernel in self.kernels)
+
+    @property
+    def what_ran(self) -> str:
+        """Return what ran in how many of the attention calls of a step."""
+        families: Counter[str] = Counter()
+        for kernel, calls in self.kernels.items():
+            families[_family(kernel)] += calls
+        ran = ", ".join(f"{family} in {calls} of {families.total()}" for family, calls in families.most_common())
+        return f"{ran or 'not recorded'}{' + fused norms' if self.norm_rope else ''}"
+
+
+RECIPES_OF_GAIN = ("sage_hf:sage3", "sage_hf:sage2", "sage_hf:sage1", "sage_hf:sage_bwd")
+"""Providers that compute a whole recipe; others leave out a part of it, or tiles."""
+PARTS = ("exact kernel", "norms and rotation", "few bits")
+"""Parts of a gain, in the order in which they are added."""
+LOW_BITS = ("INT8", "FP4")
+PIPELINES = ("cogvideox-2b", "hunyuanvideo-720p", "mochi")
+"""Models that sage-hf is made for."""
+
+
+def _family(kernels: str) -> str:
+    """Return what a row's names of a call's kernels mean to a user."""
+    kernel = kernels.split(",")[0]
+    families = {"int8": "INT8", "nvfp4": "FP4", "fa3": "FA3", "sdpa": "PyTorch", "efficient": "PyTorch"}
+    own = "our exact kernel"
+    return next((family for prefix, family in families.items() if kernel.startswith(prefix)), own)
+
+
+def model_gain(result: dict[str, Any]) -> str:
+    """Return a Markdown table of whole models: the time of a step before and after, what ran, and what gains how much.
 
     Args:
-        result: JSON with rows {"model", "mode", "provider", "ms"}; the provider is "default" for the unchanged model
-            and "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left out. Where
-            "layers" of a row is below "layers_of_model", the table says so.
-        most: largest number of rows (at least 2), evenly from the largest gain to the smallest; None: all rows, in the
-            order of the result.
+        result: JSON with rows {"model", "mode", "provider", "ms", "kernels"}; the provider is "default" for the
+            unchanged model and "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left
+            out. Where "layers" of a row is below "layers_of_model", the table says so.
     """
-    gains = [
-        (before / after, [model, mode, _ms(before), _ms(after), f"`{recipe}`", f"{before / after:.2f}×"])
-        for (model, mode), (before, after, recipe) in model_gains(result).items()
+    gains = model_gains(result)
+    header = ["model", "mode", "baseline, ms", "with sage-hf, ms", "recipe", "faster by", "what ran"]
+    split = any(gain.saved_ms for gain in gains)
+    header += [*(f"{part} saves, ms" for part in PARTS), "without FA3, ms"] if split else []
+    cells = []
+    for gain in gains:
+        line = [gain.label, gain.mode, _ms(gain.before_ms), _ms(gain.after_ms), f"`{gain.recipe}`"]
+        line += [f"{gain.ratio:.2f}×", gain.what_ran]
+        if split:
+            line += [f"{saved:.1f}" for saved in gain.saved_ms] or [MISSING] * len(PARTS)
+            line.append(MISSING if gain.without_fa3_ms is None else _ms(gain.without_fa3_ms))
+        cells.append(line)
+    return f"{_markdown_table(header, cells)}\n\n{_models_caption(result)}"
+
+
+def low_bit_gain(result: dict[str, Any], most: int) -> str:
+    """Return the rows of `model_gain` in which calls ran in few bits, in short, and a line about all others.
+
+    Args:
+        result: as of `model_gain`.
+        most: largest number of rows: those of PIPELINES come first, then those that gain most.
+    """
+    gains = model_gains(result)
+    low_bit = [gain for gain in gains if gain.low_bit and gain.mode == "eager"]
+    low_bit.sort(key=lambda gain: (gain.name not in PIPELINES, -gain.ratio))
+    header = ["model, eager", "baseline, ms", "with sage-hf, ms", "faster by", "what ran in its attention calls"]
+    table = [
+        [gain.label, _ms(gain.before_ms), _ms(gain.after_ms), f"{gain.ratio:.2f}×", gain.what_ran]
+        for gain in low_bit[:most]
     ]
-    note = ""
-    if most is not None and len(gains) > most:
-        note = f", {most} of {len(gains)} measured, from the largest gain to the smallest"
-        ordered = sorted(gains, reverse=True)
-        gains = [ordered[round(index * (len(ordered) - 1) / (most - 1))] for index in range(most)]
-    header = ["model", "mode", "as it comes, ms a step", "with sage-hf, ms a step", "recipe", "faster by"]
-    table = _markdown_table(header, [cells for _, cells in gains])
-    return f"{table}\n\nWhole models on {result['gpu']}{note}. {_versions(result)}"
+    others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
+    slower = sum(ratio < NOT_SLOWER for ratio in others)
+    found = f"{slower} slower" if slower else "none is slower"
+    span = f"{min(others):.2f}× to {max(others):.2f}×" if others else ""
+    rest = f"Of the {len(others)} other steps measured {found}: {span}. " if others else ""
+    return f"{_markdown_table(header, table)}\n\n{rest}{_models_caption(result)}"
 
 
-def model_gains(result: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float, str]]:
-    """Return (model, with its layers if not all ran; mode) -> (ms as it comes, ms with our fastest recipe, recipe).
+NOT_SLOWER = 0.97
+"""Ratio of a step's times from which ours is not slower: two runs of a model differ by as much."""
+
+
+def _models_caption(result: dict[str, Any]) -> str:
+    installed = any(row.get("fa3_installed") or row["provider"] == "fa3" for row in result["rows"] if "ms" in row)
+    fa3 = "; FlashAttention 3 (FA3, `pip install fa3-fwd`) was installed" if installed else ""
+    return f"Steps on {result['gpu']}{fa3}. {_versions(result)}"
+
+
+def model_gains(result: dict[str, Any]) -> list[ModelGain]:
+    """Return what each model gains in each mode by our fastest recipe.
 
     A model without both is left out. Sparse attention computes something else, so its time does not count.
     """
-    found = {}
-    for key, times in _model_times(result).items():
-        ours = {name: ms for name, ms in times.items() if name.startswith("sage_hf:") and " keep " not in name}
-        if "default" in times and ours:
-            fastest = min(ours, key=ours.__getitem__)
-            found[key] = times["default"], ours[fastest], fastest.removeprefix("sage_hf:")
+    found = []
+    for (label, mode), rows in _model_rows(result).items():
+        ours = {name: row["ms"] for name, row in rows.items() if name in RECIPES_OF_GAIN}
+        if "default" not in rows or not ours:
+            continue
+        fastest = min(ours, key=ours.__getitem__)
+        row, before = rows[fastest], rows["default"]["ms"]
+        steps = [rows.get(f"{fastest}{less}", {}).get("ms") for less in (", no low bits, no norms", ", no low bits")]
+        if row["provider"] == "sage_hf:sage_bwd":  # PyTorch's own exact kernels train
+            steps[0] = before
+        times = [before, *steps, row["ms"]]
+        saved = tuple(a - b for a, b in itertools.pairwise(times)) if None not in steps else ()
+        without_fa3 = rows.get(f"{fastest}, no fa3", {}).get("ms")
+        names = row.get("name", row["model"]), label, mode, fastest.removeprefix("sage_hf:")
+        ran = row.get("kernels", {}), row.get("norm_rope", 0)
+        found.append(ModelGain(*names, before, row["ms"], *ran, saved, without_fa3))
     return found
 
 
@@ -129,22 +235,22 @@ def model_text(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *(["\n".join(["Not measured:", *lines])] if lines else [])])
 
 
-def _model_times(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Return (model, with its layers if not all ran; mode) -> provider -> ms."""
-    times: dict[tuple[str, str], dict[str, float]] = {}
+def _model_rows(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Return (model, with its layers if not all ran; mode) -> provider -> row, of those that have times."""
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         if "ms" in row:
-            times.setdefault((_model_and_layers(row), row["mode"]), {})[row["provider"]] = row["ms"]
-    return times
+            rows.setdefault((_model_and_layers(row), row["mode"]), {})[row["provider"]] = row
+    return rows
 
 
 def _model_and_layers(row: dict[str, Any]) -> str:
     layers, whole = row.get("layers"), row.get("layers_of_model")
-    return row["model"] if layers == whole else f"{row['model']} ({layers} of {whole} layers)"
+    return row["model"] if layers == whole else f"{layers} of {whole} layers of {row['model']}"
 
 
 def _model_speeds(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    times = _model_times(result)
+    rows = _model_rows(result)
     providers = list(dict.fromkeys(row["provider"] for row in result["rows"] if "ms" in row))
     shares = {
         (_model_and_layers(row), row["mode"]): row["attention_share"]
@@ -152,13 +258,13 @@ def _model_speeds(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         if row.get("attention_share") is not None
     }
     cells = []
-    for (model, mode), model_times in times.items():
+    for (model, mode), of_model in rows.items():
         share = shares.get((model, mode))
         cells.append(
             [
                 model,
                 mode,
-                *(_ms(model_times[one]) if one in model_times else MISSING for one in providers),
+                *(_ms(of_model[one]["ms"]) if one in of_model else MISSING for one in providers),
                 MISSING if share is None else f"{share:.0%}",
             ]
         )

@@ -14,8 +14,9 @@ from datetime import date
 
 import torch
 
+from sage_hf.bench import grid
 from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
-from sage_hf.bench.fit_costs import Measured, extended, fit
+from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
 from sage_kernels import costs
@@ -26,12 +27,24 @@ from sage_kernels.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
 TRAINING_RECIPE = "sage_bwd"
-LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-RAGGED = (1000, 1301, 3592, 4429)  # multiples of 8 only, or of nothing
-MASKS: tuple[Kind, ...] = ("bool", "additive")
-OTHER_HEAD_DIMS = (32, 48, 72, 80, 96, 112, 160, 192, 256)
+DRAWN, SEED, MOST_OPERATIONS = 264, 1, 2e12
+HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
+CACHED = ((32, 4, 128), (16, 1, 64))
+"""Heads, heads that share keys, and head_dim of calls of a few queries behind a cache."""
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
+
+GRID_KINDS: dict[grid.MaskName, Kind] = {
+    "none": "none",
+    "causal": "causal",
+    "lower_right": "causal",
+    "lengths": "keys",
+    "keys": "keys",
+    "window": "bool",
+    "documents": "bool",
+    "bias": "additive",
+}
+"""Kinds of the grid's masks."""
 
 MEDIUM, LONG = 2048, 8192
 """Keys from which on a kernel may be another one."""
@@ -41,69 +54,19 @@ SECONDS = 55.0
 # A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.0
 REPLAYS = 3
-MAX_OPERATIONS = 4e12
-MAX_CACHED = 2**29
-"""Numbers in the keys of a cache."""
 
 
 def points() -> list[Point]:
-    """Return the calls that are measured, in an order that is drawn, so that the first ones are of all kinds."""
-    found: list[Point] = []
+    """Return the calls that are measured: the grid's kinds as a seed draws them, and calls with gradients among them.
 
-    def add(kind: Kind, batch: int, heads: int, q_len: int, kv_len: int, head_dim: int, group: int = 1) -> None:
-        point = Point(Sizes(batch, heads, heads // group, q_len, kv_len, head_dim), kind)
-        if point.operations <= MAX_OPERATIONS:
-            found.append(point)
-
-    for head_dim in (128, 64):
-        for n, (batch, heads) in itertools.product(LENGTHS, ((1, 24), (4, 32), (1, 8))):
-            add("none", batch, heads, n, n, head_dim)
-        for q_len, kv_len in itertools.product((1024, 4096, 17776), (77, 256, 512, 1024)):
-            add("none", 1, 24, q_len, kv_len, head_dim)
-        for n in LENGTHS[1::2]:
-            add("causal", 1, 32, n, n, head_dim, group=4)
-            add("causal", 4, 16, n, n, head_dim)
-            add("keys", 1, 24, n, n, head_dim)
-            add("keys", 8, 12, n, n, head_dim)
-            add("causal_keys", 4, 32, n, n, head_dim, group=4)
-        for n in RAGGED:
-            add("none", 1, 24, n, n, head_dim)
-            add("causal", 1, 32, n, n, head_dim, group=4)
-            add("keys", 4, 12, n, n, head_dim)
-            add("causal_keys", 4, 32, n, n, head_dim, group=4)
-    for head_dim, n in itertools.product((256, 80, 96, 40), (1024, 4096, 8192)):
-        add("none", 2, 16, n, n, head_dim)
-    for head_dim, n, kind in itertools.product((64, 128), (1024, 2048, 4096, 8192, *RAGGED[:2]), MASKS):
-        add(kind, 2, 16, n, n, head_dim)
-    for head_dim, n in itertools.product((64, 128), (64, 128, 256, 512)):
-        add("keys", 32, 12, n, n, head_dim)
-        if n > 64:
-            for kind in MASKS:
-                add(kind, 4, 16, n, n, head_dim)
-    for head_dim, heads, group in ((128, 32, 4), (64, 16, 1)):  # behind a cache
-        for q_len, kv_len in (*itertools.product((128, 512, 2048), (4096, 32768)), (8192, 16384)):
-            add("causal", 1, heads, q_len, kv_len, head_dim, group)
-    for head_dim in (64, 128):  # small calls, and texts to which images attend
-        for n, (batch, heads) in itertools.product((16, 64, 128), ((1, 12), (2, 24))):
-            add("none", batch, heads, n, n, head_dim)
-            add("causal", batch, heads, n, n, head_dim)
-        for q_len, kv_len in itertools.product((256, 1024, 4096, 16384), (77, 128, 226, 333, 512)):
-            add("none", 1, 12, q_len, kv_len, head_dim)
-        for batch, n in ((8, 512), (32, 200), (64, 334)):
-            add("keys", batch, 16, n, n, head_dim)
-        add("additive", 1, 16, 1002, 1002, head_dim)
-    for head_dim, n in itertools.product(OTHER_HEAD_DIMS, (512, 2048, 4096)):
-        add("none", 1, 16, n, n, head_dim)
-        add("causal", 1, 16, n, n, head_dim)
-    for kv_len in (128, 1024, 4096, 8192, 32768):  # decoding, and chunks behind a cache
-        for batch, heads, head_dim, group in ((1, 32, 128, 4), (16, 32, 128, 4), (1, 32, 128, 1), (8, 16, 64, 1)):
-            if batch * heads // group * kv_len * head_dim <= MAX_CACHED:
-                add("none", batch, heads, 1, kv_len, head_dim, group)
-    for batch, kv_len in itertools.product((4, 16), (1024, 8192)):  # padded prompts
-        add("keys", batch, 32, 1, kv_len, 128, group=4)
-    for q_len, kv_len in itertools.product((4, 16, 64), (4096, 16384)):
-        add("causal", 1, 32, q_len, kv_len, 128, group=4)
-    found = list(dict.fromkeys(found))
+    They are in a drawn order, so that the first ones are of all kinds.
+    """
+    drawn = grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
+    found = [Point(replace(one.call, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
+    for (heads, group, head_dim), kv_len, q_len in itertools.product(CACHED, (1024, 8192, 32768), (4, 12)):
+        found.append(Point(Sizes(1, heads, heads // group, q_len, kv_len, head_dim), "causal"))
+    for head_dim, n, batch in itertools.product((32, 64, 128, 256), (300, 1024, 3000), (1, 8)):
+        found.append(Point(Sizes(batch, 16, 16, n, n, head_dim), "causal_keys"))
     for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
         batch = max(1, 8192 // n)
         for kind in TRAINED:
@@ -114,14 +77,20 @@ def points() -> list[Point]:
         found.append(Point(Sizes(1, 16, 4, 16384, 16384, head_dim), "causal", grad=True))
     for head_dim, n in itertools.product((32, 256), (512, 1024, 2048, 4096)):
         found += [Point(Sizes(2, 16, 16, n, n, head_dim), kind, grad=True) for kind in ("none", "causal")]
+    found = list(dict.fromkeys(found))
     random.Random(0).shuffle(found)
     return found
+
+
+def _measured(head_dim: int) -> int:
+    """Return the least head_dim among those measured that is not below this one."""
+    return next(one for one in HEAD_DIMS if head_dim <= one)
 
 
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
     """Measure a GPU, and return its table; `Table.write` stores it.
 
-    It extends the table that ships for such a GPU; without one it holds what was measured here.
+    Kinds of calls that there was no time for have the curves of the table that ships for the same GPU, if one does.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
@@ -147,11 +116,25 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     )
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
+    curves = fit(found, properties.multi_processor_count)
     shipped = costs.shipped_path(capability)
-    known = costs.read_table(shipped) if shipped.exists() else None
-    if known is not None and known.gpu == properties.name:  # of more calls than a minute is enough for
-        return replace(extended(known, found), versions=versions(), origin="")
-    return Table(properties.name, capability, versions(), fit(found, properties.multi_processor_count))
+    if shipped.exists() and (known := costs.read_table(shipped)).gpu == properties.name:
+        there = {curve.kind for curve in curves}
+        curves += tuple(curve for curve in known.curves if curve.kind not in there)
+    return Table(properties.name, capability, versions(), curves)
+
+
+def unseen_points(count: int, seed: int) -> list[grid.Point]:
+    """Return the calls of the grid's kinds that a seed draws, but for those that `tune` measures."""
+    seen = {(point.sizes, point.kind) for point in points()}
+    return [point for point in grid.drawn(count, seed) if (point.call, GRID_KINDS[point.mask]) not in seen]
+
+
+def table_in_use(device: torch.device) -> str:
+    """Return which table of costs calls on a GPU choose by: "shipped", "tuned" or "none"."""
+    capability = torch.cuda.get_device_capability(device)
+    table = costs.table_of(capability)
+    return "none" if table is None else "shipped" if table.origin == str(costs.shipped_path(capability)) else "tuned"
 
 
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:

@@ -1,6 +1,8 @@
 """Which calls take exact attention because low bits would be slower, and what is said about it."""
 
+import itertools
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,7 +24,16 @@ RUNNER = costs.low_bit_runner("sage2", "low_bit", "")
 
 
 def curve(runner, launch=0.0, tile=0.0, **facts):
-    kind = {"head_dim": 128, "mask": "none", "causal": False, "rows": 128, "slots": 132, "whole": False, **facts}
+    kind = {
+        "head_dim": 128,
+        "mask": "none",
+        "causal": False,
+        "rows": 128,
+        "keys": 64,
+        "slots": 132,
+        "whole": False,
+        **facts,
+    }
     return Curve(runner, **kind, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
 
 
@@ -133,14 +144,25 @@ def test_a_kind_of_call_that_the_table_lacks_follows_the_rules_without_a_table(u
     assert "sage-hf tune" in select(with_tokens(1024, dtype=torch.float32)).reason
 
 
-def test_a_curve_serves_smaller_head_dims_down_to_the_next_curve():
-    table = Table("a GPU", H200, {}, (curve("flash", head_dim=64), curve("flash", head_dim=128)))
-    assert [table.curve("flash", "none", False, d).head_dim for d in (40, 64, 65, 128)] == [64, 64, 128, 128]
-    assert table.curve("flash", "none", False, 129) is None
+def test_a_head_dim_takes_what_the_two_measured_next_to_it_take():
+    table = Table("a GPU", H200, {}, tuple(curve("flash", launch=d, head_dim=d) for d in (64, 96, 256)))
+    sizes = Sizes(1, 8, 8, 1000, 1000, 0)
+    for head_dim in (64, 72, 80, 96, 160, 256):
+        assert table.curve("flash", "none", False, head_dim).us(sizes) == pytest.approx(head_dim)
+    assert table.curve("flash", "none", False, 257) is None
+
+
+@pytest.mark.parametrize(("measured", "served"), [(64, range(40, 65, 8)), (256, range(136, 257, 8))])
+def test_one_head_dim_stands_for_those_that_kernels_pad_alike_and_for_no_other(measured, served):
+    table = Table("a GPU", H200, {}, (curve("flash", head_dim=measured),))
+    found = {d for d in range(16, 257, 8) if table.curve("flash", "none", False, d) is not None}
+    assert found == set(served)
 
 
 def test_time_grows_with_rounds_of_items_and_their_tiles():
-    one = Curve("x", 128, "none", False, rows=128, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0)
+    one = Curve(
+        "x", 128, "none", False, rows=128, keys=64, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0
+    )
     of = lambda q_len, kv_len: one.us(Sizes(1, 10, 10, q_len, kv_len, 128))  # noqa: E731
     assert of(1280, 64) == 5 + 2 + 1
     assert of(1281, 64) == 5 + 2 * (2 + 1)
@@ -148,27 +170,14 @@ def test_time_grows_with_rounds_of_items_and_their_tiles():
 
 
 def test_causality_halves_long_calls_and_not_those_of_one_round():
-    causal, full = (Curve("x", 64, "none", c, 64, 10, False, 0, 0, 0, 1, 0) for c in (True, False))
+    causal, full = (Curve("x", 64, "none", c, 64, 64, 10, False, 0, 0, 0, 1, 0) for c in (True, False))
     long, short = Sizes(8, 8, 8, 8192, 8192, 64), Sizes(1, 1, 1, 512, 512, 64)
     assert causal.us(long) / full.us(long) == pytest.approx(0.5, abs=0.01)
     assert causal.us(short) == full.us(short)
 
 
-def test_a_call_like_those_measured_takes_as_much_longer_than_the_formula_as_they_did():
-    sizes = Sizes(2, 12, 12, 1000, 2048, 128)
-    measured = replace(CUDNN, measured=((2, 12, 12, 1000, 2048, 1.5),))
-    assert measured.us(sizes) == pytest.approx(1.5 * CUDNN.us(sizes))
-    near = replace(sizes, q_len=1200)
-    assert 1.3 < measured.us(near) / CUDNN.us(near) < 1.5
-    ragged = replace(sizes, kv_len=2049)
-    assert 1.1 < measured.us(ragged) / CUDNN.us(ragged) < 1.5
-    far = replace(sizes, q_len=4096)
-    assert measured.us(far) == CUDNN.us(far)
-
-
 def test_a_table_reads_back_as_written(tmp_path):
-    measured = replace(CUDNN, measured=((1, 24, 24, 512, 77, 1.25),))
-    table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, measured))
+    table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, CUDNN))
     path = tmp_path / "new" / "table.json"
     table.write(path)
     assert costs.read_table(path) == replace(table, origin=str(path))
@@ -334,6 +343,41 @@ def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(routed, m
     plan = select(replace(REQUEST, **facts))
     select.cache_clear()
     assert plan.recipe == ("exact" if name in LOSERS else "sage2"), plan.reason
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["NVRTC", "no NVRTC"])
+@pytest.mark.parametrize("capability", registration.CAPABILITIES, ids=str)
+def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_of_a_measurement(
+    routed, monkeypatch, capability, compiles
+):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "" if compiles else "nothing compiles here")
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
+    costs.table_of.cache_clear()
+    select.cache_clear()
+    lengths, masks = ((24, 32768), (4, 512)), ("none", "keys", "bool", "additive")
+    for recipe, mask, causal in itertools.product(("sage3", "sage2", "sage1"), masks, (False, True)):
+        for head_dim, (heads, n) in itertools.product(range(16, 257, 8), lengths):
+            sizes = {"q_heads": heads, "kv_heads": heads, "q_len": n, "kv_len": n, "head_dim": head_dim}
+            facts = {"recipe": recipe, "capability": capability, "v_head_dim": head_dim, "mask": mask, "aligned": True}
+            plan = select(replace(REQUEST, **sizes, **facts, is_causal=causal))
+            assert set(re.findall(r"at head_dim (\d+)", plan.reason)) <= {str(head_dim)}, plan
+            low, high = costs.UNMEASURED_HEAD_DIMS
+            if n > costs.UNMEASURED_KV_LEN and low <= head_dim <= high and mask in ("none", "keys"):
+                assert plan.numerics == "native" or "no costs were measured" not in plan.reason, plan
+    costs.table_of.cache_clear()
+    select.cache_clear()
+
+
+def test_on_hopper_without_a_compiler_long_videos_run_in_low_bits(routed, monkeypatch):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "nothing compiles here")
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 5))
+    costs.table_of.cache_clear()
+    select.cache_clear()
+    for batch, heads, n, head_dim in ((1, 24, 119056, 128), (2, 30, 17776, 64)):  # HunyuanVideo, CogVideoX-2B
+        sizes = {"batch": batch, "q_heads": heads, "kv_heads": heads, "q_len": n, "kv_len": n}
+        plan = select(replace(REQUEST, **sizes, head_dim=head_dim, v_head_dim=head_dim, aligned=True))
+        assert plan.kernel == "int8_forward", plan.reason
+    select.cache_clear()
 
 
 def test_tables_that_ship_are_read_without_complaint():

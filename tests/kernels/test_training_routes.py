@@ -18,7 +18,8 @@ REQUEST = Request(
 
 
 def curve(runner, launch, tile):
-    return Curve(runner, 128, "none", False, 128, 132, False, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
+    shape = {"rows": 128, "keys": 64, "slots": 132, "whole": False}
+    return Curve(runner, 128, "none", False, **shape, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,135 @@
+"""Figures in the prose of README.md and docs/ are those of the results that they come from."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pages
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def prose(page: str) -> str:
+    """Return a page without its generated sections, in one line."""
+    text = re.sub(r"<!-- generated: [\w-]+ -->.*?<!-- end -->", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+def span(values, digits=0, scale=1.0) -> str:
+    values = [scale * value for value in values]
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def errors_of_trained_models() -> str:
+    rows = pages.read_result("cpu-peaked_models")["rows"]
+
+    def of(recipe, digits, remedies=True):
+        found = (row["rel_l1"] for row in rows if (row["provider"], row["remedies"]) == (recipe, remedies))
+        return f"of {span(found, digits, 100)} %"
+
+    return (
+        f"`sage1` has an output error {of('sage1', 1)}, `sage2` {of('sage2', 1)}, `sage3` {of('sage3', 0)}; the "
+        f"published SageAttention3 (`sage3_paper`) {of('sage3_paper', 0, False)}."
+    )
+
+
+def growth_of_perplexity() -> str:
+    rows = pages.read_result("cpu-peaked_models")["perplexity"]
+    more = {(row["provider"], row.get("remedies")): f"{row['change']:.2%}".replace("%", " %") for row in rows}
+    return (
+        f"perplexity grows by {more['sage1', True]} with `sage1`, {more['sage2', True]} with `sage2`, "
+        f"{more['sage3', True]} with `sage3`, and {more['sage3_paper', False]} with the published recipe."
+    )
+
+
+def share_of_the_published_error() -> str:
+    ratios = pages.read_result("cpu-error_table")["sage3_over_paper"].values()
+    share = math.prod(ratios) ** (1 / len(ratios))
+    return f"`sage3` has {share:.2f} of the published recipe's error on the trained models (geometric mean)."
+
+
+def errors_of_variants() -> dict[str, dict[str, float]]:
+    return {row["variant"]: row["rel_l1"] for row in pages.read_result("cpu-error_table")["rows"]}
+
+
+def share_on_gaussian_tensors() -> str:
+    errors = errors_of_variants()
+    sage3, published = errors["+ balance (`sage3`)"], errors["smooth Q, K (`sage3_paper`)"]
+    ratio = mean(sage3[name] / published[name] for name in sage3 if name.startswith("Gaussian"))
+    return f"On Gaussian tensors `sage3` has {ratio:.2f} of the published error"
+
+
+def cost_of_leaving_q_as_it_is() -> str:
+    errors = errors_of_variants()
+    sage3, without = errors["+ balance (`sage3`)"], errors["`sage3` without smooth Q"]
+    more = [without[name] / sage3[name] - 1 for name in sage3 if not name.startswith("Gaussian")]
+    return f"but {span(more, 0, 100)} % more error on correlated tokens and on the trained models."
+
+
+def largest_errors_beside_sinks() -> str:
+    rows = pages.read_result("nvidia-h200-peaked")["rows"]
+    sinks = {row["tensor"] for row in rows if "sink" in row["tensor"]}
+    causal = {tensor for tensor in sinks if "causal" in tensor}
+    middle = {tensor for tensor in causal if "in the middle" in tensor and "last queries" not in tensor}
+
+    def largest(tensors):
+        remedied = [row for row in rows if row["tensor"] in tensors and row.get("remedies")]
+        return [
+            f"{max(row['rel_l1'] for row in remedied if row['provider'] == recipe):.4f}"
+            for recipe in ("sage1", "sage2", "sage3")
+        ]
+
+    first, second, third = (largest(tensors) for tensors in (sinks - causal, causal - middle, middle))
+    return (
+        f"without causality, {len(sinks - causal)} tensors of 8,192 to 119,056 keys (a mass of 0.5, 0.8 or 0.95, one "
+        f"sink or four, at each of the three places): {first[0]} (`sage1`), {first[1]} (`sage2`) and {first[2]} "
+        f"(`sage3`); - with causality, {len(causal - middle)} tensors: {second[0]}, {second[1]} and {second[2]}; - in "
+        f"causal calls with as many queries as keys and the sink in the middle, {len(middle)} tensors: {third[0]}, "
+        f"{third[1]} and {third[2]}."
+    )
+
+
+def mean_scores(trained: str, run: str, what: str) -> str:
+    rows = pages.read_result("nvidia-h200-sparse_quality")["rows"]
+    found = [row["score"][what] for row in rows if (row["trained"], row["run"]) == (trained, run)]
+    return f"{mean(found):.0f}"
+
+
+def what_sparse_models_learned() -> str:
+    direction, shape = (
+        [mean_scores(*of, what) for of in (("vsa", "VSA"), ("dense", "exact"))] for what in ("direction", "shape")
+    )
+    return (
+        f"VSA's models the direction ({direction[0]} of 48 clips, dense ones {direction[1]}), dense ones the shape "
+        f"({shape[1]}, VSA {shape[0]})."
+    )
+
+
+def what_untrained_sparsity_costs() -> str:
+    runs = {
+        keep: [mean_scores("dense", f"sage2, {router} {keep}", "all") for router in ("subblock", "mean")]
+        for keep in ("0.5", "0.25")
+    }
+    whole = mean_scores("dense", "exact", "all")
+    half, quarter = (" or ".join(runs[keep]) for keep in ("0.5", "0.25"))
+    return f"Half of the tiles leave {half} of {whole} clips right, a quarter {quarter}."
+
+
+FIGURES: list[tuple[str, Callable[[], str]]] = [
+    ("accuracy.md", errors_of_trained_models),
+    ("accuracy.md", growth_of_perplexity),
+    ("accuracy.md", share_of_the_published_error),
+    ("accuracy.md", share_on_gaussian_tensors),
+    ("accuracy.md", cost_of_leaving_q_as_it_is),
+    ("accuracy.md", largest_errors_beside_sinks),
+    ("sparse.md", what_sparse_models_learned),
+    ("sparse.md", what_untrained_sparsity_costs),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence"), FIGURES, ids=lambda one: getattr(one, "__name__", one))
+def test_a_figure_in_prose_is_that_of_the_results(page, sentence):
+    assert sentence() in prose(page)
