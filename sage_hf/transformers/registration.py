@@ -10,6 +10,7 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.inspection import models_of
 from sage_hf.transformers.layers import refusal
 from sage_hf.transformers.rotary import rotate_by_kernel
 from sage_kernels.import_hook import when_imported
@@ -61,6 +62,7 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
         implementation = check(self, requested_attention, *args, **kwargs)
         if implementation not in NAMES:
             return implementation
+        models_of.cache_clear()
         if refusal(type(self)) is None:
             rotate_by_kernel(type(self))
             return implementation
