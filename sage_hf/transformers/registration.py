@@ -12,7 +12,7 @@ from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.inspection import models_of
 from sage_hf.transformers.layers import refusal
-from sage_hf.transformers.rotary import rotate_by_kernel
+from sage_hf.transformers.rotary import forget_model, rotate_by_kernel
 from sage_kernels.import_hook import when_imported
 from sage_kernels.recipe import get_recipe
 
@@ -61,10 +61,11 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
     ) -> str:
         implementation = check(self, requested_attention, *args, **kwargs)
         if implementation not in NAMES:
+            forget_model(self)
             return implementation
         models_of.cache_clear()
         if refusal(type(self)) is None:
-            rotate_by_kernel(type(self))
+            rotate_by_kernel(self)
             return implementation
         default = check(self, None, *args, **kwargs)
         if (type(self).__module__, implementation) not in _warned:
