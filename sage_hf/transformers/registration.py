@@ -32,8 +32,9 @@ def register() -> None:
     A model that cannot run ours (`layers.refusal`), although transformers accepts the name, runs its default
     implementation instead, and a warning names its class.
     """
-    when_imported("transformers.modeling_utils", _register_attention)
-    when_imported("transformers.masking_utils", _register_masks)
+    purpose = 'attn_implementation="sage3" and its siblings'
+    when_imported("transformers.modeling_utils", _register_attention, purpose)
+    when_imported("transformers.masking_utils", _register_masks, purpose)
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
