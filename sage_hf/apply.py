@@ -14,7 +14,7 @@ from torch import nn
 from sage_hf import record
 from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.config import SageConfig
-from sage_hf.names import name_of
+from sage_hf.names import NAMES, name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.sparse.modelopt import settings_for
@@ -190,6 +190,7 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
     implementation = name_of(next(with_gradients, recipes[0]), None)
 
     def change(undo: list[Callable[[], None]]) -> None:
+        undo.append(partial(_restore_files, model))
         for model_config in _configs(model):
             name = "_attn_implementation_internal"
             undo.append(partial(setattr, model_config, name, getattr(model_config, name)))
@@ -201,6 +202,14 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
             _set_attribute(layer, IMPLEMENTATION, implementation, undo)
 
     return change
+
+
+def _restore_files(model: nn.Module) -> None:
+    """Put back what transformers' modelling files held before models of ours, if this was the last of them."""
+    from sage_hf.transformers.rotary import forget_model
+
+    if not any(model_config._attn_implementation in NAMES for model_config in _configs(model)):
+        forget_model(model)
 
 
 def _recipe(config: SageConfig, layer: str) -> str:

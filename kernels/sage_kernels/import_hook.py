@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -10,10 +11,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+logger = logging.getLogger(__name__)
+
 Action = Callable[[ModuleType], None]
 
 _lock = threading.RLock()
-pending: dict[str, list[Action]] = {}
+pending: dict[str, list[tuple[Action, str]]] = {}
+"""The actions that wait, by the module's name, each with what works by it."""
 
 
 class _Finder(MetaPathFinder):
@@ -25,6 +29,9 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        for name in [*pending]:
+            if is_imported(name):  # past this finder: its import began before there was an action
+                _run_pending(name)
         searched: set[str] = self._thread.__dict__.setdefault("searched", set())
         # Asked again by a finder that it asks itself, it steps aside, or the two would call one another without end.
         if fullname not in pending or fullname in searched:
@@ -63,7 +70,8 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _run_pending(self._spec.name, sys.modules.get(self._spec.name, module))
+        if self._spec.name in sys.modules:  # and not a copy for somebody's own use
+            _run_pending(self._spec.name)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -72,33 +80,40 @@ class _Loader(Loader):
 _finder = _Finder()
 
 
-def _run_pending(name: str, module: ModuleType) -> None:
+def is_imported(module_name: str) -> bool:
+    """Return whether a module has been imported, and not only begun to be."""
+    module = sys.modules.get(module_name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _run_pending(name: str) -> None:
     with _lock:
         actions = pending.pop(name, [])
         if not pending and _finder in sys.meta_path:
             sys.meta_path.remove(_finder)
-    for action in actions:
-        action(module)
+    for action, purpose in actions:
+        try:
+            action(sys.modules[name])
+        except Exception as error:
+            logger.warning(
+                f"{purpose} will not work, for {name} is not as expected: {type(error).__name__}: {error}. Install a "
+                "version that sage-hf supports",
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+            )
 
 
-def when_imported(module_name: str, action: Action) -> None:
+def when_imported(module_name: str, action: Action, purpose: str) -> None:
     """Call `action(module)` once: now if `module_name` is imported already, else right after its first import.
 
     The module is never imported for this. Actions of one module run in the order they were given. After a failed import
-    they wait for the next attempt; an action that raises makes the import fail that triggered it.
-
-    Raises:
-        ImportError: this thread is importing `module_name` right now, so it can neither be used nor waited for.
+    they wait for the next attempt. An action that raises leaves the import alone: a warning says that `purpose` will
+    not work. If this thread is importing the module right now, the action runs at the first import after that one.
     """
     with _lock:
-        if module_name not in sys.modules:
-            pending.setdefault(module_name, []).append(action)
-            if _finder not in sys.meta_path:
-                sys.meta_path.insert(0, _finder)
-            return
-    module = importlib.import_module(module_name)  # waits for an import that is under way in another thread
-    if getattr(getattr(module, "__spec__", None), "_initializing", False):
-        raise ImportError(
-            f"sage_hf was imported from inside the import of {module_name}: import {module_name} first, or later"
-        )
-    action(module)
+        pending.setdefault(module_name, []).append((action, purpose))
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+    if module_name in sys.modules:
+        importlib.import_module(module_name)  # waits for an import that is under way in another thread
+        if is_imported(module_name):
+            _run_pending(module_name)

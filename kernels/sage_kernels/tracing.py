@@ -17,17 +17,18 @@ from .import_hook import when_imported
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DYNAMO = "torch._dynamo"
+PURPOSE = "torch.compile with attention of sage_kernels"
 
 
 def assume_constant_result(function: Function) -> Function:
     """Have the compiler call `function` when it traces a call of it, and keep the result."""
-    when_imported(DYNAMO, lambda dynamo: dynamo.assume_constant_result(function))
+    when_imported(DYNAMO, lambda dynamo: dynamo.assume_constant_result(function), PURPOSE)
     return function
 
 
 def allow_in_graph(function: Function) -> Function:
     """Have the compiler put calls of `function` into its graph without following them."""
-    when_imported(DYNAMO, lambda dynamo: dynamo.allow_in_graph(function))
+    when_imported(DYNAMO, lambda dynamo: dynamo.allow_in_graph(function), PURPOSE)
     return function
 
 

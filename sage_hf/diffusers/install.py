@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,20 +17,27 @@ logger = logging.get_logger(__name__)
 
 _warned: set[type] = set()
 
+SHARED = "set_attn_processor with a SageAttnProcessor"
+ADAPTERS = "loading IP-Adapters into models with a SageAttnProcessor"
+LAYER_SKIP = "layer skip in models with a SageAttnProcessor"
+
 
 @functools.cache
 def install() -> None:
     """Complete each module of diffusers once: now if it is imported already, else right after its import."""
-    when_imported("diffusers.models.attention_dispatch", _complete_dispatch)
-    when_imported("diffusers.models.attention_processor", _complete_attention_processor)
-    when_imported("diffusers.models.attention", _complete_attention)
-    when_imported("diffusers.models.modeling_utils", _complete_modeling_utils)
-    when_imported("diffusers.loaders.unet", _complete_loaders)
-    when_imported("diffusers.loaders.transformer_flux", _complete_loaders)
-    when_imported("diffusers.loaders.transformer_sd3", _complete_loaders)
-    when_imported("diffusers.loaders.ip_adapter", _complete_loaders)
-    when_imported("diffusers.hooks._helpers", _complete_hook_helpers)
-    when_imported("diffusers.hooks.layer_skip", _complete_layer_skip)
+    for name, complete, purpose in (
+        ("models.attention_dispatch", _complete_dispatch, 'set_attention_backend("sage3") and its siblings'),
+        ("models.attention_processor", _complete_attention_processor, SHARED),
+        ("models.attention", _complete_attention, SHARED),
+        ("models.modeling_utils", _complete_modeling_utils, "switching diffusers' models"),
+        ("loaders.unet", _complete_loaders, ADAPTERS),
+        ("loaders.transformer_flux", _complete_loaders, ADAPTERS),
+        ("loaders.transformer_sd3", _complete_loaders, ADAPTERS),
+        ("loaders.ip_adapter", _complete_loaders, ADAPTERS),
+        ("hooks._helpers", _complete_hook_helpers, LAYER_SKIP),
+        ("hooks.layer_skip", _complete_layer_skip, LAYER_SKIP),
+    ):
+        when_imported(f"diffusers.{name}", complete, purpose)
 
 
 def _complete_dispatch(dispatch: ModuleType) -> None:
@@ -41,11 +49,9 @@ def _complete_dispatch(dispatch: ModuleType) -> None:
 def _complete_attention_processor(module: ModuleType) -> None:
     """Have `Attention` and `MochiAttention` tell a new SageAttnProcessor what they computed before."""
     attention, mochi = module.Attention, module.MochiAttention
-    attention.set_processor = _with_replacement(attention.set_processor)
-    mochi.set_processor = attention.set_processor
+    attention.forward, mochi.forward = map(_warn_without_dispatch, (attention.forward, mochi.forward))
+    attention.set_processor = mochi.set_processor = _with_replacement(attention.set_processor)
     mochi.get_processor = attention.get_processor
-    for cls in (attention, mochi):
-        cls.forward = _warn_without_dispatch(cls.forward)
 
 
 def _complete_attention(module: ModuleType) -> None:
@@ -73,13 +79,18 @@ def _complete_loaders(module: ModuleType) -> None:
 def _with_originals_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(change)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .processor import originals_in_place
-
+        if (ours := _processors()) is None:
+            return change(self, *args, **kwargs)
         model = self if isinstance(self, torch.nn.Module) else getattr(self, "unet", None) or self.transformer
-        with originals_in_place(model):
+        with ours.originals_in_place(model):
             return change(self, *args, **kwargs)
 
     return wrapper
+
+
+def _processors() -> Any:
+    """Return the module of our processors, or None if it has not been imported, or could not be: then there are none."""
+    return sys.modules.get("sage_hf.diffusers.processor")
 
 
 def _complete_hook_helpers(module: ModuleType) -> None:
@@ -97,9 +108,8 @@ def _complete_layer_skip(module: ModuleType) -> None:
 def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_processor)
     def wrapper(self: torch.nn.Module, processor: Any) -> None:
-        from .processor import replace_processor
-
-        set_processor(self, replace_processor(self, processor))
+        ours = _processors()
+        set_processor(self, processor if ours is None else ours.replace_processor(self, processor))
 
     return wrapper
 

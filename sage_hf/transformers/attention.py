@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import torch
 from torch import nn
 
@@ -50,8 +52,9 @@ def sage_attention_forward(
         module: the calling attention layer.
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim), not repeated. Batch may be 1 here or in query.
-        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len),
-            cut to kv_len if longer; or bool (batch, kv_len), see above, if q_len equals kv_len.
+        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len), cut
+            to kv_len if longer, as `sdpa` cuts it, before transformers 5; or bool (batch, kv_len), see above, if q_len
+            equals kv_len.
         dropout: dropout probability of the attention weights.
         scaling: factor of Q·Kᵀ; default head_dim ** -0.5.
         is_causal: whether attention is causal; default `module.is_causal`.
@@ -83,8 +86,9 @@ def sage_attention_forward(
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, the rest of which is empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
-    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
-    causality = _causality_of(attention_mask)
+    mask, causality = attention_mask, _causality_of(attention_mask, query.shape[2], key.shape[2])
+    if mask is not None and mask.shape[-1] > key.shape[2] and version("transformers") < "5":
+        mask = mask[..., : key.shape[2]]
     if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]
         if mask.shape[0] == batch and mask.shape[1] == kv_len and query.shape[2] == kv_len:
@@ -121,16 +125,17 @@ def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[
     return recipe, fallback
 
 
-def _causality_of(mask: torch.Tensor | None) -> tuple[int, torch.Tensor | None] | None:
+def _causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> tuple[int, torch.Tensor | None] | None:
     """Return (i, keys) if the mask, made by `masks.sage_mask`, lets query q attend to exactly those keys up to q + i.
 
     `keys` is bool (batch, q_len + i), or None for all of them. A mask that the model has changed since is not
-    recognised, nor is a part or copy of one: then return None.
+    recognised, nor is a part or copy of one, nor one made for other lengths: then return None.
     """
     if mask is None or torch.compiler.is_compiling():
         return None
     offset, keys, version = getattr(mask, CAUSALITY, (None, None, None))
-    return (offset, keys) if offset is not None and version == mask._version else None
+    known = offset is not None and version == mask._version and mask.shape[2:] == (q_len, kv_len)
+    return (offset, keys) if known else None
 
 
 def _attend(

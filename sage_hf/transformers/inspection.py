@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
 
@@ -15,7 +17,9 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 Result = TypeVar("Result")
 
-_EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils"})
+_EVERY_MODEL = frozenset(
+    {"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"}
+)
 
 
 def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
@@ -54,6 +58,76 @@ def built_classes(module_class: type) -> frozenset[type]:
         found.add(one)
         waiting += _named_by_constructor(one)
     return frozenset(found)
+
+
+@functools.cache
+def models_of(config_class: type) -> list[Any]:
+    """Return the imported model classes whose config is of the class, or else of its closest base that has any.
+
+    `registration` has this forgotten when a model is built, whose class may be new.
+    """
+    from transformers import PreTrainedModel
+
+    models: set[Any] = set()
+    waiting: set[Any] = {PreTrainedModel}
+    while waiting:
+        waiting = {subclass for one in waiting for subclass in one.__subclasses__()}
+        models |= waiting
+    for base in config_class.__mro__:
+        if found := [model for model in models if model.config_class is base]:
+            return found
+    return []
+
+
+@once_per_class
+def asks_for_sdpa(model_class: type) -> bool:
+    """Return whether the model, or a module that it builds, does otherwise where the implementation is named "sdpa"."""
+    return any(
+        "_attn_implementation" in code.co_names and "'sdpa'" in repr(code.co_consts)
+        for one in built_classes(model_class)
+        for code in methods(one)
+    )
+
+
+@once_per_class
+def computes_with_masks(model_class: type) -> bool:
+    """Return whether the model, or a module that it builds, does more with masks than hand them on.
+
+    It is read from the source of methods that know an `attention_mask`; one without a source might compute with it.
+    """
+    codes = {code for one in built_classes(model_class) for code in methods(one)}
+    return any(_computes_with_masks(code) for code in codes if "attention_mask" in code.co_varnames)
+
+
+def _computes_with_masks(code: CodeType) -> bool:
+    tree = source_of(code)
+    if tree is None:
+        return True
+    handed_on: list[ast.expr | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and not ast.unparse(node.func).startswith(("torch.", "nn.", "F.")):
+            handed_on += [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+            handed_on.append(node.left)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.Return):
+            handed_on.append(node.value)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice | ast.Tuple):
+            handed_on.append(node.value)  # masks by the kind of layer
+        elif isinstance(node, ast.Dict):
+            handed_on += node.values
+        elif isinstance(node, ast.IfExp):
+            handed_on += [node.body, node.orelse]
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    masks = (name for name in names if any(kind in name.id for kind in ("attention_mask", "attn_mask", "causal_mask")))
+    return any(mask not in handed_on for mask in masks)
+
+
+def source_of(code: CodeType) -> ast.Module | None:
+    """Return the syntax tree of a function's source, or None where there is no source file."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except OSError:
+        return None
 
 
 def _named_by_constructor(module_class: type) -> list[type]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType
 
 from torch import nn
 
-from sage_hf.transformers.inspection import INTERFACE, methods, once_per_class
+from sage_hf.transformers.inspection import INTERFACE, methods, once_per_class, source_of
 
 NAMED = frozenset(
     {
@@ -98,9 +97,8 @@ def unknown_keywords(module_class: type) -> frozenset[str]:
 
 def _handed_on(code: CodeType) -> Iterator[str]:
     """Yield the keywords with which the code calls functions that it looked up in transformers' attention interface."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except OSError:  # no source file
+    tree = source_of(code)
+    if tree is None:
         return
     looked_up = set()
     for node in ast.walk(tree):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from typing import Any
 
 import torch
 from transformers import masking_utils
 
 from sage_hf.attributes import CAUSALITY
+from sage_hf.transformers.inspection import asks_for_sdpa, computes_with_masks, models_of
 from sage_kernels import tracing
-
-_SLICE_QUERIES_AFTER_MASKING = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Models that drop query rows after the mask is made, so a causal mask must not be replaced by `is_causal`. They ensure
-that themselves for "sdpa" only."""
 
 
 def sage_mask(**kwargs: Any) -> torch.Tensor | None:
@@ -25,17 +20,35 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
         attention, without padding, window or packed sequences. A mask that is nothing but causality, also for queries
         behind a cache, and padding says so by an attribute, see `attributes.CAUSALITY`; if it is being compiled, which
         attributes do not survive, padding of as many queries as keys comes alone, as in `sage_training_mask`.
+        For models that refuse `sdpa` and compute with their masks: additive, as transformers makes it for `eager`.
     """
-    if getattr(kwargs.get("config"), "model_type", None) in _SLICE_QUERIES_AFTER_MASKING:
-        kwargs["allow_is_causal_skip"] = False
+    reading = _reading_of(type(kwargs.get("config")))
+    if reading == "computes":
+        return masking_utils.eager_mask(**kwargs)
     if torch.compiler.is_compiling() and (padding := _padding_of_causality(kwargs)) is not None:
         return padding
-    mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs)
+    never_skipped = {"allow_is_causal_skip": False} if reading == "asks" else {}
+    mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
     if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:
             setattr(mask, CAUSALITY, (*causality, mask._version))
     return mask
+
+
+@tracing.assume_constant_result
+def _reading_of(config_class: type) -> str:
+    """Return what models with a config of the class do with the masks that they ask for.
+
+    Returns:
+        "computes": some compute with them, and need not know boolean ones, for they refuse `sdpa`. "asks": some ask
+        whether the implementation is `sdpa`, for which alone they do not drop queries behind a missing mask.
+        Otherwise "".
+    """
+    models = models_of(config_class)
+    if any(not model._supports_sdpa and computes_with_masks(model) for model in models):
+        return "computes"
+    return "asks" if any(map(asks_for_sdpa, models)) else ""
 
 
 def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None:
@@ -98,37 +111,25 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
     # With as many queries as keys, the first query is at the first key.
     plain = kwargs.get("allow_is_causal_skip", True) and q_len == kwargs["kv_length"]
     is_causal = kwargs["mask_function"] is masking_utils.causal_mask_function
-    handed_on = plain and is_causal and _hands_padding_on(type(kwargs.get("config")).__module__)
-    return padding if handed_on else None
+    return padding if plain and is_causal and _hands_padding_on(type(kwargs.get("config"))) else None
 
 
 @tracing.assume_constant_result
-def _hands_padding_on(configuration: str) -> bool:
-    """Return whether the models of a config's module pass a mask (batch, kv_len) to their attention unchanged.
+def _hands_padding_on(config_class: type) -> bool:
+    """Return whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
 
-    Models that transformers runs with flash attention do. Others may combine it with masks of four dimensions, and
-    causality would be lost.
+    Models that transformers runs with flash attention do, unless they ask for its name. Others may combine it with
+    masks of four dimensions, and causality would be lost.
     """
-    return _runs_flash_attention(configuration)
-
-
-@functools.cache
-def _runs_flash_attention(configuration: str) -> bool:
-    """Return whether transformers can run all models of the config's modelling file with flash attention."""
-    package, _, file = configuration.rpartition(".")
-    modeling = f"{package}.{file.replace('configuration', 'modeling', 1)}"
-    found = vars(sys.modules[modeling]).values() if modeling in sys.modules else ()
-    models = [
-        one for one in found if getattr(one, "__module__", "") == modeling and hasattr(one, "_supports_flash_attn")
-    ]
-    return bool(models) and all(model._supports_flash_attn for model in models)
+    models = models_of(config_class)
+    return bool(models) and all(model._supports_flash_attn and not asks_for_sdpa(model) for model in models)
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Return whether the mask only marks padding, and there is some; under compilation, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
-    if getattr(kwargs.get("config"), "model_type", None) in _SLICE_QUERIES_AFTER_MASKING:
+    if _reading_of(type(kwargs.get("config"))) == "computes":
         return False
     if mask.shape != (kwargs["batch_size"], kwargs["kv_length"]) or kwargs.get("kv_offset", 0) != 0:
         return False

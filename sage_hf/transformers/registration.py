@@ -10,8 +10,9 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.inspection import models_of
 from sage_hf.transformers.layers import refusal
-from sage_hf.transformers.rotary import rotate_by_kernel
+from sage_hf.transformers.rotary import forget_model, rotate_by_kernel
 from sage_kernels.import_hook import when_imported
 from sage_kernels.recipe import get_recipe
 
@@ -31,8 +32,9 @@ def register() -> None:
     A model that cannot run ours (`layers.refusal`), although transformers accepts the name, runs its default
     implementation instead, and a warning names its class.
     """
-    when_imported("transformers.modeling_utils", _register_attention)
-    when_imported("transformers.masking_utils", _register_masks)
+    purpose = 'attn_implementation="sage3" and its siblings'
+    when_imported("transformers.modeling_utils", _register_attention, purpose)
+    when_imported("transformers.masking_utils", _register_masks, purpose)
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
@@ -60,9 +62,11 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
     ) -> str:
         implementation = check(self, requested_attention, *args, **kwargs)
         if implementation not in NAMES:
+            forget_model(self)
             return implementation
+        models_of.cache_clear()
         if refusal(type(self)) is None:
-            rotate_by_kernel(type(self))
+            rotate_by_kernel(self)
             return implementation
         default = check(self, None, *args, **kwargs)
         if (type(self).__module__, implementation) not in _warned:

@@ -1,26 +1,32 @@
 """Rotation of queries and keys by one kernel in transformers' models, whose function takes ten operators for it.
 
 Each modelling file has a function of its own, `apply_rotary_pos_emb`. In layers that run a recipe of ours the kernel
-takes its place, if it gives the same bits for drawn tensors. All other layers run the function as it is.
+takes its place, if it gives the same bits for drawn tensors. All other layers run the function as it is. The files are
+changed while a model runs a recipe of ours, and no longer.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from inspect import unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.utils import logging
 from torch import Tensor, nn
 
 from sage_hf import record
 from sage_hf.attributes import RECIPE
 from sage_hf.names import NAMES
-from sage_hf.transformers.inspection import built_classes, calls_interface, once_per_class
+from sage_hf.transformers.inspection import built_classes, calls_interface
 from sage_kernels.heads import Rope
 from sage_kernels.norm_rope import is_served, norm_rope
+
+logger = logging.get_logger(__name__)
 
 FUNCTION = "apply_rotary_pos_emb"
 """(query, key, cosine, sine) -> both rotated; (batch, heads, tokens, head_dim), tables (batch, tokens, head_dim)."""
@@ -47,20 +53,50 @@ _agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
 """Agreement of modelling files' functions with the kernel, to the bit."""
 
 
-@once_per_class
-def rotate_by_kernel(model_class: type) -> None:
+class _Replacement(NamedTuple):
+    """What an attribute of a modelling file or of a layer's class was and is, and the models for which it is."""
+
+    original: Any
+    ours: Any
+    models: weakref.WeakSet[nn.Module]
+
+
+_lock = threading.Lock()
+_replacements: dict[tuple[Any, str], _Replacement] = {}
+
+
+def rotate_by_kernel(model: nn.Module) -> None:
     """Let the layers of a model's class use the kernel while they run a recipe of ours that is not exact."""
-    for layer in filter(calls_interface, built_classes(model_class)):
+    for layer in filter(calls_interface, built_classes(type(model))):
         owner: Any = next((one for one in layer.__mro__ if "forward" in vars(one)), None)
         if owner is None or FUNCTION not in unwrap(owner.forward).__code__.co_names:
             continue
-        namespace = unwrap(owner.forward).__globals__
-        if FUNCTION not in namespace:
-            continue
-        if not hasattr(namespace[FUNCTION], MARK):
-            namespace[FUNCTION] = _with_kernel(namespace[FUNCTION])
-        if not hasattr(owner.forward, MARK):
-            owner.forward = _noting_recipe(owner.forward)
+        file = sys.modules.get(unwrap(owner.forward).__module__)
+        if hasattr(file, FUNCTION):
+            _replace(file, FUNCTION, _with_kernel, model)
+            _replace(owner, "forward", _noting_recipe, model)
+
+
+def _replace(place: Any, name: str, wrap: Callable[[Any], Any], model: nn.Module) -> None:
+    with _lock:
+        original = vars(place)[name]
+        if (place, name) not in _replacements and not hasattr(original, MARK):
+            _replacements[place, name] = _Replacement(original, wrap(original), weakref.WeakSet())
+            setattr(place, name, _replacements[place, name].ours)
+        if (place, name) in _replacements:
+            _replacements[place, name].models.add(model)
+
+
+def forget_model(model: nn.Module) -> None:
+    """Put back what `rotate_by_kernel` replaced for a model and those inside it, unless another model needs it."""
+    with _lock:
+        for (place, name), replacement in list(_replacements.items()):
+            for module in model.modules():
+                replacement.models.discard(module)
+            if not replacement.models:
+                del _replacements[place, name]
+                if vars(place)[name] is replacement.ours:  # and not what somebody has put there since
+                    setattr(place, name, replacement.original)
 
 
 def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,8 +166,12 @@ def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Return whether a function and the kernel rotate drawn tensors alike, to the bit."""
+    """Return whether a function and the kernel rotate drawn tensors alike, to the bit; False if either fails."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (1, 16, 3, head_dim), (1, 8, 3, head_dim), (1, 3, head_dim), (1, 3, head_dim)  # as compiled for most models
     drawn = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
-    return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))
+    try:
+        return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))
+    except Exception as error:
+        logger.warning(f"{rotate.__module__}.{FUNCTION} rotates as it is, and no kernel in its place: {error!r}")
+        return False

@@ -29,15 +29,15 @@ def test_action_runs_at_once_when_the_module_is_imported_already(folder: Path) -
     (folder / "hooked_before.py").write_text("answer = 42\n")
     module = importlib.import_module("hooked_before")
     seen = []
-    when_imported("hooked_before", seen.append)
+    when_imported("hooked_before", seen.append, "this")
     assert seen == [module]
 
 
 def test_action_waits_for_the_import_and_sees_the_finished_module(folder: Path) -> None:
     (folder / "hooked_after.py").write_text("answer = 42\n")
     seen = []
-    when_imported("hooked_after", lambda module: seen.append(("first", module.answer)))
-    when_imported("hooked_after", lambda module: seen.append(("second", module.answer)))
+    when_imported("hooked_after", lambda module: seen.append(("first", module.answer)), "this")
+    when_imported("hooked_after", lambda module: seen.append(("second", module.answer)), "this")
     assert seen == []
     assert "hooked_after" not in sys.modules
     importlib.import_module("hooked_after")
@@ -53,7 +53,7 @@ def test_submodules_and_modules_that_replace_themselves_are_served(folder: Path)
         "import sys, types\nnew = types.ModuleType(__name__)\nnew.replaced = True\nsys.modules[__name__] = new\n"
     )
     seen = []
-    when_imported("hooked_package.part", seen.append)
+    when_imported("hooked_package.part", seen.append, "this")
     importlib.import_module("hooked_package")
     assert seen == []
     importlib.import_module("hooked_package.part")
@@ -63,7 +63,7 @@ def test_submodules_and_modules_that_replace_themselves_are_served(folder: Path)
 def test_the_module_keeps_its_own_loader_and_no_finder_stays_behind(folder: Path) -> None:
     (folder / "hooked_clean.py").write_text("loader = __loader__\n")
     finders = list(sys.meta_path)
-    when_imported("hooked_clean", lambda module: None)
+    when_imported("hooked_clean", lambda module: None, "this")
     assert importlib.util.find_spec("hooked_clean").origin == str(folder / "hooked_clean.py")
     module = importlib.import_module("hooked_clean")
     assert type(module.loader) is type(module.__spec__.loader) is type(module.__loader__) is SourceFileLoader
@@ -78,7 +78,7 @@ def test_a_failed_import_leaves_the_action_waiting(folder: Path) -> None:
     source = folder / "hooked_failing.py"
     source.write_text("raise RuntimeError('not yet')\n")
     seen = []
-    when_imported("hooked_failing", seen.append)
+    when_imported("hooked_failing", seen.append, "this")
     with pytest.raises(RuntimeError, match="not yet"):
         importlib.import_module("hooked_failing")
     assert seen == []
@@ -89,7 +89,7 @@ def test_a_failed_import_leaves_the_action_waiting(folder: Path) -> None:
 
 
 def test_a_missing_module_still_raises_module_not_found(folder: Path) -> None:
-    when_imported("hooked_missing", lambda module: None)
+    when_imported("hooked_missing", lambda module: None, "this")
     with pytest.raises(ModuleNotFoundError, match="hooked_missing"):
         importlib.import_module("hooked_missing")
     import_hook.pending.pop("hooked_missing")
@@ -107,7 +107,8 @@ def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:
         importer.start()
         assert builtins.hooked_slow_started.wait(10)
         seen = []
-        waiter = threading.Thread(target=when_imported, args=("hooked_slow", lambda module: seen.append(module.answer)))
+        action = lambda module: seen.append(module.answer)  # noqa: E731
+        waiter = threading.Thread(target=when_imported, args=("hooked_slow", action, "this"))
         waiter.start()
         waiter.join(0.05)
         assert seen == []
@@ -119,12 +120,72 @@ def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:
         del builtins.hooked_slow_started, builtins.hooked_slow_go
 
 
-def test_hooking_a_module_from_inside_its_own_import_is_refused(folder: Path) -> None:
+def test_an_action_given_inside_the_modules_own_import_waits_for_the_next_one(folder: Path) -> None:
     (folder / "hooked_circular.py").write_text(
-        "from sage_kernels.import_hook import when_imported\nwhen_imported(__name__, print)\n"
+        "import builtins\nfrom sage_kernels.import_hook import when_imported\n"
+        "when_imported(__name__, lambda module: builtins.seen.append(module.answer), 'this')\nanswer = 42\n"
     )
-    with pytest.raises(ImportError, match="import hooked_circular first"):
+    (folder / "imported_later.py").write_text("")
+    import builtins
+
+    builtins.seen = seen = []
+    try:
         importlib.import_module("hooked_circular")
+        assert seen == []
+        importlib.import_module("imported_later")
+        assert seen == [42]
+    finally:
+        del builtins.seen
+
+
+def test_an_import_that_was_past_the_finders_when_the_action_came_is_noticed_at_the_next(folder: Path) -> None:
+    (folder / "hooked_between.py").write_text("answer = 42\n")
+    (folder / "imported_after_it.py").write_text("")
+    spec, seen = importlib.util.find_spec("hooked_between"), []
+    when_imported("hooked_between", lambda module: seen.append(module.answer), "this")
+    sys.modules["hooked_between"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    importlib.import_module("imported_after_it")
+    assert seen == [42]
+
+
+def test_an_action_that_raises_leaves_the_import_alone_and_says_what_will_not_work(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+    for name in ("hooked_broken_before", "hooked_broken_after"):
+        (folder / f"{name}.py").write_text("answer = 42\n")
+        if name.endswith("before"):
+            importlib.import_module(name)
+        when_imported(name, lambda module: module.moved_away, "switching its models")
+        when_imported(name, seen.append, "this")
+        assert importlib.import_module(name).answer == 42
+        assert f"switching its models will not work, for {name} is not as expected: AttributeError" in caplog.text
+        caplog.clear()
+    assert [module.__name__ for module in seen] == ["hooked_broken_before", "hooked_broken_after"]
+
+
+def test_a_copy_of_the_module_for_own_use_is_not_its_import(folder: Path) -> None:
+    (folder / "hooked_copied.py").write_text("answer = 42\n")
+    seen = []
+    when_imported("hooked_copied", seen.append, "this")
+    spec = importlib.util.find_spec("hooked_copied")
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert copy.answer == 42 and seen == []
+    assert seen == [importlib.import_module("hooked_copied")]
+
+
+def test_threads_that_import_at_once_run_the_action_once(folder: Path) -> None:
+    (folder / "hooked_by_many.py").write_text("import time\ntime.sleep(0.05)\nanswer = 42\n")
+    seen = []
+    when_imported("hooked_by_many", lambda module: seen.append(module.answer), "this")
+    threads = [threading.Thread(target=importlib.import_module, args=("hooked_by_many",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [42]
 
 
 def test_copies_of_the_package_wait_for_the_same_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +199,7 @@ def test_copies_of_the_package_wait_for_the_same_module(folder: Path, monkeypatc
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     seen = []
     for copy in (import_hook, *copies):
-        copy.when_imported("hooked_by_copies", seen.append)
+        copy.when_imported("hooked_by_copies", seen.append, "this")
     module = importlib.import_module("hooked_by_copies")
     assert seen == [module] * 4
     assert type(module.loader) is type(module.__spec__.loader) is SourceFileLoader
@@ -167,7 +228,7 @@ def test_a_finder_that_asks_all_others_is_asked_once(folder: Path, monkeypatch: 
     other, seen = DelegatingFinder(), []
     if place == "behind":
         sys.meta_path.insert(0, other)
-    when_imported(name, lambda module: seen.append(module.answer))
+    when_imported(name, lambda module: seen.append(module.answer), "this")
     if place == "in front":
         sys.meta_path.insert(0, other)
     importlib.import_module(name)

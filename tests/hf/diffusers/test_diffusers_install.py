@@ -43,6 +43,22 @@ def test_diffusers_is_completed_in_every_order_of_imports(first, forks):
     forks.run(f"import warnings; warnings.simplefilter('error', ImportWarning); {first}\n{CHECK}")
 
 
+def test_a_diffusers_that_moved_what_we_complete_imports_and_works_without_us(forks):
+    output = forks.run("""
+import logging
+logging.basicConfig(format="%(message)s", force=True, level=logging.WARNING, stream=__import__("sys").stdout)
+from sage_kernels.import_hook import when_imported
+when_imported("diffusers.models.attention_dispatch", lambda module: delattr(module, "_AttentionBackendRegistry"), "")
+import sage_hf
+from diffusers.models.attention_processor import Attention, AttnProcessor
+attention = Attention(query_dim=16, heads=2, dim_head=8)
+attention.set_processor(AttnProcessor())
+assert attention(__import__("torch").randn(1, 3, 16)).shape == (1, 3, 16)
+""")
+    for module in ("attention_dispatch", "attention_processor"):
+        assert output.count(f"will not work, for diffusers.models.{module} is not as expected") == 1
+
+
 @pytest.mark.parametrize(
     "name", ["mochi", "allegro", "easyanimate", "cogview4", "lumina2", "lumina", "cosmos", "z-image"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -78,12 +79,12 @@ def test_causal_prompt_in_a_static_cache_sees_only_what_is_filled() -> None:
     assert torch.equal(output, F.scaled_dot_product_attention(query, key[:, :, :8], value[:, :, :8], is_causal=True))
 
 
-def test_mask_longer_than_the_keys_is_cut() -> None:
-    query, key, value = qkv()
-    mask = bool_mask(20, 30)
-    assert torch.equal(
-        attend(Layer(), query, key, value, mask), F.scaled_dot_product_attention(query, key, value, mask[..., :20])
-    )
+@pytest.mark.skipif(version("transformers") < "5", reason="before transformers 5, its sdpa cuts masks to the keys")
+@pytest.mark.parametrize("kv_len", [15, 30])
+@pytest.mark.parametrize("recipe", ["exact", "sage2"])
+def test_a_mask_for_another_number_of_keys_is_refused(kv_len: int, recipe: str) -> None:
+    with pytest.raises(ValueError, match="does not broadcast"):
+        attend(Layer(), *qkv(), bool_mask(20, kv_len), recipe=recipe)
 
 
 def test_learned_queries_of_batch_one_attend_to_every_sample() -> None:

@@ -124,6 +124,20 @@ def test_queries_dropped_after_masking_keep_their_causality() -> None:
     torch.testing.assert_close(*outputs)
 
 
+@behind_a_cache
+@pytest.mark.parametrize("pruned", [0, 1])
+@pytest.mark.parametrize("implementation", ["sage_exact", "sage2", "sage2_emulate", "sage_bwd_emulate"])
+def test_caches_that_lost_other_numbers_of_keys_in_each_layer_are_refused(implementation: str, pruned: int) -> None:
+    """The mask is made for the first layer's keys; `sdpa` and eager attention raise too."""
+    tiny = MODELS["llama"]
+    model, tokens, cache = tiny.build(implementation), tiny.inputs()["input_ids"], DynamicCache()
+    run(model, input_ids=tokens[:, :40], past_key_values=cache)
+    layer = cache.layers[pruned]
+    layer.keys, layer.values = layer.keys[:, :, 20:], layer.values[:, :, 20:]
+    with pytest.raises(ValueError, match="does not broadcast"):
+        run(model, input_ids=tokens[:, 40:], past_key_values=cache)
+
+
 @torch.no_grad()
 def prefill_in_two(model: torch.nn.Module, tokens: torch.Tensor, cache: object, **inputs: torch.Tensor) -> torch.Tensor:
     """Return the logits of the tokens after the 20th, which the model reads behind a cache of the first 20."""

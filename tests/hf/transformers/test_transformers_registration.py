@@ -76,6 +76,21 @@ assert "sage3" in ALL_ATTENTION_FUNCTIONS.valid_keys() and "sage3" in ALL_MASK_A
     forks.run(code)
 
 
+def test_a_transformers_that_moved_what_we_complete_imports_and_works_without_us(forks: Forks) -> None:
+    output = forks.run("""
+import logging
+logging.basicConfig(format="%(message)s", force=True, level=logging.WARNING, stream=__import__("sys").stdout)
+from sage_kernels.import_hook import when_imported
+when_imported("transformers.modeling_utils", lambda module: delattr(module, "AttentionInterface"), "")
+import sage_hf
+import transformers.modeling_utils
+config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=9,
+                                  num_attention_heads=2)
+transformers.LlamaModel(config)
+""")
+    assert output.count("siblings will not work, for transformers.modeling_utils is not as expected: AttributeError") == 1
+
+
 def test_from_config_from_pretrained_and_set_attn_implementation_switch(tmp_path: Path) -> None:
     model = LLAMA.build("sage3")
     assert recipes(model) == {"model": "sage3"}

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import sage_hf
 from sage_hf import explain, record
 from sage_hf.transformers import rotary
 from tests.helpers.tiny_transformers import MODELS, SERVED, TinyModel, run
@@ -89,3 +90,28 @@ def test_the_layers_output_has_gradients(served, monkeypatch):
     assert served
     for own, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(own, theirs)
+
+
+def test_modelling_files_are_as_they_were_once_no_model_runs_a_recipe_of_ours():
+    model, other = MODELS["qwen3"].build("eager"), MODELS["qwen3"].build("eager")
+    file, layer = sys.modules[type(model).__module__], type(model.model.layers[0].self_attn)
+    before = {**vars(file)}, {**vars(layer)}
+    handle = sage_hf.apply(model, "sage2")
+    assert getattr(file, rotary.FUNCTION) is not before[0][rotary.FUNCTION]
+    other.set_attn_implementation("sage1")
+    handle.restore()
+    assert getattr(file, rotary.FUNCTION) is not before[0][rotary.FUNCTION]
+    other.set_attn_implementation("sdpa")
+    assert ({**vars(file)}, {**vars(layer)}) == before
+
+
+def test_a_function_that_fails_with_drawn_tensors_stays(served, monkeypatch, caplog):
+    def picky(q, k, cos, sin):
+        assert q.shape[2] == 5
+        return q, k
+
+    other = rotary._with_kernel(picky)
+    monkeypatch.setattr(rotary._thread, "layer", torch.nn.Identity())
+    q, k = torch.randn(2, 1, 2, 5, 8)
+    assert other(q, k, torch.ones(1, 5, 8), torch.ones(1, 5, 8))[0] is q
+    assert "rotates as it is" in caplog.text
