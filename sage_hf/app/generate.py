@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from sage_hf.app.report import Report, VideoReport, device_name
 from sage_hf.app.video import can_write_mp4, contact_sheet, sample_frames, side_by_side, write_video
 from sage_hf.apply import apply
 from sage_hf.config import SageConfig
-from sage_hf.explain import Explanation, LayerRow, explain
+from sage_hf.explain import Explanation, explain
 from sage_hf.files import check_folder, replacing, writable_folder
 from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
@@ -166,7 +165,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
             files.add_video(exact)
         with apply(pipe, options.config):
             low_bit = job.render(prompt, label, count)
-            report.explanation = _merge(report.explanation, explain(pipe))
+            report.explanation = report.explanation.joined(explain(pipe))
         files.add_video(low_bit)
         if options.compare:
             files.add_comparison(exact, low_bit)
@@ -338,20 +337,6 @@ def _synchronized_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _merge(before: Explanation, later: Explanation) -> Explanation:
-    """Return one explanation for two runs of a model: equal rows become one row with the calls of both.
-
-    What sparse calls kept is that of the later run, and says so.
-    """
-    calls: Counter[LayerRow] = Counter()
-    for row in (*before.rows, *later.rows):
-        calls[replace(row, calls=0)] += row.calls
-    places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in calls))}
-    rows = sorted((replace(row, calls=count) for row, count in calls.items()), key=lambda row: places[row.layer])
-    sparse = tuple((f"{layer} (last video)" if before.rows else layer, kept) for layer, kept in later.sparse)
-    return Explanation(tuple(rows), later.compiled, sparse=sparse)
 
 
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:

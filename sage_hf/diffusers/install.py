@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub.utils import logging
 
 from sage_kernels.import_hook import when_imported
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.get_logger(__name__)
 
@@ -73,6 +75,8 @@ def _complete_loaders(module: ModuleType) -> None:
 def _with_originals_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(change)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
         from .processor import originals_in_place
 
         model = self if isinstance(self, torch.nn.Module) else getattr(self, "unet", None) or self.transformer
@@ -106,6 +110,7 @@ def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]
 
 def _warn_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `forward` to warn if `with attention_backend("sage3")` has no effect, because the processor ignores it."""
+    import torch
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     from sage_hf.names import NAMES

@@ -2,6 +2,7 @@ import errno
 import json
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def test_the_version_is_told_without_a_command(capsys):
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"sage-hf {sage_hf.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["generate", "--help"], ["genrate"], ["generate", "--recipe", "sage9"], ["compare", "--config", "x"]],
+)
+def test_help_and_typos_are_answered_without_importing_torch(arguments):
+    code = "import sys; from sage_hf.app.cli import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    modules = done.stdout.splitlines()[-1].split()
+    assert "sage_hf.app.cli" in modules and not {"torch", "diffusers", "transformers", "numpy"} & set(modules)
 
 
 def test_env_tells_versions_and_what_each_recipe_runs(capsys):
@@ -281,7 +293,7 @@ def test_env_and_explain_follow_the_processs_default_fallback(capsys):
 
 @pytest.mark.parametrize(
     ("head_dim", "softcap", "ran", "reason"),
-    [(8, None, "exact", "head_dim outside 16…256"), (64, 30.0, "exact", "softcap")],
+    [(8, None, "exact", "head_dim outside 16...256"), (64, 30.0, "exact", "softcap")],
 )
 def test_explain_plans_what_a_transformers_model_will_really_do(tmp_path, capsys, head_dim, softcap, ran, reason):
     config = Gemma2Config(num_hidden_layers=1, head_dim=head_dim, attn_logit_softcapping=softcap)

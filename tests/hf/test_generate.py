@@ -57,7 +57,7 @@ def test_comparison_writes_videos_side_by_side_and_report(folder, tmp_path):
         assert row["without_remedies"] is None or 0 < row["without_remedies"]["rel_l1"] < 1
     assert data["config"] == {"recipe": "sage3"} and data["versions"]["torch"] == torch.__version__
     text = (tmp_path / "report.md").read_text()
-    assert "transformer_blocks.0-2.attn1  sage3" in text and "| transformer_blocks.2.attn1 | 0.9" in text
+    assert "transformer_blocks.0-2.attn1  sage3" in text and "| transformer_blocks.2.attn1 | sage3 | 0.9" in text
     outcome = module.format_outcome(report)
     assert str(tmp_path / "01-side-by-side.mp4") in outcome and "PSNR" in outcome
 
