@@ -39,8 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_recipe_arguments(command)
     command = commands.add_parser("generate", help="render prompts with low-bit attention, and report")
     add_generate_arguments(command)
-    command = commands.add_parser("compare", help="the same beside exact attention, with every layer's error")
+    command = commands.add_parser(
+        "compare", help="the same beside exact attention, with every layer's error; or a language model's predictions"
+    )
     add_generate_arguments(command, compare=True)
+    command.add_argument(
+        "--text", type=_path, metavar="FILE", help="perplexity and divergence of a causal language model on this text"
+    )
     command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
     if arguments[:1] == ["bench"]:  # its choices are models and kernels, which take seconds to import
         from sage_hf.bench.command import add_arguments
@@ -290,6 +295,31 @@ def _generate(args: argparse.Namespace) -> None:
     print(format_outcome(report))
 
 
+def _compare(args: argparse.Namespace) -> None:
+    if args.text is None:
+        _generate(args)
+        return
+    if args.prompt:
+        raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
+    if args.pretrained is None:
+        raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")
+    from sage_hf.app.generate import torch_dtype
+    from sage_hf.app.language import compare_text
+    from sage_hf.app.pipelines import pick_device
+
+    device = pick_device(args.device)
+    result = compare_text(
+        args.pretrained,
+        args.text,
+        args.sage_config,
+        Path(_name(args)).stem,
+        dtype=torch_dtype(args.dtype, device),
+        device=device,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    print(result)
+
+
 def _name(args: argparse.Namespace) -> str:
     """Return the recipe or configuration that the user asked for, or else the command's default."""
     return next(name for name in (args.recipe, args.config, args.default_config) if name is not None)
@@ -309,7 +339,7 @@ COMMANDS = {
     "env": _env,
     "explain": _explain,
     "generate": _generate,
-    "compare": _generate,
+    "compare": _compare,
     "bench": _bench,
     "tune": _tune,
     "warmup": _warmup,
