@@ -84,8 +84,6 @@ def gain() -> str:
 
 def model_gain() -> str:
     """Return a table of the time of a step of every measured model."""
-    if not has_result(MODELS):
-        return "The steps of whole models are not in a results file yet; the table below times attention alone."
     result = read_result(MODELS)
     every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
     drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
@@ -127,8 +125,6 @@ def has_result(name: str) -> bool:
 
 def grid() -> str:
     """Return the heat map and the tables of every kind of call."""
-    if not has_result(GRID):
-        return "Calls of every kind are not in a results file yet."
     message = "Speed of attention by kind of call and tokens, relative to the fastest exact attention"
     return "\n\n".join((picture(GRID, message), grid_tables.markdown(read_result(GRID)), sources(GRID)))
 
@@ -142,9 +138,9 @@ def unseen() -> str:
 
 
 def phases() -> str:
-    """Return a table of the phases of our calls."""
+    """Return a table of the phases of our calls; nothing until they are measured."""
     if not has_result(PHASES):
-        return "Phases are not in a results file yet."
+        return ""
     return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
 
 
@@ -155,8 +151,6 @@ def fp4_preparation() -> str:
 
 def host() -> str:
     """Return a table of the host time of calls."""
-    if not has_result(HOST):
-        return "Host times are not in a results file yet."
     return f"{measure_host.markdown(read_result(HOST))}\n\n{sources(HOST)}"
 
 
@@ -230,18 +224,14 @@ def training_routes() -> str:
 
 
 def sparse_quality() -> str:
-    """Return the tables and the picture of the trained proof of sparse attention, if it is measured."""
-    if not has_result(SPARSE_QUALITY):
-        return "The quality of a trained model with sparse attention is not in a results file yet."
+    """Return the tables and the picture of the trained proof of sparse attention."""
     message = "The middle frame of eight held-out prompts, a line for each way to run the models of the first seed"
     table = sparse_quality_table.markdown(read_result(SPARSE_QUALITY))
     return "\n\n".join((table, picture(SPARSE_QUALITY, message), sources(SPARSE_QUALITY)))
 
 
 def sparse_speed() -> str:
-    """Return a table of the speed over block lists, if it is measured."""
-    if not (RESULTS / f"{SPARSE}.json").exists():
-        return "The speed over block lists is not in a results file yet."
+    """Return a table of the speed over block lists."""
     result = read_result(SPARSE)
     where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads"
     head = f"{where}, lists drawn at random or chosen by the router named; quantising and sorting of lists included, "

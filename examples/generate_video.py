@@ -2,7 +2,8 @@
 
     python examples/generate_video.py --compare --prompt "a red circle moving left"
 
-renders with the tiny model of this repository. Any text-to-video pipeline of diffusers can take its place:
+renders with the tiny model of this repository. Any text-to-video or text-to-image pipeline of diffusers can take its
+place:
 
     python examples/generate_video.py --compare --pretrained zai-org/CogVideoX-2b --config cogvideox-2b --cpu-offload \\
         --vae-tiling --prompt "A panda plays the guitar in a bamboo forest."
@@ -17,8 +18,9 @@ In your own code it takes one more line:
 """
 
 import sys
+from pathlib import Path
 
 from sage_hf.app.cli import generate_main
 
 if __name__ == "__main__":
-    sys.exit(generate_main(description=__doc__))
+    sys.exit(generate_main(description=__doc__, pretrained=str(Path(__file__).parent / "tiny_video")))

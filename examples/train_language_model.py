@@ -11,8 +11,8 @@ noise. The held-out loss is always computed with exact attention, because it jud
 
 Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
 Each command writes its section of ``<output>/language_model.json`` and prints a table; training also plots its curves.
-Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Needs matplotlib
-and tqdm: ``pip install ".[video,benchmarks]"``.
+Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Curves are
+drawn if matplotlib is installed.
 """
 
 import argparse

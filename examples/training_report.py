@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 BASELINE = "exact"
 PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate")
@@ -195,7 +194,14 @@ def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, l
             None leaves a gap. Each group gets a row of axes.
         path: file of the PNG.
         loss: name and unit of the loss, for the axes.
+
+    Without matplotlib nothing is drawn, and a line says so.
     """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path.name} is not drawn: pip install matplotlib, and run this again (finished runs are kept)")
+        return
     figure = Figure(figsize=(12, 4.5 * len(groups)), layout="constrained")
     for (title, runs), (losses, differences) in zip(
         groups.items(), figure.subplots(len(groups), 2, squeeze=False), strict=True

@@ -3,8 +3,8 @@
 python examples/training_summary.py examples/results
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,5 +45,10 @@ def _final_losses(runs: list[dict[str, Any]], recipe: str) -> list[float | None]
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    print(summary(*(json.loads((folder / f"{name}.json").read_text()) for name in ("language_model", "tiny_video"))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path(__file__).parent / "results"
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="of the results (default: %(default)s)")
+    paths = [parser.parse_args().folder / f"{name}.json" for name in ("language_model", "tiny_video")]
+    if missing := [path for path in paths if not path.is_file()]:
+        parser.error(f"{missing[0]} does not exist: the other two scripts of docs/training.md write it")
+    print(summary(*(json.loads(path.read_text(encoding="utf-8")) for path in paths)))

@@ -2,55 +2,93 @@
 
 Importing this package registers the attention implementations "sage3", "sage2", "sage1", "sage_bwd" with
 transformers and the backends of the same names with diffusers, each when that library is imported; it imports neither
-of them itself.
+of them itself, nor torch.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from sage_hf.apply import apply
-from sage_hf.attention import sage_attention, set_default_fallback
-from sage_hf.config import SageConfig
 from sage_hf.diffusers.install import install
-from sage_hf.explain import explain
-from sage_hf.sparse.config import Sparse
 from sage_hf.transformers import register
+
+if TYPE_CHECKING:
+    from sage_hf.app.layer_errors import record_layer_errors
+    from sage_hf.apply import apply
+    from sage_hf.attention import sage_attention, set_default_fallback
+    from sage_hf.config import LayerRule, SageConfig, StepRule
+    from sage_hf.diffusers import enable_vsa
+    from sage_hf.diffusers.processor import (
+        SageAttn1Processor,
+        SageAttn2Processor,
+        SageAttn3Processor,
+        SageAttnProcessor,
+        SageBwdProcessor,
+    )
+    from sage_hf.explain import explain
+    from sage_hf.sparse.config import Sparse
 
 __version__ = "0.1.0"
 
-_PROCESSORS = (
+__all__ = [
+    "LayerRule",
     "SageAttn1Processor",
     "SageAttn2Processor",
     "SageAttn3Processor",
     "SageAttnProcessor",
     "SageBwdProcessor",
-)
-
-__all__ = [
     "SageConfig",
     "Sparse",
+    "StepRule",
     "apply",
     "enable_vsa",
     "explain",
     "record_layer_errors",
     "sage_attention",
     "set_default_fallback",
-    *_PROCESSORS,
 ]
+
+_HOME = {
+    "LayerRule": "config",
+    "SageConfig": "config",
+    "Sparse": "sparse",
+    "StepRule": "config",
+    "apply": "apply",
+    "explain": "explain",
+    "record_layer_errors": "app.layer_errors",
+    "sage_attention": "attention",
+    "set_default_fallback": "attention",
+}
+"""The submodules that hold the names of `__all__`; the others are in `diffusers`."""
+
+
+class _Package(ModuleType):
+    """Module whose functions `apply` and `explain` are not hidden by the submodules of their names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("apply", "explain") and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 install()
 register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PROCESSORS or name == "enable_vsa":
-        return getattr(import_module("sage_hf.diffusers"), name)
-    if name == "record_layer_errors":
-        return import_module("sage_hf.app.layer_errors").record_layer_errors
+    if name in __all__:
+        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'diffusers')}"), name)
+        return globals().setdefault(name, value)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -76,7 +77,7 @@ class Handle:
         self.restore()
 
 
-def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
+def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: str | None = None) -> Handle:
     """Switch the attention of a diffusers pipeline (its denoisers), a diffusers or a transformers model to few bits.
 
     Everything is checked before anything is changed. Attention belongs to the model, so other pipelines that share a
@@ -86,6 +87,7 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
         pipe_or_model: the pipeline or model to switch; a pipeline's ControlNets are switched too.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
+        fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
 
     Returns:
         A handle that undoes the switch: `handle.restore()`, or `with sage_hf.apply(...):`.
@@ -104,11 +106,13 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
     """
     if not isinstance(config, SageConfig):
         config = SageConfig.from_name(config)
+    if fallback is not None:
+        config = replace(config, fallback=fallback)
     targets = find_targets(pipe_or_model)
     _check_patterns(config, targets)
     pipe = None if isinstance(pipe_or_model, nn.Module) or not hasattr(pipe_or_model, "scheduler") else pipe_or_model
     changes = [
-        _diffusers_change(target, config, pipe)
+        _diffusers_change(target, config.of_model(target.name), pipe)
         if target.library == "diffusers"
         else _transformers_change(target, config)
         for target in targets
@@ -125,8 +129,9 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path) -> Handle:
 
 
 def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
-    names = [name for target in targets for name in target.layers]
-    if unmatched := config.unmatched_patterns(names):
+    names = [target.label(name) for target in targets for name in target.layers]
+    bare = [name for target in targets for name in target.layers]
+    if unmatched := config.unmatched_patterns([*names, *bare]):
         some = ", ".join(names if len(names) <= 4 else [*names[:2], "…", *names[-2:]])
         raise ValueError(f"the pattern {unmatched[0]!r} matches no attention layer; the {len(names)} layers are {some}")
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sage_hf.patterns import matches
 from sage_hf.sparse.config import Sparse
+from sage_kernels.fallback import FALLBACKS
 from sage_kernels.recipe import RECIPES, get_recipe
-from sage_kernels.registry import FALLBACKS
 
 
 @dataclass(frozen=True)
 class LayerRule:
     """Rule: layers whose name matches `pattern` (shell style, case-sensitive: `transformer_blocks.0.*`) run `recipe`.
 
-    Names are those of `sage_hf.explain`: relative to the denoiser of a pipeline, or to the model.
+    Names are those that `sage_hf.explain` prints, ranges (`blocks.0-3.attn1`) included: relative to the model or to the
+    denoiser of a pipeline, with the denoiser's name in front where a pipeline has several.
     """
 
     pattern: str
@@ -111,9 +112,20 @@ class SageConfig:
                 raise ValueError(f"steps[{i}]: the range {step_rule.start}:{stop} holds no step")
             _check_recipe(step_rule.recipe, f"steps[{i}].recipe")
 
+    def of_model(self, name: str) -> SageConfig:
+        """Return the configuration of one of a pipeline's models, whose name patterns may begin with."""
+        if not name:
+            return self
+        layers = tuple(replace(rule, pattern=rule.pattern.removeprefix(f"{name}.")) for rule in self.layers)
+        sparse = self.sparse
+        if isinstance(sparse, Sparse):
+            dense = tuple(pattern.removeprefix(f"{name}.") for pattern in sparse.dense_layers)
+            sparse = replace(sparse, dense_layers=dense)
+        return replace(self, layers=layers, sparse=sparse)
+
     def layer_rule(self, layer: str) -> LayerRule | None:
         """Return the layer rule that decides for `layer`; None if none matches."""
-        return next((rule for rule in self.layers if fnmatch.fnmatchcase(layer, rule.pattern)), None)
+        return next((rule for rule in self.layers if matches(rule.pattern, layer)), None)
 
     def training_recipe(self, layer: str) -> str | None:
         """Return the recipe of `layer` in training mode; None if `training` is None or a layer rule decides."""
@@ -134,7 +146,7 @@ class SageConfig:
         layers = list(layers)
         dense = self.sparse.dense_layers if isinstance(self.sparse, Sparse) else ()
         patterns = [*(rule.pattern for rule in self.layers), *dense]
-        return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in layers)]
+        return [pattern for pattern in patterns if not any(matches(pattern, name) for name in layers)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data that `from_dict` reads back, without empty entries."""

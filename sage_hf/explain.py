@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,6 +18,7 @@ from sage_hf.diffusers.vsa import VSAProcessor
 from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
+from sage_hf.text import text_table, to_ascii
 from sage_kernels import costs
 from sage_kernels.call import chooses_heavy_keys, heavy_keys_of
 from sage_kernels.recipe import RECIPES, get_recipe
@@ -64,7 +66,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Table of the kernels that ran in each layer, and why not the ones asked for; `str()` formats it.
+    """Table of the kernels that ran in each layer, and why not the ones asked for; `str()` formats it, in ASCII.
 
     Attributes:
         rows: one row for each layer and each kind of call it made, in the model's order.
@@ -85,18 +87,29 @@ class Explanation:
     costs: tuple[str, ...] = ()
     norm_rope: int = 0
 
+    def joined(self, later: Explanation) -> Explanation:
+        """Return one explanation of two runs of a model: equal rows become one, whose calls are those of both.
+
+        What sparse calls kept is that of the later run, and says so.
+        """
+        sums: dict[LayerRow, Counter[str]] = {}
+        for row in (*self.rows, *later.rows):
+            counts = {name: getattr(row, name) for name in _COUNTS}
+            sums.setdefault(replace(row, calls=0, heavy=0, chosen=0, recent=0), Counter()).update(counts)
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in sums))}
+        rows = [replace(row, **dict[str, Any](counts)) for row, counts in sums.items()]
+        return replace(
+            later,
+            rows=tuple(sorted(rows, key=lambda row: places[row.layer])),
+            sparse=tuple((f"{layer} (last video)" if self.rows else layer, kept) for layer, kept in later.sparse),
+            costs=tuple(dict.fromkeys((*self.costs, *later.costs))),
+            norm_rope=max(self.norm_rope, later.norm_rope),
+        )
+
     def __str__(self) -> str:
         notes: dict[str, int] = {}
-        header: tuple[str, ...] = (
-            "layer",
-            "asked",
-            "runs" if self.planned else "ran",
-            "kernels",
-            "numerics",
-            "calls",
-            "why",
-        )
-        lines: list[tuple[str, ...]] = [header]
+        header = ["layer", "asked", "runs" if self.planned else "ran", "kernels", "numerics", "calls", "why"]
+        lines: list[list[str]] = []
         for row in [*_join_rows(self.rows), *(_make_row(UNATTRIBUTED, *ran) for ran in self.compiled)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
             calls = (
@@ -105,14 +118,10 @@ class Explanation:
             idle = "not run, or compiled" if self.compiled else "not run yet"
             own = "its own, or a backend's" if self.compiled else "its own"
             ran = row.recipe or (idle if row.asked else own)
-            lines.append((row.layer, row.asked or "–", ran, row.kernels or "–", row.numerics or "–", calls, note))
+            lines.append([row.layer, row.asked or "-", ran, row.kernels or "-", row.numerics or "-", calls, note])
         if self.planned:
-            lines = [(*line[:5], line[6]) for line in lines]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        lines.insert(1, tuple("─" * width for width in widths))
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
+            header, *lines = ([*line[:5], line[6]] for line in (header, *lines))
+        text = [text_table(header, lines)]
         text += [f"[{number}] {reason}" for reason, number in notes.items()]
         names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.compiled)]
         for name in dict.fromkeys(names):
@@ -125,7 +134,11 @@ class Explanation:
         text += [
             f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
         ]
-        return "\n".join([*text, *self.costs])
+        return to_ascii("\n".join([*text, *self.costs]))
+
+
+_COUNTS = ("calls", "heavy", "chosen", "recent")
+"""The fields of a row that count calls."""
 
 
 def explain(pipe_or_model: object) -> Explanation:
@@ -183,16 +196,15 @@ def _counts(plan: Plan) -> tuple[bool, bool, bool]:
 def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
     """Return which keys the recipe attends to in 16 bits, and in how many of the layers' calls it did."""
     recipe = RECIPES[name]
-    text = f"{recipe.heavy_keys} keys of each sequence in 16 bits, in calls with more keys: the first ones"
-    if recipe.heavy_choice == "heaviest":
-        text += ", or heavier ones in place of some where no mask says more than which keys exist"
+    choice = "first or heaviest" if recipe.heavy_choice == "heaviest" else "the first"
+    text = f"{recipe.heavy_keys} keys per sequence stay in 16 bits ({choice})"
     if recipe.recent_keys:
-        text += f"; and the {recipe.recent_keys} latest keys of each causal row"
+        text += f", and the {recipe.recent_keys} latest of each causal row"
     ran = [row for row in rows if row.recipe == name]
     if calls := sum(row.calls for row in ran):
         heavy, chosen, recent = (sum(getattr(row, what) for row in ran) for what in ("heavy", "chosen", "recent"))
-        text += f". Of {calls} calls {heavy} had such keys, {chosen} chose among all"
-        text += f", {recent} had latest ones" if recipe.recent_keys else ""
+        text += f": in {heavy} of {calls} calls, the heaviest in {chosen}"
+        text += f", the latest in {recent}" if recipe.recent_keys else ""
     return text
 
 

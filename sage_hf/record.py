@@ -159,7 +159,8 @@ def file_plan(plan: Plan) -> None:
             _count_outside()
     if id(plan) not in _known:
         if plan.is_fallback:
-            _log_fallback(plan.request.recipe, plan.recipe, plan.reason)
+            more = "" if plan.brief_reason == plan.reason else " (all reasons: sage_hf.explain)"
+            _log_fallback(plan.request.recipe, plan.recipe, plan.brief_reason + more)
         if plan.kernel == "reference":
             _log_slow(plan)
         if len(_known) >= KNOWN:
@@ -220,7 +221,7 @@ def _log_while_compiling(recipe: str, reason: str) -> None:
 
 def _log_fallback(asked: str, ran: str, reason: str) -> None:
     if (asked, ran, reason) not in _logged:
-        _log_once((asked, ran, reason), f"{asked}: {ran} attention runs instead, because {reason}")
+        _log_once((asked, ran, reason), f"{asked}: {ran} attention runs instead: {reason}")
 
 
 def _log_slow(plan: Plan) -> None:
@@ -228,9 +229,8 @@ def _log_slow(plan: Plan) -> None:
     if request.batch * request.q_heads * request.q_len * request.kv_len >= SLOW_SCORES:
         _log_once(
             ("emulation",),
-            f"{plan.recipe} is emulated in PyTorch, which is slow for calls as long as this ({request.q_len} queries, "
-            f"{request.kv_len} keys, {request.q_heads} heads): it shows the recipe's quality; where speed counts, use "
-            'fallback="native" on a GPU, or exact attention',
+            f"{plan.recipe} is emulated in PyTorch, which is slow ({request.q_len} queries, {request.kv_len} keys, "
+            f"{request.q_heads} heads): it shows the quality; for speed use a GPU that runs it, or exact attention",
         )
 
 

@@ -106,6 +106,39 @@ def test_an_installed_wheel_imports(wheel: Path, environment: Path, tmp_path: Pa
     assert str(tmp_path) in imports_from(environment, tmp_path)
 
 
+EXTRAS = ("matplotlib", "imageio", "sentencepiece", "peft", "pytest", "hypothesis")
+EXAMPLES_HELP = """
+import contextlib, io, runpy, sys
+for script in sys.argv[1:]:
+    for arguments in ([], ["--help"]):
+        sys.argv, sys.path[0] = [script, *arguments], str(script).rpartition("/")[0]
+        errors, output = io.StringIO(), io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
+                runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        # Without arguments a script that needs some says so, and how it is used.
+        assert code == 0 or (not arguments and code == 2 and "usage:" in errors.getvalue()), (script, errors.getvalue())
+"""
+
+
+def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, environment: Path, tmp_path: Path) -> None:
+    """The training scripts and their summary, from another folder than the checkout."""
+    run(
+        *(sys.executable, "-m", "pip", "--python", environment),
+        *("install", "-q", "--no-deps", "--no-build-isolation", source),
+    )
+    for entry in next((tmp_path / "venv").glob("lib/python*/site-packages")).iterdir():
+        if entry.name.startswith(EXTRAS):
+            entry.unlink()
+    scripts = [ROOT / "examples" / f"{name}.py" for name in ("train_language_model", "finetune_tiny_video")]
+    scripts.append(ROOT / "examples/training_summary.py")
+    run(environment, "-c", EXAMPLES_HELP, *scripts, cwd=tmp_path, PYTHONPATH="")
+    assert "usage: sage-hf" in run(environment.with_name("sage-hf"), "--help", cwd=tmp_path, PYTHONPATH="")
+
+
 def test_a_plain_install_from_source_imports(source: Path, environment: Path, tmp_path: Path) -> None:
     run(
         *(sys.executable, "-m", "pip", "--python", environment),

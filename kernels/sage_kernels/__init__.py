@@ -7,6 +7,7 @@ kernel can do; `reference` is the specification of every recipe in plain PyTorch
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 _DOORS = {
@@ -20,7 +21,9 @@ __all__ = sorted(_DOORS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _DOORS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, door = _DOORS[name]
-    return getattr(import_module(f"{__name__}.{module}"), door)
+    if name in _DOORS:
+        module, door = _DOORS[name]
+        return getattr(import_module(f"{__name__}.{module}"), door)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,10 @@ import torch
 
 from . import costs
 from .call import BackwardCall, Call
+from .fallback import FALLBACKS, Fallback
 from .operands import KeyPadding, Saved
 from .recipe import Recipe, get_recipe
 from .request import Request
-
-Fallback = Literal["native", "emulate", "error"]
-FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
 
 # Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
 SUBSTITUTES: dict[str, tuple[str, ...]] = {
@@ -232,7 +230,17 @@ class Plan:
         names: dict[str, list[str]] = {}
         for name, reason in self.passed_over:
             names.setdefault(reason, []).append(name)
-        return "; ".join(f"{', '.join(who)}: {reason}" if any(who) else reason for reason, who in names.items())
+        parts = ((", ".join(dict.fromkeys(who)), reason) for reason, who in names.items())
+        return "; ".join(f"{who}: {reason}" if who else reason for who, reason in parts)
+
+    @cached_property
+    def brief_reason(self) -> str:
+        """Return the part of `reason` that decided, short enough for a log; "" if the recipe asked for runs."""
+        if not self.is_fallback:
+            return ""
+        if self.recipe != "exact":
+            return f"{self.request.recipe} is not native on this device"
+        return self.passed_over[-1][1] if self.passed_over else ""
 
     @cached_property
     def outcome(self) -> Outcome:

@@ -9,30 +9,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import sage_hf
-from sage_hf.app.generate import DTYPES, GenerateOptions, format_outcome, generate
-from sage_hf.app.pipelines import pick_device
-from sage_hf.app.planning import plan
-from sage_hf.app.report import device_name, package_versions
-from sage_hf.app.warmup import HEAD_DIMS, warm_up
-from sage_hf.attention import default_fallback
-from sage_hf.bench import command as bench
-from sage_hf.bench.tune import SECONDS, tune
 from sage_hf.config import SageConfig
-from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
-from sage_hf.text import text_table
-from sage_kernels import costs
+from sage_hf.text import allow_any_text, text_table
+from sage_kernels.fallback import FALLBACKS
 from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import FALLBACKS, KernelUnavailableError, routing, select
-from sage_kernels.toolchain import triton_version
+
+if TYPE_CHECKING:
+    import torch
+
+# What imports torch is imported by the command that needs it: help and typos are answered at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `sage-hf`, and return its exit code: 0, 2 after an error (on stderr) or 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
@@ -45,22 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_recipe_arguments(command)
     command = commands.add_parser("generate", help="render prompts with low-bit attention, and report")
     add_generate_arguments(command)
-    command = commands.add_parser("compare", help="the same beside exact attention, with every layer's error")
+    command = commands.add_parser(
+        "compare", help="the same beside exact attention, with every layer's error; or a language model's predictions"
+    )
     add_generate_arguments(command, compare=True)
+    command.add_argument(
+        "--text", type=_path, metavar="FILE", help="perplexity and divergence of a causal language model on this text"
+    )
     command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
-    bench.add_arguments(command)
+    if arguments[:1] == ["bench"]:  # its choices are models and kernels, which take seconds to import
+        from sage_hf.bench.command import add_arguments
+
+        add_arguments(command)
     command = commands.add_parser("tune", help="measure in a minute what calls cost on this GPU, to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
-    command.add_argument("--seconds", type=float, default=SECONDS, help=f"of measuring (default: {SECONDS:.0f})")
+    command.add_argument("--seconds", type=float, help="of measuring (default: a minute)")
     command.add_argument(
         "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
     command = commands.add_parser("warmup", help="compile the kernels of a recipe or configuration for this GPU")
     command.add_argument("config", nargs="?", default="sage3", metavar="NAME_OR_JSON", help="default: sage3")
-    command.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, metavar="N", help="default: 64 128")
+    command.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="N", help="default: 64 128")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
-    args = parser.parse_args(argv)
-    return _run_guarded(args)
+    return _run_guarded(parser, arguments)
 
 
 def generate_main(
@@ -76,9 +77,8 @@ def generate_main(
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_generate_arguments(parser, default_config=config, **defaults)
-    args = parser.parse_args(argv)
-    args.command = "generate"
-    return _run_guarded(args)
+    parser.set_defaults(command="generate")
+    return _run_guarded(parser, argv)
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str = "sage3", **defaults: object) -> None:
@@ -96,7 +96,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str 
     parser.add_argument("--guidance-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int, default=0, help="of every prompt (default: 0)")
     parser.add_argument("--fps", type=int, help="frames per second of the files (default: 8)")
-    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: bfloat16, on a CPU float32)")
+    parser.add_argument("--dtype", help="float32, bfloat16, float16 (default: bfloat16, on a CPU float32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
     parser.add_argument(
         "--cpu-offload", action=argparse.BooleanOptionalAction, default=False, help="keep only what runs on the GPU"
@@ -138,23 +138,49 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str =
     )
 
 
-def _run_guarded(args: argparse.Namespace) -> int:
+def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Run the command and return its exit code; errors of the user or the machine are printed without a traceback."""
+    allow_any_text(sys.stdout, sys.stderr)
+    args = parser.parse_args(argv)
     try:
+        if "recipe" in args:
+            args.sage_config = _config(args)  # a typo is told before anything is imported
         COMMANDS[args.command](args)
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{interrupt}", file=sys.stderr)
         return 130
-    except torch.OutOfMemoryError as error:
-        print(f"error: {error}\nTry less height, width or frames, --cpu-offload or --vae-tiling.", file=sys.stderr)
-        return 2
-    except (ValueError, OSError, ImportError, MemoryError, KernelUnavailableError) as error:
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if not _is_of_machine(error):
+            raise
         return 2
     return 0
 
 
+def _is_of_machine(error: RuntimeError) -> bool:
+    """Print the error and return True if the GPU lacks memory or a kernel; return False of any other error."""
+    import torch
+
+    from sage_kernels.registry import KernelUnavailableError
+
+    if not isinstance(error, torch.OutOfMemoryError | KernelUnavailableError):
+        return False
+    advice = "\nTry less height, width or frames, --cpu-offload or --vae-tiling."
+    print(f"error: {error}{advice if isinstance(error, torch.OutOfMemoryError) else ''}", file=sys.stderr)
+    return True
+
+
 def _env(args: argparse.Namespace) -> None:
+    import torch
+
+    from sage_hf.app.report import device_name, package_versions
+    from sage_hf.attention import default_fallback
+    from sage_hf.nominal import nominal_request
+    from sage_kernels.registry import KernelUnavailableError, select
+    from sage_kernels.toolchain import triton_version
+
     print("  ".join(f"{name} {number}" for name, number in package_versions().items()))
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in [*devices, torch.device("cpu")]:
@@ -182,35 +208,60 @@ def _env(args: argparse.Namespace) -> None:
 
 def _costs_note(device: torch.device) -> str:
     """Return a line that says by which table of costs calls choose between low bits and exact attention."""
+    import torch
+
+    from sage_kernels import costs
+    from sage_kernels.registry import routing
+
     if not routing():
         return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel can serve a call"
     return costs.description(torch.cuda.get_device_capability(device))
 
 
 def _gpu(name: str) -> torch.device:
+    import torch
+
     if not torch.cuda.is_available():
         raise ValueError("this command needs a GPU, and PyTorch finds none here")
     return torch.device(name)
 
 
 def _warmup(args: argparse.Namespace) -> None:
+    config = SageConfig.from_name(args.config)
+    from sage_hf.app.warmup import warm_up
+
     start = time.perf_counter()
-    calls = warm_up(SageConfig.from_name(args.config), _gpu(args.device), args.head_dim)
+    calls = warm_up(config, _gpu(args.device), args.head_dim)
     print(f"ran {calls} calls in {time.perf_counter() - start:.0f} s; their kernels are in the caches")
 
 
 def _tune(args: argparse.Namespace) -> None:
-    table = tune(_gpu(args.device), args.seconds, progress=lambda text: print(text, file=sys.stderr))
+    from sage_hf.bench.tune import SECONDS, tune
+    from sage_kernels import costs
+
+    seconds = SECONDS if args.seconds is None else args.seconds
+    table = tune(_gpu(args.device), seconds, progress=lambda text: print(text, file=sys.stderr))
     path = args.output or costs.tuned_path(table.gpu)
     table.write(path)
     print(f"wrote {path}: {len(table.curves)} curves of {table.gpu}")
 
 
 def _explain(args: argparse.Namespace) -> None:
-    print(plan(args.pretrained, _config(args), pick_device(args.device)))
+    from sage_hf.app.pipelines import pick_device
+    from sage_hf.app.planning import plan
+
+    print(plan(args.pretrained, args.sage_config, pick_device(args.device)))
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from sage_hf.bench.command import execute
+
+    execute(args)
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from sage_hf.app.generate import GenerateOptions, format_outcome, generate
+
     names: tuple[str, ...] = (
         "pretrained",
         "compare",
@@ -225,7 +276,7 @@ def _generate(args: argparse.Namespace) -> None:
     )
     names += ("cpu_offload", "vae_tiling", "fps", "output")
     options = GenerateOptions(
-        config=_config(args),
+        config=args.sage_config,
         label=Path(_name(args)).stem,
         prompts=tuple(args.prompt),
         **{name: getattr(args, name) for name in names},
@@ -242,6 +293,31 @@ def _generate(args: argparse.Namespace) -> None:
         files = f"{', '.join(written)} in {options.output}" if written else "nothing"
         raise KeyboardInterrupt(f"; written: {files}") from None
     print(format_outcome(report))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    if args.text is None:
+        _generate(args)
+        return
+    if args.prompt:
+        raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
+    if args.pretrained is None:
+        raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")
+    from sage_hf.app.generate import torch_dtype
+    from sage_hf.app.language import compare_text
+    from sage_hf.app.pipelines import pick_device
+
+    device = pick_device(args.device)
+    result = compare_text(
+        args.pretrained,
+        args.text,
+        args.sage_config,
+        Path(_name(args)).stem,
+        dtype=torch_dtype(args.dtype, device),
+        device=device,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    print(result)
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -263,8 +339,8 @@ COMMANDS = {
     "env": _env,
     "explain": _explain,
     "generate": _generate,
-    "compare": _generate,
-    "bench": bench.execute,
+    "compare": _compare,
+    "bench": _bench,
     "tune": _tune,
     "warmup": _warmup,
 }

@@ -1,14 +1,13 @@
-"""Generation: render prompts with low-bit attention, beside exact attention if asked, and write a report."""
+"""Generation: render videos or images with low-bit attention, beside exact attention if asked, and write a report."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,20 @@ import torch
 from huggingface_hub.utils import logging
 
 from sage_hf.app.layer_errors import record_layer_errors
-from sage_hf.app.pipelines import TINY_VIDEO, folder_or_name, generation_defaults, load_pipeline, pick_device
+from sage_hf.app.pipelines import (
+    TINY_VIDEO,
+    folder_or_name,
+    generation_defaults,
+    load_pipeline,
+    pick_device,
+    tiny_video,
+)
 from sage_hf.app.progress import layer_progress
 from sage_hf.app.report import Report, VideoReport, device_name
-from sage_hf.app.video import can_write_mp4, contact_sheet, sample_frames, side_by_side, write_video
+from sage_hf.app.video import contact_sheet, sample_frames, side_by_side, write_video
 from sage_hf.apply import apply
 from sage_hf.config import SageConfig
-from sage_hf.explain import Explanation, LayerRow, explain
+from sage_hf.explain import Explanation, explain
 from sage_hf.files import check_folder, replacing, writable_folder
 from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
@@ -46,9 +52,9 @@ class GenerateOptions:
 
     Attributes:
         config: the recipe and its exceptions.
-        label: name of the low-bit videos in files and pictures.
+        label: name of the low-bit renderings in files and pictures.
         output: folder of the files, made if it does not exist.
-        prompts: texts to render, one video each; empty: the first two prompts of `generation.json`.
+        prompts: texts to render, one video or image each; empty: the first two prompts of `generation.json`.
         pretrained: folder of a pipeline or its name on the Hub; None: the tiny model of a checkout.
         compare: render with exact attention as well, from the same seed, and measure the difference.
         steps, height, width, frames, guidance_scale: arguments of the pipeline's call; sizes in pixels.
@@ -94,29 +100,32 @@ class GenerateOptions:
                 raise ValueError("--prompt must not be empty")
             if any("\ud800" <= character <= "\udfff" for character in prompt):
                 raise ValueError(f"--prompt is not text in UTF-8: {prompt!r}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        torch_dtype(self.dtype, pick_device(self.device))
         check_folder(self.output, "--output")
-        if self.pretrained is None and not (TINY_VIDEO / "model_index.json").is_file():
+        if self.pretrained is None and tiny_video() is None:
             raise ValueError(
-                "--pretrained is needed: give a pipeline's folder or its name on the Hub (a checkout of sage-hf has a "
-                "tiny one in examples/tiny_video, which is the default there)"
+                "--pretrained is needed: give a pipeline's folder or its name on the Hub (in a checkout of sage-hf the "
+                "default is examples/tiny_video)"
             )
-        pick_device(self.device)
 
-    def torch_dtype(self) -> torch.dtype:
-        """Return the dtype of all weights."""
-        return DTYPES[self.dtype or ("float32" if pick_device(self.device).type == "cpu" else "bfloat16")]
+
+def torch_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """Return the dtype of that name; of None float32 on a CPU, else bfloat16. Raise ValueError for another name."""
+    if name is None:
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    if name not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
 
 
 def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lambda path: None) -> Report:
-    """Render every prompt, write the videos and the report into `options.output`, and return the report.
+    """Render every prompt, write the files and the report into `options.output`, and return the report.
 
-    Files: `01-<label>.mp4` for each prompt (gif if no encoder is installed), with `compare` also `01-exact.mp4`,
-    `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`. Each file is written atomically and as
-    early as possible: after an error or Ctrl-C every existing file is finished, and the report says that it is not
-    complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one prompt's frames
-    are kept in memory.
+    Files: `01-<label>.mp4` for each prompt (gif if no encoder is installed, png of an image), with `compare` also
+    `01-exact.mp4`, `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`. Each file is written
+    atomically and as early as possible: after an error or Ctrl-C every existing file is finished, and the report says
+    that it is not complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one
+    prompt's frames are kept in memory.
 
     Args:
         options: what to render, and how.
@@ -132,12 +141,13 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
 
 
 def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> Report:
-    pretrained = str(TINY_VIDEO) if options.pretrained is None else folder_or_name(options.pretrained)
+    pretrained = str(tiny_video()) if options.pretrained is None else folder_or_name(options.pretrained)
     defaults = generation_defaults(pretrained)
     prompts = options.prompts or tuple(defaults.get("prompts", ())[:2])
     if not prompts:
         raise ValueError("--prompt is needed: say what to render")
-    device, dtype = pick_device(options.device), options.torch_dtype()
+    device = pick_device(options.device)
+    dtype = torch_dtype(options.dtype, device)
     pipe = load_pipeline(
         pretrained, dtype=dtype, device=device, cpu_offload=options.cpu_offload, vae_tiling=options.vae_tiling
     )
@@ -149,7 +159,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
     reserved = options.compare and _slug(options.label) in RESERVED_SLUGS
     label = f"sage {options.label}" if reserved else options.label
     report = Report(
-        pretrained="examples/tiny_video" if options.pretrained is None else pretrained,
+        pretrained=str(TINY_VIDEO) if options.pretrained is None else pretrained,
         pipeline=type(pipe).__name__,
         config=options.config,
         settings=settings,
@@ -166,7 +176,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
             files.add_video(exact)
         with apply(pipe, options.config):
             low_bit = job.render(prompt, label, count)
-            report.explanation = _merge(report.explanation, explain(pipe))
+            report.explanation = report.explanation.joined(explain(pipe))
         files.add_video(low_bit)
         if options.compare:
             files.add_comparison(exact, low_bit)
@@ -183,7 +193,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
 @dataclass
 class _Rendering:
     label: str
-    frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN
+    frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN; of an image one
     nan: float  # the fraction that was NaN
     seconds: float
     denoiser_seconds: float
@@ -210,7 +220,7 @@ class _Job:
         """
         with attention():
             try:
-                self.call("warm-up", prompt, num_inference_steps=2, output_type="latent")
+                output = self.call("warm-up", prompt, num_inference_steps=2, output_type="latent")
             except (torch.OutOfMemoryError, KernelUnavailableError):
                 raise
             except (ArithmeticError, RuntimeError) as error:
@@ -219,14 +229,16 @@ class _Job:
                     f"{type(self.pipe).__name__} fails with {settings or 'its own settings'}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+        if not hasattr(output, "frames") and not hasattr(output, "images"):
+            raise ValueError(f"{type(self.pipe).__name__} makes neither videos nor images")
 
     def render(self, prompt: str, label: str, count: str) -> _Rendering:
-        """Render the prompt's video with the present attention; `label` and `count` describe it in the progress bar."""
+        """Render the prompt with the present attention; `label` and `count` describe it in the progress bar."""
         with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
             start = _synchronized_time(self.device)
             output = self.call(f"{label}: {count}", prompt, output_type="np")
             seconds = _synchronized_time(self.device) - start
-        frames = np.asarray(output.frames[0], dtype=np.float32)
+        frames = np.asarray(output.frames[0] if hasattr(output, "frames") else output.images[:1], dtype=np.float32)
         if nan := float(np.isnan(frames).mean()):
             logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
         frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
@@ -242,7 +254,7 @@ class _Files:
         self._sheet: list[tuple[str, dict[str, np.ndarray]]] = []
 
     def add_video(self, rendering: _Rendering) -> None:
-        """Write a video of the latest prompt, and the report."""
+        """Write a rendering of the latest prompt, and the report."""
         video, label = self._report.videos[-1], rendering.label
         self._write_video(label, _slug(label), rendering.frames)
         video.seconds[label] = rendering.seconds
@@ -251,7 +263,7 @@ class _Files:
         self.save_report()
 
     def add_comparison(self, exact: _Rendering, low_bit: _Rendering) -> None:
-        """Write the latest prompt's videos side by side, the contact sheet and the report."""
+        """Write the latest prompt's renderings side by side, the contact sheet and the report."""
         video = self._report.videos[-1]
         if not any(video.nan.values()):
             video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
@@ -287,11 +299,11 @@ def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: 
     """Return the arguments of the pipeline's call: those of `defaults` that it takes, and those of `options`.
 
     Raises:
-        ValueError: the pipeline does not make a video from a prompt alone, or does not take an argument of `options`.
+        ValueError: the pipeline does not render a prompt alone, or does not take an argument of `options`.
     """
     parameters = inspect.signature(type(pipe).__call__).parameters
-    if "num_frames" not in parameters or "prompt" not in parameters:
-        raise ValueError(f"{type(pipe).__name__} does not make a video from a prompt; use a text-to-video pipeline")
+    if "prompt" not in parameters:
+        raise ValueError(f"{type(pipe).__name__} takes no prompt; use a text-to-video or text-to-image pipeline")
     needed = [
         name
         for name, parameter in list(parameters.items())[1:]
@@ -299,7 +311,9 @@ def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: 
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if inputs := [name for name in needed if name != "prompt"]:
-        raise ValueError(f"{type(pipe).__name__} needs {', '.join(inputs)} too; use a text-to-video pipeline")
+        raise ValueError(
+            f"{type(pipe).__name__} needs {', '.join(inputs)} too; use a text-to-video or text-to-image pipeline"
+        )
     given = {
         "num_inference_steps": options.steps,
         "height": options.height,
@@ -309,7 +323,8 @@ def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: 
     }
     given = {name: value for name, value in given.items() if value is not None}
     if foreign := [name for name in given if name not in parameters]:
-        raise ValueError(f"{type(pipe).__name__} takes no {foreign[0]}: leave it out")
+        flag = {"num_inference_steps": "steps", "num_frames": "frames"}.get(foreign[0], foreign[0].replace("_", "-"))
+        raise ValueError(f"{type(pipe).__name__} takes no {foreign[0]}: leave --{flag} out")
     return {name: value for name, value in defaults.items() if name in parameters} | given
 
 
@@ -340,20 +355,6 @@ def _synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _merge(before: Explanation, later: Explanation) -> Explanation:
-    """Return one explanation for two runs of a model: equal rows become one row with the calls of both.
-
-    What sparse calls kept is that of the later run, and says so.
-    """
-    calls: Counter[LayerRow] = Counter()
-    for row in (*before.rows, *later.rows):
-        calls[replace(row, calls=0)] += row.calls
-    places = {layer: place for place, layer in enumerate(dict.fromkeys(row.layer for row in calls))}
-    rows = sorted((replace(row, calls=count) for row, count in calls.items()), key=lambda row: places[row.layer])
-    sparse = tuple((f"{layer} (last video)" if before.rows else layer, kept) for layer, kept in later.sparse)
-    return Explanation(tuple(rows), later.compiled, sparse=sparse)
-
-
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
     """Return captions by label that say what really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
@@ -374,9 +375,9 @@ def _slug(text: str) -> str:
 def format_outcome(report: Report) -> str:
     """Return the text to print at the end: the table, the kernels and the paths of the files."""
     lines = [report.summary(), "", str(report.explanation), ""]
-    if not can_write_mp4():
-        lines += ['No mp4 encoder is installed, so the videos are gifs: pip install "sage-hf[video]"', ""]
     names = [name for video in report.videos for name in video.files.values()]
+    if any(name.endswith(".gif") for name in names):
+        lines += ['No mp4 encoder is installed, so the videos are gifs: pip install "sage-hf[video]"', ""]
     if any("side by side" in video.files for video in report.videos):
         names.append("contact-sheet.png")
     lines += ["Files:", *(f"  {report.output / name}" for name in [*names, "report.md", "report.json"])]

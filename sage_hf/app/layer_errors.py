@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging
 
 from sage_hf import record
 from sage_hf.app.peaks import NO_PEAKS, Peaks, find_peaks
 from sage_hf.metrics import ErrorSums, TensorErrors
 from sage_hf.targets import find_targets
+from sage_hf.text import text_table, to_ascii
 from sage_kernels import dispatch, exact
 from sage_kernels.call import Call, Mask, softmax_scale
 from sage_kernels.recipe import get_recipe, without_remedies
+from sage_kernels.registry import Plan
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class LayerErrors:
         peaks: how peaked exact attention is on these inputs.
         errors_without_remedies: errors of the same recipe without its remedies for peaked attention; None if what ran
             has none, or if they were not asked for.
+        recipes: what ran, in the order of its first call: ("exact",) if the recipe asked for never did.
     """
 
     layer: str
@@ -36,6 +42,7 @@ class LayerErrors:
     errors: TensorErrors
     peaks: Peaks = NO_PEAKS
     errors_without_remedies: TensorErrors | None = None
+    recipes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -47,6 +54,12 @@ class _Layer:
     plain_errors: ErrorSums = field(default_factory=ErrorSums)
     has_remedies: bool = False
     peaks: Peaks = NO_PEAKS
+    plans: list[Plan] = field(default_factory=list)
+    """The first plan of each recipe that ran."""
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        return tuple(plan.recipe for plan in self.plans)
 
 
 class LayerErrorRecorder:
@@ -65,6 +78,8 @@ class LayerErrorRecorder:
             return
         layer = self._layers[self._names[call.layer]]
         layer.calls += 1
+        if call.plan.recipe not in layer.recipes:
+            layer.plans.append(call.plan)
         layer.has_remedies |= _has_remedies(call)
         plain_output = _attend_without_remedies(call) if self._without_remedies else call.output
         for i in range(call.query.shape[0]):
@@ -94,22 +109,33 @@ class LayerErrorRecorder:
                 layer.errors.errors(),
                 layer.peaks,
                 layer.plain_errors.errors() if layer.has_remedies and self._without_remedies else None,
+                layer.recipes,
             )
             for name, layer in self._layers.items()
             if layer.calls
         ]
 
+    def never_ran(self) -> list[str]:
+        """Return a sentence for each recipe that was asked for and ran in no call, with the reason."""
+        plans = [plan for layer in self._layers.values() for plan in layer.plans]
+        ran = {plan.recipe for plan in plans}
+        asked = {plan.request.recipe: plan for plan in plans if plan.request.recipe not in ran}
+        return [
+            f"{recipe} never ran: these are the errors of {plan.recipe} attention ({plan.brief_reason})"
+            for recipe, plan in asked.items()
+        ]
+
     def __str__(self) -> str:
-        """Return a table of the layers that were called."""
-        header, rows = table(self.layers())
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [header, ["─" * width for width in widths], *rows]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        """Return a table of the layers that were called, in ASCII, with what `never_ran` says below it."""
+        return to_ascii("\n".join([text_table(*table(self.layers())), *self.never_ran()]))
 
 
 @contextmanager
 def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True) -> Iterator[LayerErrorRecorder]:
     """Compare each eager attention call made inside the block with exact attention in float32 on the same inputs.
+
+    The block runs without gradients, so that recipes that are forward only run too; a recipe that was asked for and
+    never ran is logged.
 
     This is slow: every attention is computed again in full precision, its weights once more, and with
     `without_remedies` the low-bit one a second time. Memory stays bounded, because samples are compared one at a time
@@ -128,15 +154,17 @@ def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True)
         ValueError: a model has no attention layer that can be switched.
     """
     recorder = LayerErrorRecorder(pipe_or_model, without_remedies=without_remedies)
-    with record.observe(recorder):
+    with record.observe(recorder), torch.no_grad():
         yield recorder
+    for sentence in recorder.never_ran():
+        logger.warning(sentence)
 
 
 def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table of layers; a column without remedies if some layer has such errors."""
     compared = any(layer.errors_without_remedies is not None for layer in layers)
-    header = ["layer", "CosSim", "rel-L1", *(["rel-L1 without remedies"] if compared else [])]
-    header += ["RMSE", "scale α", "max abs", "worst head rel-L1", "heaviest key", "loudest channel"]
+    header = ["layer", "ran", "CosSim", "rel-L1", *(["rel-L1 without remedies"] if compared else [])]
+    header += ["RMSE", "scale", "max abs", "worst head rel-L1", "heaviest key", "loudest channel"]
     rows = []
     for layer in layers:
         errors, plain, peaks = layer.errors, layer.errors_without_remedies, layer.peaks
@@ -144,6 +172,7 @@ def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [
                 layer.layer,
+                ", ".join(layer.recipes),
                 f"{errors.cosine:.5f}",
                 f"{errors.rel_l1:.4f}",
                 *([without] if compared else []),
@@ -152,7 +181,7 @@ def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:
                 f"{errors.max_abs:.3g}",
                 f"{errors.worst_head_rel_l1:.4f}",
                 "–" if peaks.key is None else f"{peaks.share:.3f} at {peaks.key}",
-                f"× {peaks.loudness:.1f}",
+                f"x {peaks.loudness:.1f}",
             ]
         )
     return header, rows

@@ -16,8 +16,19 @@ from torch import nn
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-TINY_VIDEO = Path(__file__).resolve().parents[2] / "examples" / "tiny_video"
-"""Folder of the small trained pipeline; part of a checkout, but not of a wheel."""
+TINY_VIDEO = Path("examples", "tiny_video")
+"""Folder of the small trained pipeline in a checkout."""
+
+
+def tiny_video() -> Path | None:
+    """Return the folder of the small trained pipeline; None outside of a checkout.
+
+    The package lies in the checkout if it was installed editable; otherwise the present folder may be one.
+    """
+    for checkout in (Path(__file__).resolve().parents[2], Path()):
+        if (checkout / TINY_VIDEO / "model_index.json").is_file():
+            return checkout / TINY_VIDEO
+    return None
 
 
 def load_pipeline(
@@ -60,6 +71,11 @@ def load_pipeline(
         ImportError,
         SafetensorError,
     ) as error:
+        if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
+            raise ValueError(
+                f"{pretrained} is a model and no diffusers pipeline: give the pipeline's folder; a language model is "
+                "compared with `sage-hf compare --text FILE`"
+            ) from error
         damage = "; ".join(damaged_files(folder)) if folder.is_dir() else ""
         raise ValueError(f"cannot load the pipeline {pretrained}: {damage or error}") from error
     _check_complete(pipe, folder)

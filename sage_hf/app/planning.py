@@ -44,7 +44,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         row
         for target in find_targets(model)
         for name, layer in target.layers.items()
-        for row in _layer_rows(target.label(name), layer, config, config.layer_rule(name), device)
+        for row in _layer_rows(target.label(name), layer, config, config.of_model(target.name).layer_rule(name), device)
     ]
     sparse = [
         (target.label("self-attention"), settings.describe())

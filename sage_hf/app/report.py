@@ -146,7 +146,7 @@ class Report:
             lines += ["**Not complete: still being made, or broken off.**", ""]
         lines += [f"{self.pretrained} on {self.device}, {self.dtype}; {packages}.", ""]
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
-        lines += [f"Settings: {settings}." if settings else "Settings: the pipeline's own.", "", "## Videos", ""]
+        lines += [f"Settings: {settings}." if settings else "Settings: the pipeline's own.", "", "## Results", ""]
         labels = self._labels()
         header = ["prompt", "files", *(f"{label}, s (denoiser)" for label in labels), "PSNR, dB", "SSIM"]
         rows = []

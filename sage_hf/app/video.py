@@ -1,4 +1,4 @@
-"""Video files, clips shown side by side, and contact sheets."""
+"""Files of videos and images, clips shown side by side, and contact sheets."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def can_write_mp4() -> bool:
 
 
 def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
-    """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif if no encoder is installed.
+    """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif if no encoder is installed; one as `path`.png.
 
-    The file is written atomically. An older file of the other kind is removed.
+    The file is written atomically. Older files of the other kinds are removed.
 
     Returns:
         The path of the file.
@@ -42,14 +42,17 @@ def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
     from diffusers.utils import export_to_gif
 
     images = [Image.fromarray(frame) for frame in frames]
-    mp4, gif = Path(f"{path}.mp4"), Path(f"{path}.gif")
-    written, other = (mp4, gif) if can_write_mp4() else (gif, mp4)
+    kind = "png" if len(images) == 1 else "mp4" if can_write_mp4() else "gif"
+    written = Path(f"{path}.{kind}")
     with replacing(written) as part:
-        if written is mp4:
+        if kind == "png":
+            images[0].save(part)
+        elif kind == "mp4":
             _write_mp4(images, part, fps)
         else:
             export_to_gif(images, str(part), fps=fps)
-    other.unlink(missing_ok=True)
+    for other in {"png", "mp4", "gif"} - {kind}:
+        Path(f"{path}.{other}").unlink(missing_ok=True)
     return written
 
 
@@ -107,8 +110,9 @@ def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns:
 
     Args:
         rows: (title, uint8 videos (F, H, W, 3) by label), one for each prompt.
-        columns: number of frames shown of each video, evenly from the first to the last.
+        columns: number of frames shown of each video, evenly from the first to the last; fewer of shorter ones.
     """
+    columns = min(columns, max(len(frames) for _, videos in rows for frames in videos.values()))
     font, small = _font(20), _font(16)
     panel = _panel_size(rows[0][1][next(iter(rows[0][1]))], 160)
     labels = [label for _, videos in rows for label in videos]
@@ -132,8 +136,8 @@ def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns:
 
 
 def sample_frames(frames: np.ndarray, count: int = SHEET_COLUMNS) -> np.ndarray:
-    """Return `count` frames of a video, evenly from the first to the last."""
-    return frames[np.linspace(0, len(frames) - 1, count).round().astype(int)]
+    """Return `count` frames of a video, evenly from the first to the last; all if there are not more."""
+    return frames[np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)]
 
 
 def _panel_size(video: np.ndarray, height: int = PANEL_HEIGHT) -> tuple[int, int]:

@@ -6,12 +6,14 @@ import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub.utils import logging
 
 from sage_kernels.import_hook import when_imported
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.get_logger(__name__)
 
@@ -81,6 +83,8 @@ def _with_originals_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := _processors()) is None:
             return change(self, *args, **kwargs)
+        import torch
+
         model = self if isinstance(self, torch.nn.Module) else getattr(self, "unet", None) or self.transformer
         with ours.originals_in_place(model):
             return change(self, *args, **kwargs)
@@ -89,7 +93,7 @@ def _with_originals_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _processors() -> Any:
-    """Return the module of our processors, or None if it has not been imported, or could not be: then there are none."""
+    """Return the module of our processors, or None if it was never imported: then there are none."""
     return sys.modules.get("sage_hf.diffusers.processor")
 
 
@@ -116,6 +120,7 @@ def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]
 
 def _warn_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `forward` to warn if `with attention_backend("sage3")` has no effect, because the processor ignores it."""
+    import torch
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     from sage_hf.names import NAMES

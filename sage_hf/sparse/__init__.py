@@ -1,19 +1,28 @@
 """Sparse attention: routers that choose tiles, the order that makes tiles coherent, their use in models, and VSA."""
 
-from .config import Sparse
-from .order import TileOrder
-from .routers import MeanRouter, Router, ShareRouter, SubBlockRouter, even_budgets, kept_mass, tile_mass
-from .vsa import vsa_attention
+from __future__ import annotations
 
-__all__ = [
-    "MeanRouter",
-    "Router",
-    "ShareRouter",
-    "Sparse",
-    "SubBlockRouter",
-    "TileOrder",
-    "even_budgets",
-    "kept_mass",
-    "tile_mass",
-    "vsa_attention",
-]
+from importlib import import_module
+from typing import Any
+
+from .config import Sparse
+
+_HOME = {
+    "MeanRouter": "routers",
+    "Router": "routers",
+    "ShareRouter": "routers",
+    "SubBlockRouter": "routers",
+    "TileOrder": "order",
+    "even_budgets": "routers",
+    "kept_mass": "routers",
+    "tile_mass": "routers",
+    "vsa_attention": "vsa",
+}
+
+__all__ = ["Sparse", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .routers import MeanRouter, Router, ShareRouter, SubBlockRouter
+from sage_hf.patterns import matches
+
+if TYPE_CHECKING:
+    from .routers import Router
 
 BLOCK = 128
 """Rows a block and keys a tile: the kernel's fastest."""
@@ -56,7 +58,7 @@ class Sparse:
 
     def is_dense(self, layer: str) -> bool:
         """Return whether a pattern of `dense_layers` matches the layer's name."""
-        return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.dense_layers)
+        return any(matches(pattern, layer) for pattern in self.dense_layers)
 
     def describe(self) -> str:
         """Return the settings as one line of text."""
@@ -70,6 +72,8 @@ class Sparse:
 
     def make_router(self, shares: tuple[float, ...] | None = None) -> Router:
         """Return the router; `shares` of heads replace `keep`."""
+        from .routers import MeanRouter, ShareRouter, SubBlockRouter
+
         if self.router == "share":
             return ShareRouter(self.keep, block_m=BLOCK, block_n=BLOCK)
         kind = MeanRouter if self.router == "mean" else SubBlockRouter

@@ -17,9 +17,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 Result = TypeVar("Result")
 
-_EVERY_MODEL = frozenset(
-    {"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"}
-)
+_EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"})
 
 
 def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING
 from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
-from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.inspection import models_of
-from sage_hf.transformers.layers import refusal
-from sage_hf.transformers.rotary import forget_model, rotate_by_kernel
 from sage_kernels.import_hook import when_imported
 from sage_kernels.recipe import get_recipe
 
@@ -38,6 +34,8 @@ def register() -> None:
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
+    from sage_hf.transformers.attention import sage_attention_forward
+
     for name, (recipe, fallback) in NAMES.items():
         function = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
         modeling_utils.AttentionInterface.register(name, function)
@@ -54,6 +52,10 @@ def _register_masks(masking_utils: ModuleType) -> None:
 
 def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
     """Extend the check of `attn_implementation` in a model's `__init__` and `set_attn_implementation`."""
+    from sage_hf.transformers.inspection import models_of
+    from sage_hf.transformers.layers import refusal
+    from sage_hf.transformers.rotary import forget_model, rotate_by_kernel
+
     check = pretrained_model.get_correct_attn_implementation
 
     @functools.wraps(check)

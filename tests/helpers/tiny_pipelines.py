@@ -2,14 +2,26 @@
 
 import torch
 from diffusers import (
+    AutoencoderKL,
     AutoencoderKLCogVideoX,
     CogVideoXDDIMScheduler,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
+    DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 LAYERS = 3
 
@@ -61,6 +73,45 @@ def cogvideox(num_layers: int = LAYERS) -> CogVideoXPipeline:
     text_config = T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
     pipe = CogVideoXPipeline(
         tokenizer(), T5EncoderModel(text_config).eval(), vae, transformer(num_layers), CogVideoXDDIMScheduler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def image_pipeline() -> StableDiffusionPipeline:
+    """Stable Diffusion of 64×64 pixels."""
+    torch.manual_seed(0)
+    text = CLIPTextConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        eos_token_id=1,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32,),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+        norm_num_groups=8,
+    )
+    channels = (8, 8, 8, 8)
+    vae = AutoencoderKL(
+        block_out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    words = tokenizer()
+    words.model_max_length = 16
+    pipe = StableDiffusionPipeline(
+        vae.eval(), CLIPTextModel(text).eval(), words, unet.eval(), DDIMScheduler(), None, None, None, False
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

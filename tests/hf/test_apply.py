@@ -11,6 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
+from sage_kernels.registry import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
 
@@ -25,6 +26,16 @@ def attributes(model: nn.Module) -> list[set[str]]:
 def run_llama(model, tokens: int = 80) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(tokens)[None] % 32).logits
+
+
+def test_fallback_goes_before_that_of_the_configuration():
+    model = tiny.transformer()
+    handle = sage_hf.apply(model, SageConfig("sage3", fallback="emulate"), fallback="error")
+    assert handle.config.fallback == "error"
+    with pytest.raises(KernelUnavailableError, match="no native kernel for recipe 'sage3'"), torch.no_grad():
+        model(**tiny.transformer_inputs())
+    with pytest.raises(ValueError, match="fallback: 'maybe' is not one of native, emulate, error"):
+        sage_hf.apply(model, "sage3", fallback="maybe")
 
 
 def test_restore_gives_back_the_very_same_processors_and_the_same_bits():

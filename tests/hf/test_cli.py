@@ -2,6 +2,7 @@ import errno
 import json
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfi
 
 import sage_hf
 from sage_hf.app import generate as generation
+from sage_hf.app import pipelines
 from sage_hf.app.cli import main
 from sage_hf.bench import measure
 from sage_hf.config import SageConfig
@@ -47,6 +49,17 @@ def test_the_version_is_told_without_a_command(capsys):
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"sage-hf {sage_hf.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["generate", "--help"], ["genrate"], ["generate", "--recipe", "sage9"], ["compare", "--config", "x"]],
+)
+def test_help_and_typos_are_answered_without_importing_torch(arguments):
+    code = "import sys; from sage_hf.app.cli import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    modules = done.stdout.splitlines()[-1].split()
+    assert "sage_hf.app.cli" in modules and not {"torch", "diffusers", "transformers", "numpy"} & set(modules)
 
 
 def test_env_tells_versions_and_what_each_recipe_runs(capsys):
@@ -105,6 +118,83 @@ def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, 
     assert main(["compare", *arguments, "--output", str(tmp_path / "two")]) == 0
     assert str(tmp_path / "two" / "01-side-by-side.mp4") in capsys.readouterr().out
     assert (tmp_path / "two" / "contact-sheet.png").is_file()
+
+
+def test_compare_writes_images_side_by_side(tmp_path, capsys):
+    tiny.image_pipeline().save_pretrained(tmp_path / "pipeline")
+    arguments = [
+        "--prompt",
+        "a red ball",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+        "--recipe",
+        "sage2",
+        "--guidance-scale",
+        "1",
+    ]
+    assert (
+        main(["compare", "--pretrained", str(tmp_path / "pipeline"), *arguments, "--output", str(tmp_path / "out")])
+        == 0
+    )
+    for name in ("01-exact", "01-sage2", "01-side-by-side", "contact-sheet"):
+        assert (tmp_path / "out" / f"{name}.png").is_file()
+    (video,) = json.loads((tmp_path / "out" / "report.json").read_text())["videos"]
+    assert 20 < video["psnr"] < 100 and 0.9 < video["ssim"] <= 1
+    assert "PSNR" in capsys.readouterr().out
+    pipeline = tmp_path / "pipeline"
+    told = refused(capsys, "compare", "--pretrained", pipeline, "--prompt", "a", "--frames", "9", "--output", tmp_path)
+    assert "StableDiffusionPipeline takes no num_frames: leave --frames out" in told
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny.llama().save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+def test_compare_tells_how_a_language_models_predictions_change(language_model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("a red ball rolls a blue ball " * 60)
+    found = {}
+    for recipe in ("exact", "sage1", "sage3_paper"):
+        arguments = ["--pretrained", str(language_model), "--text", str(text), "--recipe", recipe, "--device", "cpu"]
+        assert main(["compare", *arguments]) == 0
+        printed = capsys.readouterr().out
+        rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines()[2:4]}
+        assert f"model.layers.1.self_attn  {recipe}" in printed and "418 tokens predicted" in printed
+        found[recipe] = float(rows[recipe][2])
+    model, ids = tiny.llama(), torch.tensor(tiny.tokenizer()(text.read_text()).input_ids)
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(model(window[None]).logits[0, :-1], window[1:], reduction="sum")
+            for window in ids.split(256)
+        ]
+    assert float(rows["exact"][0]) == pytest.approx((sum(losses) / 418).exp().item(), abs=1e-4)
+    assert 0 == found["exact"] <= found["sage1"] < found["sage3_paper"]
+
+
+def test_what_is_no_language_model_or_no_text_is_refused(folder, language_model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    assert "cannot read" in refused(capsys, "compare", "--pretrained", language_model, "--text", text)
+    text.write_text("")
+    assert "no two tokens" in refused(capsys, "compare", "--pretrained", language_model, "--text", text)
+    assert "is a diffusers pipeline" in refused(capsys, "compare", "--pretrained", folder, "--text", text)
+    assert "needs --pretrained" in refused(capsys, "compare", "--text", text)
+    assert "give one of them" in refused(capsys, "compare", "--text", text, "--prompt", "a")
+    message = refused(capsys, "compare", "--pretrained", language_model, "--prompt", "a", "--output", tmp_path)
+    assert "sage-hf compare --text FILE" in message
+
+
+def test_the_tiny_model_is_found_from_a_checkout_that_the_package_does_not_lie_in(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(pipelines, "__file__", str(tmp_path / "site-packages/sage_hf/app/pipelines.py"))
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert (pipelines.tiny_video() / "generation.json").is_file()
+    monkeypatch.chdir(tmp_path)
+    assert "--pretrained is needed" in refused(capsys, "generate")
 
 
 def test_keep_makes_self_attention_sparse(folder, tmp_path, capsys):
@@ -264,6 +354,14 @@ def test_every_example_explains_itself(monkeypatch, capsys):
         assert "--pretrained" in capsys.readouterr().out
 
 
+def test_the_example_has_the_tiny_model_wherever_it_is_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    chosen = {}
+    monkeypatch.setattr(generation, "generate", lambda options, _: chosen.update(options=options) or sys.exit(0))
+    assert run_example(monkeypatch, "generate_video.py") == 0
+    assert (Path(chosen["options"].pretrained) / "model_index.json").is_file()
+
+
 def test_version_of_the_package_is_told(capsys):
     assert main(["env"]) == 0
     assert f"sage-hf {sage_hf.__version__}" in capsys.readouterr().out
@@ -281,7 +379,7 @@ def test_env_and_explain_follow_the_processs_default_fallback(capsys):
 
 @pytest.mark.parametrize(
     ("head_dim", "softcap", "ran", "reason"),
-    [(8, None, "exact", "head_dim outside 16…256"), (64, 30.0, "exact", "softcap")],
+    [(8, None, "exact", "head_dim outside 16...256"), (64, 30.0, "exact", "softcap")],
 )
 def test_explain_plans_what_a_transformers_model_will_really_do(tmp_path, capsys, head_dim, softcap, ran, reason):
     config = Gemma2Config(num_hidden_layers=1, head_dim=head_dim, attn_logit_softcapping=softcap)

@@ -66,6 +66,15 @@ def test_patterns_match_whole_names_and_their_case():
         assert config.resolve(other) == "sage3"
 
 
+def test_patterns_may_be_names_as_explain_prints_them():
+    config = SageConfig("sage3", layers=(LayerRule("blocks.0-3.attn1", "exact"), LayerRule("b.1-2.c.10-11.*", "sage2")))
+    layers = [f"blocks.{i}.attn1" for i in range(6)] + ["b.2.c.11.d", "b.2.c.1.d", "b.1.c.10.d"]
+    exact = ["exact"] * 4 + ["sage3"] * 2
+    assert [config.resolve(layer) for layer in layers] == [*exact, "sage2", "sage3", "sage2"]
+    assert not config.unmatched_patterns(layers)
+    assert SageConfig(layers=(LayerRule("blocks.[0-3].attn1", "exact"),)).resolve("blocks.2.attn1") == "exact"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_recipes_with_heavy_keys_are_said_once():
     rows = [ran(f"b.{i}.attn", recipe) for i in range(2) for recipe in ("sage3", "sage2", "sage3_paper", "exact")]
     said = [line for line in str(Explanation(tuple(rows))).splitlines() if line.startswith("*")]
     assert [line.split(":")[0] for line in said] == ["* sage3", "* sage2"]
-    assert all("64 keys" in line and "16 bits" in line and "heavier" in line for line in said)
+    assert all("64 keys" in line and "16 bits" in line and "heaviest" in line for line in said)
 
 
 def test_calls_with_keys_in_16_bits_are_counted():
@@ -162,7 +163,7 @@ def test_calls_with_keys_in_16_bits_are_counted():
     assert (first.calls, first.heavy, first.chosen, first.recent) == (2, 1, 0, 2)
     (line,) = [line for line in str(sage_hf.explain(model)).splitlines() if line.startswith("*")]
     layers = len(sage_hf.explain(model).rows)
-    assert f"Of {2 * layers} calls {layers} had such keys, 0 chose among all, {2 * layers} had latest ones" in line
+    assert f"in {layers} of {2 * layers} calls, the heaviest in 0, the latest in {2 * layers}" in line
 
     model = tiny.transformer()
     layer = model.transformer_blocks[0].attn1
@@ -174,7 +175,31 @@ def test_calls_with_keys_in_16_bits_are_counted():
     record.run_in_layer(layer, sage_hf.sage_attention, *longer, recipe="sage2", is_causal=True)
     first, *_ = sage_hf.explain(model).rows
     assert (first.calls, first.heavy, first.chosen, first.recent) == (4, 4, 3, 0)
-    assert "Of 4 calls 4 had such keys, 3 chose among all" in str(sage_hf.explain(model))
+    assert "in 4 of 4 calls, the heaviest in 3" in str(sage_hf.explain(model))
+
+
+def test_two_runs_are_told_as_one_whose_counts_are_those_of_both():
+    row = LayerRow("b.0.attn", "sage3", "sage3", "kernel", "native", calls=3, heavy=3, chosen=2, recent=1)
+    other = LayerRow("b.1.attn", "sage3", "exact", "sdpa", "exact", calls=1)
+    before = Explanation((row, other), costs=("costs: a",), norm_rope=2)
+    later = Explanation((row,), costs=("costs: a", "costs: b"), norm_rope=1, sparse=(("b.0.attn", "half"),))
+    whole = before.joined(later)
+    assert whole.rows == (replace(row, calls=6, heavy=6, chosen=4, recent=2), other)
+    assert (whole.costs, whole.norm_rope) == (("costs: a", "costs: b"), 2)
+    assert whole.sparse == (("b.0.attn (last video)", "half"),)
+    assert Explanation(()).joined(later) == later
+    assert "in 6 of 6 calls, the heaviest in 4, the latest in 2" in str(whole)
+
+
+def test_names_that_it_prints_are_patterns_of_rules():
+    model = tiny.transformer()
+    pipe = SimpleNamespace(transformer=model, transformer_2=tiny.transformer())
+    sage_hf.apply(pipe, "sage2")
+    (first, second) = (line.split()[0] for line in str(sage_hf.explain(pipe)).splitlines()[2:4])
+    assert (first, second) == ("transformer.transformer_blocks.0-2.attn1", "transformer_2.transformer_blocks.0-2.attn1")
+    config = sage_hf.SageConfig("sage2", layers=(sage_hf.LayerRule(second, "exact"),))
+    sage_hf.apply(pipe, config)
+    assert [row.asked for row in sage_hf.explain(pipe).rows] == ["sage2"] * 3 + ["exact"] * 3
 
 
 def ran(layer: str, recipe: str = "sage3", calls: int = 1, reason: str = "") -> LayerRow:

@@ -85,12 +85,24 @@ def test_recording_changes_no_output():
             assert torch.equal(model(**tiny.transformer_inputs()).sample, expected)
 
 
-def test_recording_cuts_no_gradient():
+def test_a_recipe_that_is_forward_only_is_measured_without_the_user_turning_gradients_off():
     model = tiny.transformer()
     with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder:
+        assert not model(**tiny.transformer_inputs()).sample.requires_grad
+    assert model(**tiny.transformer_inputs()).sample.requires_grad
+    assert all(layer.recipes == ("sage3",) and layer.errors.rel_l1 > 100 * ROUNDING for layer in recorder.layers())
+    assert not recorder.never_ran()
+
+
+def test_a_recipe_that_never_ran_is_said_where_its_errors_would_stand(caplog):
+    model = tiny.transformer()
+    with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder, torch.enable_grad():
         model(**tiny.transformer_inputs()).sample.sum().backward()
     assert model.transformer_blocks[0].attn1.to_q.weight.grad.abs().sum() > 0
-    assert all(layer.errors.rel_l1 < ROUNDING for layer in recorder.layers())  # exact attention carried the gradient
+    assert all(layer.recipes == ("exact",) and layer.errors.rel_l1 < ROUNDING for layer in recorder.layers())
+    (sentence,) = recorder.never_ran()
+    assert sentence.startswith("sage3 never ran: these are the errors of exact attention (sage3 is forward only")
+    assert str(recorder).endswith(sentence) and sentence in caplog.messages
 
 
 def test_the_heaviest_key_and_the_loudest_channel_of_each_layer_are_told():
@@ -134,7 +146,7 @@ def test_errors_without_remedies_are_those_of_the_recipe_without_them(remedied, 
         assert layer.errors_without_remedies.to_dict() == pytest.approx(expected, rel=1e-3)
         assert layer.errors_without_remedies != layer.errors
     header, rows = table(recorder.layers())
-    assert header.index("rel-L1 without remedies") == 3 and {len(row) for row in rows} == {len(header)}
+    assert header.index("rel-L1 without remedies") == 4 and {len(row) for row in rows} == {len(header)}
 
 
 def test_errors_without_remedies_can_be_left_out_and_need_remedies(remedied):

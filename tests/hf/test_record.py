@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sage_hf import record, sage_attention
+from sage_kernels.registry import Plan, Request
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +92,16 @@ def test_a_layer_can_be_collected_with_its_plans():
     del layer
     gc.collect()
     assert watched() is None
+
+
+def test_a_gpu_that_runs_another_recipe_says_so_in_one_short_line(caplog):
+    ada = Request("sage3", "cuda", (8, 9), torch.bfloat16, 1, 8, 8, 8192, 8192, 64, 64, "none", False, False)
+    reasons = tuple((f"sage3 by {name}", "needs another GPU") for name in "abcdefgh")
+    for _ in range(2):
+        record.file_plan(Plan(ada, "int8_forward", "sage2", "native", reasons))
+    (message,) = caplog.messages
+    assert message.startswith("sage3: sage2 attention runs instead: sage3 is not native on this device")
+    assert "sage_hf.explain" in message and len(message) < 120
 
 
 def test_a_large_emulated_call_is_said_to_be_slow_once_and_a_small_one_is_not(monkeypatch, caplog):

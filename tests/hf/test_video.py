@@ -20,6 +20,15 @@ def test_mp4_keeps_frames_and_size(tmp_path):
     assert np.abs(frames.mean((0, 1, 2)) - RED).max() < 8  # chroma of 8-bit limited-range YUV
 
 
+def test_a_single_frame_is_an_image(tmp_path):
+    path = video.write_video(clip(RED, 1), tmp_path / "clip", fps=8)
+    assert path.name == "clip.png" and (imageio.imread(path) == RED).all()
+    assert [path] == list(tmp_path.iterdir())
+    video.write_video(clip(RED), tmp_path / "clip", fps=8)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["clip.mp4"]
+    assert video.contact_sheet([("one", {"exact": clip(RED, 1)})]).width < 300
+
+
 def test_without_encoder_a_gif_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(video, "can_write_mp4", lambda: False)
     path = video.write_video(clip(RED), tmp_path / "clip", fps=8)

@@ -445,6 +445,16 @@ def test_a_triton_whose_gluon_is_another_runs_the_portable_backward_kernel(versi
 
 
 @pytest.mark.usefixtures("newest")
+def test_a_substitute_is_said_in_a_few_words_and_explained_in_more():
+    ada = select(replace(GPU, capability=(8, 9), q_len=8192, kv_len=8192))
+    assert (ada.recipe, ada.brief_reason) == ("sage2", "sage3 is not native on this device")
+    assert "NVFP4 needs a Blackwell GPU" in ada.reason and "sage3, sage3" not in ada.reason
+    short = select(replace(GPU, capability=(8, 9), q_len=8))
+    assert short.recipe == "exact" and short.brief_reason == short.reason
+    assert select(CPU).brief_reason == ""
+
+
+@pytest.mark.usefixtures("newest")
 def test_a_forward_kernel_without_one_that_computes_its_gradients_is_passed_over_with_all_reasons():
     plan = select(replace(TRAINING, dtype=torch.float32))
     assert plan.kernel == "sdpa"

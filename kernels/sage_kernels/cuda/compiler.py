@@ -242,7 +242,8 @@ def missing() -> str:
     try:
         _nvrtc_version()
     except (ImportError, RuntimeError) as error:
-        return f"NVRTC, CUDA's run-time compiler, is not available ({error}): pip install {_packages()}"
+        why = " ".join(str(error).split())  # on one line, as reasons are
+        return f"NVRTC, CUDA's run-time compiler, is not available ({why}): pip install {_packages()}"
     return ""
 
 

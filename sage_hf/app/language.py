@@ -1,0 +1,152 @@
+"""Comparison of a language model's predictions of a text with those that it makes with exact attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sage_hf.app.layer_errors import LayerErrorRecorder, record_layer_errors
+from sage_hf.app.pipelines import folder_or_name
+from sage_hf.apply import apply
+from sage_hf.config import SageConfig
+from sage_hf.explain import Explanation, explain
+from sage_hf.text import text_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WINDOW = 2048
+"""Most tokens that the model reads at once."""
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """Predictions of a text with low-bit attention beside those with the model's own.
+
+    Attributes:
+        label: name of the low-bit attention.
+        tokens: number of predicted tokens.
+        exact, perplexity: perplexity a token of the model as it comes, and with low-bit attention.
+        divergence: mean Kullback-Leibler divergence of the low-bit prediction from the exact one, in nats.
+        same_top: share of tokens of which both find the same most likely.
+        explanation: the kernels that ran in each layer.
+        recorder: errors of each layer's attention on its own inputs, over the first window.
+    """
+
+    label: str
+    tokens: int
+    exact: float
+    perplexity: float
+    divergence: float
+    same_top: float
+    explanation: Explanation
+    recorder: LayerErrorRecorder
+
+    def __str__(self) -> str:
+        change = f"{self.perplexity / self.exact - 1:+.3%}"
+        rows = [
+            ["exact", f"{self.exact:.4f}", "-", "-", "-"],
+            [self.label, f"{self.perplexity:.4f}", change, f"{self.divergence:.5f}", f"{self.same_top:.2%}"],
+        ]
+        header = ["attention", "perplexity", "change", "mean KL, nats", "same top token"]
+        parts = [text_table(header, rows), f"{self.tokens} tokens predicted.", "", str(self.explanation), ""]
+        return "\n".join([*parts, "Errors of each layer, on the first window:", str(self.recorder)])
+
+
+def compare_text(
+    pretrained: str,
+    path: Path,
+    config: SageConfig,
+    label: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TextComparison:
+    """Let a causal language model read a text with its own and with low-bit attention, in windows of at most WINDOW.
+
+    Args:
+        pretrained: folder of the model, or its name on the Hub.
+        path: a text in UTF-8.
+        config: the recipe and its exceptions.
+        label: name of the low-bit attention in the result.
+        dtype, device: of the weights.
+        progress: called with a line about each window.
+
+    Raises:
+        ValueError: the model or the text cannot be read, or the text has no two tokens; or `sage_hf.apply` refuses.
+    """
+    model, tokenizer = _load(folder_or_name(pretrained), dtype, device)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text: cannot read {path}: {error}") from error
+    windows = list(_windows(model, tokenizer, text))
+    if not windows:
+        raise ValueError(f"--text: {path} has no two tokens to predict one from the other")
+    exact_loss = low_loss = divergence = 0.0
+    tokens = same = 0
+    explanation = Explanation(())
+    with apply(model, config), record_layer_errors(model) as recorder:
+        _predict(model, windows[0].to(device))
+    for number, window in enumerate(windows, 1):
+        progress(f"window {number} of {len(windows)}: {len(window)} tokens")
+        ids = window.to(device)
+        exact = _predict(model, ids)
+        with apply(model, config):
+            low = _predict(model, ids)
+            explanation = explanation.joined(explain(model))
+        targets = ids[1:, None]
+        exact_loss -= exact.gather(-1, targets).sum().item()
+        low_loss -= low.gather(-1, targets).sum().item()
+        divergence += (exact.exp() * (exact - low)).sum().item()
+        same += int((exact.argmax(-1) == low.argmax(-1)).sum())
+        tokens += len(targets)
+    return TextComparison(
+        label,
+        tokens,
+        math.exp(exact_loss / tokens),
+        math.exp(low_loss / tokens),
+        divergence / tokens,
+        same / tokens,
+        explanation,
+        recorder,
+    )
+
+
+def _load(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    import transformers
+
+    if (Path(pretrained) / "model_index.json").is_file():
+        raise ValueError(
+            f"{pretrained} is a diffusers pipeline: --text compares causal language models, --prompt these"
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
+        model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"cannot load a causal language model and its tokenizer from {pretrained}: {error}") from error
+    return model.eval().to(device), tokenizer
+
+
+def _windows(model: PreTrainedModel, tokenizer: Any, text: str) -> Iterator[torch.Tensor]:
+    """Yield the text's tokens in parts of two or more, int64 (tokens,), each behind the BOS token if there is one."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    size = min(WINDOW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or WINDOW) - len(first)
+    for start in range(0, len(ids), size):
+        window = [*first, *ids[start : start + size]]
+        if len(window) > 1:
+            yield torch.tensor(window)
+
+
+@torch.no_grad()
+def _predict(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of each next token, float32 (tokens - 1, vocabulary)."""
+    logits = model(ids[None], use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1)

@@ -1,0 +1,24 @@
+"""Patterns of layer names: shell style, with the ranges that `sage_hf.explain` prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+_RANGE = re.compile(r"(?<![^.])(\d+)-(\d+)(?![^.])")
+"""A part of a dotted name that stands for several numbers."""
+
+
+def matches(pattern: str, layer: str) -> bool:
+    """Return whether the layer's name is one that the pattern names: `blocks.*.attn1`, `blocks.0-3.attn1`."""
+    return fnmatchcase(layer, pattern) or any(fnmatchcase(layer, one) for one in _without_ranges(pattern))
+
+
+def _without_ranges(pattern: str) -> Iterator[str]:
+    """Yield a pattern for each number of each range; none if there is no range."""
+    if (found := _RANGE.search(pattern)) is None:
+        return
+    for number in range(int(found[1]), int(found[2]) + 1):
+        one = f"{pattern[: found.start()]}{number}{pattern[found.end() :]}"
+        yield from _without_ranges(one) if _RANGE.search(one) else (one,)
