@@ -162,7 +162,8 @@ def balance(
     """Return the power of two by which each channel of K is divided, and of Q multiplied.
 
     It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_BALANCE: so
-    both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout.
+    both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout,
+    or so large that the sum of squares is not finite.
     Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES), less those that are not valid.
     Where Q's means are subtracted before it is quantised, it is the deviation of these rows from their own mean.
 
@@ -183,15 +184,16 @@ def balance(
     query_square = _variance(sample, valid_queries) if smooth_q else mean_of_tokens(sample.square(), valid_queries)
     query_square = query_square.unflatten(1, (key.shape[1], -1)).mean(2)
     variance = _variance(key, valid)
-    ratio = torch.where((query_square > 0) & (variance > 0) & variance.isfinite(), variance / query_square, 1.0)
+    ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
     # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
     _, exponent = torch.frexp(ratio.clamp(2.0 ** (-4 * MAX_BALANCE), 2.0 ** (4 * MAX_BALANCE)))
     return torch.exp2(((exponent + 1) >> 2).float())
 
 
 def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    mean = mean_of_tokens(x, valid).square()
-    return torch.maximum(mean_of_tokens(x.square(), valid) - mean, mean * MIN_VARIANCE)
+    """Return the variance over valid tokens, 0 where the sum of squares is not finite."""
+    mean, square = mean_of_tokens(x, valid).square(), mean_of_tokens(x.square(), valid)
+    return torch.where(square > 0, torch.maximum(square - mean, mean * MIN_VARIANCE), 0.0)
 
 
 def heavy_places(

@@ -477,7 +477,7 @@ DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, fl
   of_query = __fdiv_rn(of_query, queries);
   const float square = __fmul_rn(mean, mean);
   const float variance = fmaxf(__fsub_rn(of_key, square), __fmul_rn(square, MIN_VARIANCE));
-  if (!(of_query > 0.0f && variance > 0.0f && is_finite(variance))) return 0;
+  if (!(of_query > 0.0f && variance > 0.0f && is_finite(of_query) && is_finite(variance))) return 0;
   const float exponent = rintf(log2f(__fdiv_rn(variance, of_query)) * 0.25f);
   return static_cast<int>(fminf(fmaxf(exponent, -MAX_BALANCE), MAX_BALANCE));
 }

@@ -157,8 +157,9 @@ DEVICE float sign_of_rotation(uint32 channel) {
   return ROTATION > 1 && signs >> place % 32 & 1 ? -1.0f : 1.0f;
 }
 
-// Return the variance, but no less than what sums in float32 tell from none.
+// Return the variance, but no less than what sums in float32 tell from none; 0 without squares, or with too large ones.
 DEVICE float variance_of(float mean_square, float mean) {
+  if (!(mean_square > 0.0f)) return 0.0f;
   const float square = __fmul_rn(mean, mean);
   return fmaxf(__fsub_rn(mean_square, square), __fmul_rn(square, MIN_VARIANCE));
 }
@@ -170,12 +171,12 @@ DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float 
   float of_query = 0.0f;
   for (uint32 member = 0; member < group; member++) {
     const float* from = query_line(s, pair, member) + channel;
-    const float square = __fdiv_rn(from[CHANNELS], samples);
+    const float of_samples = __fdiv_rn(from[CHANNELS], samples), square = is_finite(of_samples) ? of_samples : 0.0f;
     of_query = __fadd_rn(of_query, SMOOTH_Q ? variance_of(square, __fdiv_rn(from[0], samples)) : square);
   }
   of_query = __fdiv_rn(of_query, static_cast<float>(group));
   const float variance = variance_of(mean_square, mean);
-  const bool some = of_query > 0.0f && variance > 0.0f && is_finite(variance);
+  const bool some = of_query > 0.0f && variance > 0.0f;
   const float most = __int_as_float(127 + 4 * MAX_BALANCE << 23), least = __int_as_float(127 - 4 * MAX_BALANCE << 23);
   const float ratio = fminf(fmaxf(some ? __fdiv_rn(variance, of_query) : 1.0f, least), most);
   return __int_as_float(((__float_as_int(ratio) >> 23) - 126 + 1 >> 2) + 127 << 23);

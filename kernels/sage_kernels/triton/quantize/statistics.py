@@ -319,7 +319,7 @@ def key_statistics(
         q_square /= group
         mean_square = k_mean * k_mean
         variance = tl.maximum(k_square - mean_square, mean_square * MIN_VARIANCE)
-        some = (q_square > 0) & (variance > 0) & is_finite(variance)
+        some = (q_square > 0) & (k_square > 0) & (variance > 0)
         ratio = tl.where(some, tl.div_rn(variance, tl.where(some, q_square, 1.0)), 1.0)
         ratio = tl.minimum(tl.maximum(ratio, 2.0 ** (-4 * MAX_BALANCE)), 2.0 ** (4 * MAX_BALANCE))
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
@@ -367,13 +367,14 @@ def query_squares(
     )
     number = tl.maximum(count, 1).to(tl.float32)
     square = tl.div_rn(total, tl.zeros_like(total) + number)
+    square = tl.where(is_finite(square), square, 0.0)
     if SMOOTH:
         total, _largest, _smallest, _finite = reduce_block(
             query, valid, 0, 0, rows, channels, step * stride_token, stride_channel,
             CHANNELS, HAS_VALID, True, False, step,
         )  # fmt: skip
         mean = tl.div_rn(total, tl.zeros_like(total) + number)
-        square = tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE)
+        square = tl.where(square > 0.0, tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE), 0.0)
     tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), square)
 
 
