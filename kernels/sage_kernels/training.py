@@ -451,7 +451,10 @@ def _training_lse(
         return lse.clone()
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):
-        mean = transforms.mean_of_tokens(key.float(), None if valid is None else valid[:, None, :, None])
+        key, counted = key.float(), None if valid is None else valid[:, None, :, None]
+        if get_recipe(recipe).balance:
+            counted = transforms.quiet_keys(key, counted)
+        mean = transforms.mean_of_tokens(key, counted)
         grouped = query.float().unflatten(1, (key.shape[1], -1))
         return lse + scale * grouped.matmul(mean.unsqueeze(2).mT).flatten(1, 2).squeeze(-1)
 

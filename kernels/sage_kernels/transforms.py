@@ -18,6 +18,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from .layout import KEY_BLOCK
+
 BLOCK = 128
 MIN_MEAN = 1 / 64
 ROTATION_SEED = 0x5A6E
@@ -37,6 +39,10 @@ MIN_LATE = 2
 """There are late keys where keys are at least so many times as many as the heavy ones."""
 NO_KEY = 2**31 - 1
 """Number of a late key that there is not."""
+LOUD_GROUPS = 8
+"""Groups of K's tokens: block n of 128 tokens belongs to group n modulo this number."""
+LOUD = 32.0
+"""Mean square of a group of K's tokens, in those of the median group, beyond which the group is loud."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -71,16 +77,46 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 
     Args:
         x: float32 (..., tokens, channels), at least one token.
-        valid: bool broadcastable to (..., tokens, 1); None: every token is valid. Without a valid token the mean is 0.
+        valid: bool broadcastable to (..., tokens, 1); None: every token is valid. Without a valid token the mean is 0,
+            as it is where the sum is not finite.
 
     Returns:
         float32 (..., 1, channels).
     """
     x = torch.where(x.isfinite(), x, 0.0)
     if valid is None:
-        return sum_of_tokens(x) / x.new_full((1, 1), x.shape[-2])
-    valid = valid.expand(*valid.shape[:-2], x.shape[-2], 1)
-    return sum_of_tokens(torch.where(valid, x, 0.0)) / valid.sum(-2, keepdim=True).clamp_min(1).float()
+        mean = sum_of_tokens(x) / x.new_full((1, 1), x.shape[-2])
+    else:
+        valid = valid.expand(*valid.shape[:-2], x.shape[-2], 1)
+        mean = sum_of_tokens(torch.where(valid, x, 0.0)) / valid.sum(-2, keepdim=True).clamp_min(1).float()
+    return torch.where(mean.isfinite(), mean, 0.0)
+
+
+def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Return which keys count in K's mean and in the balance: those of groups that are not loud.
+
+    One key that is much louder than all others would move the mean away from these, and decide the balance alone. Any
+    vector may be subtracted from K, so keys may be left out. Groups are compared by their mean squares; the median is
+    the lower one of the groups whose mean square is not 0.
+
+    Args:
+        key: float32 (batch, kv_heads, tokens, channels).
+        valid: as in `mean_of_tokens`.
+
+    Returns:
+        bool (batch, kv_heads, tokens, 1).
+    """
+    tokens = key.shape[-2]
+    counts = torch.ones_like(key[..., :1], dtype=torch.bool)
+    counts = counts if valid is None else counts & valid
+    square = key.square()
+    square = torch.where(square.isfinite() & counts, square, 0.0).sum(-1, keepdim=True)
+    group = torch.arange(tokens, device=key.device) // BLOCK % LOUD_GROUPS
+    sums = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, square)
+    number = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, counts.float())
+    mean = sums / number.clamp_min(1)
+    median = torch.where(mean > 0, mean, torch.nan).nanmedian(2, keepdim=True).values
+    return counts & ~(mean > median * LOUD)[:, :, group]
 
 
 def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +162,8 @@ def balance(
     """Return the power of two by which each channel of K is divided, and of Q multiplied.
 
     It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_BALANCE: so
-    both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout.
+    both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout,
+    or so large that the sum of squares is not finite.
     Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES), less those that are not valid.
     Where Q's means are subtracted before it is quantised, it is the deviation of these rows from their own mean.
 
@@ -154,8 +191,9 @@ def balance(
 
 
 def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    mean = mean_of_tokens(x, valid).square()
-    return torch.maximum(mean_of_tokens(x.square(), valid) - mean, mean * MIN_VARIANCE)
+    """Return the variance over valid tokens, 0 where the sum of squares is not finite."""
+    mean, square = mean_of_tokens(x, valid).square(), mean_of_tokens(x.square(), valid)
+    return torch.where(square > 0, torch.maximum(square - mean, mean * MIN_VARIANCE), 0.0)
 
 
 def heavy_places(
@@ -165,9 +203,8 @@ def heavy_places(
 
     A key may take place p if its number is p modulo `places`. Of these the one with the largest score, and the first
     among equals, takes it, provided that this score exceeds that of key p by HEAVY_MARGIN; otherwise key p stays.
-    Scores are products with a mean query, times `scale`: that of rows 0, n, 2n … of all heads of Q that share the head
-    of K, one head after another, with n = ceil(number of rows / HEAVY_QUERIES). Elements that are not finite count as
-    0, a key whose score is not finite, or that does not exist, neither takes a place nor leaves its own.
+    Scores are those of `_choice_scores`. A key whose score is not finite, or that does not exist, neither takes a place
+    nor leaves its own.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
@@ -179,22 +216,7 @@ def heavy_places(
     Returns:
         int64 (batch, kv_heads, places), numbers of keys.
     """
-    rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    sample = rows[:, :, :: -(-rows.shape[2] // HEAVY_QUERIES)]
-    mean = torch.where(sample.isfinite(), sample, 0.0).mean(2, keepdim=True) * scale
-    scores = (torch.where(key.isfinite(), key, 0.0) * mean).sum(-1)
-    exists = scores.isfinite()
-    if valid is not None:
-        exists = exists & valid[..., 0]
-    scores = torch.where(exists, scores, -torch.inf)
-    scores[..., :places] += HEAVY_MARGIN
-    scores = F.pad(scores, (0, -key.shape[2] % places), value=-torch.inf).unflatten(-1, (-1, places))
-    # Of equal maxima the first: torch.max promises none.
-    is_largest = scores == scores.amax(-2, keepdim=True)
-    number = torch.arange(scores.shape[-2], device=key.device)[:, None] * places
-    number = number + torch.arange(places, device=key.device)
-    chosen = torch.where(is_largest, number, key.shape[2] + places).amin(-2)
-    return torch.where(scores[..., 0, :] == -torch.inf, number[0], chosen)
+    return _heaviest(_choice_scores(query, key, scale, valid), places)
 
 
 def late_keys(
@@ -215,11 +237,44 @@ def late_keys(
     """
     before = first_keys - places
     later = query[:, :, query.shape[2] // 2 :]
-    if valid is not None:
-        valid = valid.expand(-1, -1, key.shape[2], -1)[:, :, before:]
-    chosen = heavy_places(later, key[:, :, before:], places, scale, valid)
+    chosen = _heaviest(_choice_scores(later, key, scale, valid)[..., before:], places)
     stays = chosen == torch.arange(places, device=key.device)
     return torch.where(stays, NO_KEY, chosen + before)
+
+
+def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, valid: torch.Tensor | None) -> torch.Tensor:
+    """Return the scores by which heavy keys are chosen: (batch, kv_heads, kv_len), -inf for keys that cannot be.
+
+    Scores are products with a mean query, times `scale`: that of rows 0, n, 2n … of all heads of Q that share the head
+    of K, one head after another, with n = ceil(number of rows / HEAVY_QUERIES). Elements that are not finite count as
+    0. A score counts by its magnitude if that exceeds the sum of the magnitudes of the other 15 keys that share a scale
+    in INT8 (`layout.thread_order`): so loud a key would leave these no bits, whichever rows attend to it.
+    """
+    rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    sample = rows[:, :, :: -(-rows.shape[2] // HEAVY_QUERIES)]
+    mean = torch.where(sample.isfinite(), sample, 0.0).mean(2, keepdim=True) * scale
+    scores = (torch.where(key.isfinite(), key, 0.0) * mean).sum(-1)
+    exists = scores.isfinite()
+    if valid is not None:
+        exists = exists & valid[..., 0]
+    magnitude = F.pad(torch.where(exists, scores.abs(), 0.0), (0, -scores.shape[-1] % KEY_BLOCK))
+    groups = magnitude.unflatten(-1, (-1, 8, 4, 2))
+    is_loud = (groups > groups.sum((-3, -1), keepdim=True) * 0.5).flatten(-4)[..., : scores.shape[-1]]
+    return torch.where(exists, torch.where(is_loud, scores.abs(), scores), -torch.inf)
+
+
+def _heaviest(scores: torch.Tensor, places: int) -> torch.Tensor:
+    """Return `heavy_places` of keys with these scores."""
+    keys = scores.shape[-1]
+    stays = scores[..., :places] == -torch.inf
+    scores = torch.cat((scores[..., :places] + HEAVY_MARGIN, scores[..., places:]), -1)
+    scores = F.pad(scores, (0, -keys % places), value=-torch.inf).unflatten(-1, (-1, places))
+    # Of equal maxima the first: torch.max promises none.
+    is_largest = scores == scores.amax(-2, keepdim=True)
+    number = torch.arange(scores.shape[-2], device=scores.device)[:, None] * places
+    number = number + torch.arange(places, device=scores.device)
+    chosen = torch.where(is_largest, number, keys + places).amin(-2)
+    return torch.where(stays, number[0], chosen)
 
 
 def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

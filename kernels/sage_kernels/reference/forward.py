@@ -113,10 +113,12 @@ def quantize_operands(
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
     query_mean = smooth_key = key_mean = value_mean = balance = None
+    quiet = valid
     if recipe.balance:
-        balance = transforms.balance(query, key, valid, valid_queries, recipe.smooth_q)
+        quiet = transforms.quiet_keys(key, valid)
+        balance = transforms.balance(query, key, quiet, valid_queries, recipe.smooth_q)
     if recipe.smooth_k:
-        key_mean = transforms.mean_of_tokens(key, valid)
+        key_mean = transforms.mean_of_tokens(key, quiet)
     if recipe.smooth_v:
         _, value_mean = transforms.smooth_value(value, valid)
     first_keys, late = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0, None

@@ -3,6 +3,7 @@
 #pragma once
 #include "barrier.cuh"
 #include "key_value.cuh"
+#include "quiet_groups.cuh"
 #include "rotation.cuh"
 
 // The threads of a block hold 8 rows: tokens, or sums of tokens, whose index differs by multiples of 8. Rows of a warp
@@ -76,6 +77,14 @@ DEVICE float score_of(const Partial& partial, int i) {
   for (int quad = 0; quad < QUADS; quad++)
     score = __fadd_rn(score, partial.scores[scored_row(i)][quad][threadIdx.x % 16]);
   return score;
+}
+
+// Sum what threads have of tokens of one `scored_row` of 8 and the next, 16 of 64: those that share a scale.
+DEVICE float sum_of_scale(float x) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= distance == 4 ? 4 : 2)
+    x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
 }
 
 // Find the parts of the scores of the thread's tokens, by the matrix units: a lane 4g + t has 8 channels of a row of A,
@@ -268,8 +277,9 @@ DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int thread) {
 }
 
 // Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
-// LANES channels each; all of a block's threads call, those of the first LANES get the mean.
-DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
+// LANES channels each; all of a block's threads call, those of the first LANES get the mean. Only blocks of the sharers
+// whose bits are set count. A mean that is not finite counts as 0.
+DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens, uint32 sharers) {
   __shared__ float partial[WARPS][LANES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * WARPS;
   float total = 0.0f;
@@ -279,7 +289,7 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       const int block = first + i * 8 + row;
-      x[i] = block < blocks ? sums[static_cast<int64>(block) * CHANNELS + lane % LANES] : 0.0f;
+      x[i] = block < blocks && sharers >> row & 1 ? sums[static_cast<int64>(block) * CHANNELS + lane % LANES] : 0.0f;
     }
     const float of_warp = sum_of_warp(tree_sum(x));
     if (lane < LANES) partial[warp][lane] = of_warp;
@@ -290,7 +300,8 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens) {
     total = __fadd_rn(total, tree_sum(y));
     __syncthreads();
   }
-  return __fdiv_rn(total, tokens);
+  const float mean = __fdiv_rn(total, tokens);
+  return is_finite(mean) ? mean : 0.0f;
 }
 
 // Sum the squares of the block's share of a pair's sample of Q, by channel and warp.
@@ -383,7 +394,8 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       const int token = block * BLOCK + scored_token(i);
       const float found = __fmul_rn(score_of(partial, i), b.softmax_scale);
       const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
-      float score = scored ? found : -INFINITE;
+      const float magnitude = scored ? fabsf(found) : 0.0f;
+      float score = magnitude > 0.5f * sum_of_scale(magnitude) ? magnitude : scored ? found : -INFINITE;
       // First keys stay unless others' scores exceed theirs by the margin, or they have none; only the last may go.
       if (token < FIRST_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
       if (token < FIRST_KEYS - PLACES) score = -INFINITE;
@@ -410,12 +422,35 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   return {largest, smallest, finite, squares, count};
 }
 
-// Return a sum of counts by sharer, at least 1.
-DEVICE float total_count(const float* counts) {
+// Return the number of a sharer's tokens that exist; `counts` are those of all sharers, if some tokens may not.
+DEVICE float tokens_of_sharer(const Statistics& s, const float* counts, int sharer) {
+  return PADDED ? counts[sharer] : tokens_of_group(s.kv_len + FIRST_KEYS, sharer);
+}
+
+// Return likewise that of the sharers whose bits are set, at least 1.
+DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 sharers) {
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < SHARERS; i++) total += counts[i];
+  for (int i = 0; i < SHARERS; i++) total += sharers >> i & 1 ? tokens_of_sharer(s, counts, i) : 0.0f;
   return fmaxf(total, 1.0f);
+}
+
+// Return the sharers of K whose tokens are not loud, a bit for each; all of a block's threads call.
+DEVICE uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
+  constexpr int ALL_WARPS = STATISTICS_THREADS / 32;
+  __shared__ float sums[ALL_WARPS][SHARERS];
+#pragma unroll
+  for (int i = 0; i < SHARERS; i++) {
+    float sum = line(s, pair, SQUARES + i)[threadIdx.x];
+#pragma unroll
+    for (int distance = 16; distance >= 1; distance /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32][i] = sum;
+  }
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < ALL_WARPS; i++) sum = __fadd_rn(sum, sums[i][threadIdx.x % SHARERS]);
+  return quiet_groups(__fdiv_rn(sum, fmaxf(tokens_of_sharer(s, counts, threadIdx.x % SHARERS), 1.0f)));
 }
 
 // Return the number of sampled queries of a head that exist.
@@ -427,21 +462,22 @@ DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair)
   return max(__reduce_add_sync(~0u, count), 1);
 }
 
-// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean, and how many keys
-// and queries were counted. Squares are summed in another order than there: where the logarithm lies between two
+// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean, and how many keys,
+// of the sharers whose bits are set, and queries were counted. Squares are summed in another order than there: where the logarithm lies between two
 // integers it may be the other one.
-DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, float keys, float queries) {
+DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, uint32 sharers, float keys,
+                            float queries) {
   float of_key = 0.0f, of_query = 0.0f;
 #pragma unroll
   for (int i = 0; i < SHARERS; i++) {
-    of_key = __fadd_rn(of_key, line(s, pair, SQUARES + i)[channel]);
+    if (sharers >> i & 1) of_key = __fadd_rn(of_key, line(s, pair, SQUARES + i)[channel]);
     of_query = __fadd_rn(of_query, line(s, pair, SQUARES + SHARERS + i)[channel]);
   }
   of_key = __fdiv_rn(of_key, keys);
   of_query = __fdiv_rn(of_query, queries);
   const float square = __fmul_rn(mean, mean);
   const float variance = fmaxf(__fsub_rn(of_key, square), __fmul_rn(square, MIN_VARIANCE));
-  if (!(of_query > 0.0f && variance > 0.0f)) return 0;
+  if (!(of_query > 0.0f && variance > 0.0f && is_finite(of_query) && is_finite(variance))) return 0;
   const float exponent = rintf(log2f(__fdiv_rn(variance, of_query)) * 0.25f);
   return static_cast<int>(fminf(fmaxf(exponent, -MAX_BALANCE), MAX_BALANCE));
 }
@@ -461,14 +497,14 @@ DEVICE uint16 factor(int exponent, uint32 channel) {
 }
 
 // Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
-// channel that they have in those of the first LANES threads.
+// channel that they have in those of the first LANES threads, and the sharers and keys as `balance_exponent` has them.
 DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean,
-                             float keys) {
+                             uint32 sharers, float keys) {
   uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));
   float queries = 0.0f;
   if (BALANCE && threadIdx.x < 32) queries = sampled_queries(s, b, pair) * (b.q_heads / s.kv_heads);
   if (threadIdx.x < LANES) {
-    const int exponent = BALANCE ? balance_exponent(s, pair, channel, mean, keys, queries) : 0;
+    const int exponent = BALANCE ? balance_exponent(s, pair, channel, mean, sharers, keys, queries) : 0;
     if (BALANCE) b.factors[pair * CHANNELS + channel] = exp2_of_integer(exponent);
     factors[factor_number(channel, false)] = factor(exponent, channel);
     factors[factor_number(channel, true)] = factor(-exponent, channel);

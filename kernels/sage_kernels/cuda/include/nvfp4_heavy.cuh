@@ -78,14 +78,37 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
   if (lane % LANES < LOADS) s.scores[(first_block_of(s, pair) + block) * BLOCK + token] = exists ? score : -INFINITE;
 }
 
+// Let scores count by their magnitude where that exceeds the sum of the other 15 of their `layout.thread_order`.
+DEVICE void raise_loud_scores(float* scores, int keys) {
+  for (int scale = threadIdx.x; scale < (keys + 63) / 64 * 4; scale += MEANS_THREADS) {
+    float2* pairs = reinterpret_cast<float2*>(scores + scale / 4 * 64) + scale % 4;  // the next lies 4 behind
+    float sum = 0.0f, largest = 0.0f;
+    auto magnitude_of = [](float score) { return is_finite(score) ? fabsf(score) : 0.0f; };
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float x = magnitude_of(pairs[4 * i].x), y = magnitude_of(pairs[4 * i].y);
+      sum = __fadd_rn(sum, __fadd_rn(x, y));
+      largest = fmaxf(largest, fmaxf(x, y));
+    }
+    if (!(largest > 0.5f * sum)) continue;  // at most one can
+#pragma unroll 1
+    for (int i = 0; i < 16; i++) {
+      float& score = i % 2 ? pairs[i / 2 * 4].y : pairs[i / 2 * 4].x;
+      if (magnitude_of(score) == largest) score = largest;
+    }
+  }
+  __syncthreads();
+}
+
 // Choose a pair's heavy keys by their scores, as `transforms.heavy_places` or `late_keys` says.
 DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
   constexpr int PARTS = MEANS_THREADS / PLACES;  // of the keys that may take a place
   __shared__ float largest[PARTS][PLACES];
   __shared__ int numbers[PARTS][PLACES];
   const int place = threadIdx.x % PLACES, part = threadIdx.x / PLACES, first = FIRST_KEYS - PLACES + place;
-  const float* scores = s.scores + first_block_of(s, pair) * BLOCK;
+  float* scores = s.scores + first_block_of(s, pair) * BLOCK;
   const int keys = keys_of(s, pair / s.kv_heads).length;
+  raise_loud_scores(scores, keys);
   float most = -INFINITE;
   int chosen = first;
   for (int key = first + part * PLACES; key < keys; key += MEANS_THREADS) {

@@ -2,6 +2,7 @@
 // which keys are heavy.
 #pragma once
 #include "nvfp4.cuh"
+#include "quiet_groups.cuh"
 #include "token_statistics.cuh"
 
 constexpr int KEY_LINES = 2, VALUE_LINES = 4;  // of a block: sums and sums of squares; sums, largest, smallest, finite
@@ -67,15 +68,44 @@ struct PaddedReader : Reader {
   DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number * distance] != 0); }
 };
 
-// Return the number of keys that count, at least 1; all threads of a block of MEANS_THREADS call.
-DEVICE int number_of_keys(const Statistics& s, uint32 batch) {
-  if (!PADDED) return max(keys_of(s, batch).length, 1);
-  int count = 0;
+// Find the number of keys that count, by group; all threads of a block of MEANS_THREADS call.
+DEVICE void count_keys(const Statistics& s, uint32 batch, int (&numbers)[LOUD_GROUPS]) {
+  const int group = threadIdx.x;
+  if (group < LOUD_GROUPS) numbers[group] = PADDED ? 0 : tokens_of_group(keys_of(s, batch).length, group);
+  __syncthreads();
+  if (!PADDED) return;
   for (int first = 0; first < s.keys; first += MEANS_THREADS) {
     const int key = first + threadIdx.x;
-    count += __syncthreads_count(key < s.keys && counts(s, batch, key));
+    const uint32 counted = __ballot_sync(~0u, key < s.keys && counts(s, batch, key));
+    if (threadIdx.x % 32 == 0) atomicAdd(&numbers[key / BLOCK % LOUD_GROUPS], __popc(counted));
   }
-  return max(count, 1);
+  __syncthreads();
+}
+
+// Return the number of keys of the groups whose bits are set, at least 1.
+DEVICE int keys_of_groups(const int (&numbers)[LOUD_GROUPS], uint32 groups) {
+  int total = 0;
+#pragma unroll
+  for (int i = 0; i < LOUD_GROUPS; i++) total += groups >> i & 1 ? numbers[i] : 0;
+  return max(total, 1);
+}
+
+// Return the groups of K that are not loud, a bit for each, from the sums of squares of blocks, LINES from one to the
+// next. All threads of a block of MEANS_THREADS call.
+DEVICE uint32 find_quiet_groups(const float* squares, int blocks, const int (&numbers)[LOUD_GROUPS]) {
+  __shared__ float sums[LOUD_GROUPS][CHANNELS / 32];
+  const int channel = threadIdx.x % CHANNELS, group = threadIdx.x / CHANNELS;
+  float sum = 0.0f;
+  for (int block = group; block < blocks; block += LOUD_GROUPS)
+    sum = __fadd_rn(sum, squares[static_cast<int64>(block) * (LINES * CHANNELS) + channel]);
+#pragma unroll
+  for (int distance = 16; distance >= 1; distance /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
+  if (threadIdx.x % 32 == 0) sums[group][channel / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < CHANNELS / 32; i++) sum = __fadd_rn(sum, sums[threadIdx.x % LOUD_GROUPS][i]);
+  return quiet_groups(__fdiv_rn(sum, static_cast<float>(max(numbers[threadIdx.x % LOUD_GROUPS], 1))));
 }
 
 // Return likewise the number of rows of Q that decide the balance.
@@ -92,8 +122,9 @@ DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
 enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
 
 // Return a channel's mean from the sums of blocks, LINES from one to the next: 128 of them by a tree, these in order. A
-// channel has 8 threads; all of them get it.
-DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
+// channel has 8 threads; all of them get it. Only blocks of the groups whose bits are set count. A mean that is not
+// finite counts as 0.
+DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens, uint32 groups) {
   __shared__ float partial[8][CHANNELS];
   const int channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
   float total = 0.0f;
@@ -103,7 +134,7 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       const int block = first + i * 8 + row;
-      x[i] = block < blocks ? sums[static_cast<int64>(block) * (LINES * CHANNELS) + channel] : 0.0f;
+      x[i] = block < blocks && groups >> row & 1 ? sums[static_cast<int64>(block) * (LINES * CHANNELS) + channel] : 0.0f;
     }
     partial[row][channel] = sum_of_halves(x);
     __syncthreads();
@@ -112,7 +143,8 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens) {
     total = __fadd_rn(total, sum_of_halves(y));
     __syncthreads();
   }
-  return __fdiv_rn(total, static_cast<float>(tokens));
+  const float mean = __fdiv_rn(total, static_cast<float>(tokens));
+  return is_finite(mean) ? mean : 0.0f;
 }
 
 DEVICE float sign_of_rotation(uint32 channel) {
@@ -125,8 +157,9 @@ DEVICE float sign_of_rotation(uint32 channel) {
   return ROTATION > 1 && signs >> place % 32 & 1 ? -1.0f : 1.0f;
 }
 
-// Return the variance, but no less than what sums in float32 tell from none.
+// Return the variance, but no less than what sums in float32 tell from none; 0 without squares, or with too large ones.
 DEVICE float variance_of(float mean_square, float mean) {
+  if (!(mean_square > 0.0f)) return 0.0f;
   const float square = __fmul_rn(mean, mean);
   return fmaxf(__fsub_rn(mean_square, square), __fmul_rn(square, MIN_VARIANCE));
 }
@@ -138,7 +171,7 @@ DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float 
   float of_query = 0.0f;
   for (uint32 member = 0; member < group; member++) {
     const float* from = query_line(s, pair, member) + channel;
-    const float square = __fdiv_rn(from[CHANNELS], samples);
+    const float of_samples = __fdiv_rn(from[CHANNELS], samples), square = is_finite(of_samples) ? of_samples : 0.0f;
     of_query = __fadd_rn(of_query, SMOOTH_Q ? variance_of(square, __fdiv_rn(from[0], samples)) : square);
   }
   of_query = __fdiv_rn(of_query, static_cast<float>(group));

@@ -19,6 +19,7 @@ static_assert(HALF_BLOCK == 64,
               "HALF_BLOCK must be 64 tokens of Q, K, or V in float16: 16 for each of a block's warps");
 static_assert(SHARERS == 8,
               "SHARERS of K, or V, of a pair must be 8: a cluster, whose blocks have LANES channels each");
+static_assert(SHARERS == LOUD_GROUPS, "SHARERS must be LOUD_GROUPS: a sharer's blocks of K are a group");
 static_assert(VALUE_CHANNELS == 64, "VALUE_CHANNELS of V in e4m3 must be 64: 8 for each of the 8 threads of a row");
 static_assert(STATISTICS_THREADS == CHANNELS, "STATISTICS_THREADS must be CHANNELS: one for each");
 static_assert(QUANTIZE_THREADS == 128, "QUANTIZE_THREADS must be 128: 4 warps");
@@ -84,12 +85,13 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
   if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
   sync_cluster();
-  const float tokens = PADDED ? total_count(counts) : all;
+  const uint32 sharers = BALANCE && !of_value ? quiet_sharers(s, pair, counts) : ~0u;
+  const float tokens = tokens_of_sharers(s, counts, sharers);
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
-  float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens);
+  float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens, sharers);
   if (ROTATE && !of_value) {
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
-    prepare_rotation(s, balance, pair, channel, mean, tokens);
+    prepare_rotation(s, balance, pair, channel, mean, sharers, tokens);
   }
   if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < CHOOSERS) choose_heavy_key(s, pair, threadIdx.x);
   if (ROTATE && !of_value) return;

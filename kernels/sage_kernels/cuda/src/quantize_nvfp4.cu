@@ -117,13 +117,17 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int keys = number_of_keys(s, pair / s.kv_heads), blocks = keys_of(s, pair / s.kv_heads).blocks();
+  __shared__ int numbers[LOUD_GROUPS];
+  count_keys(s, pair / s.kv_heads, numbers);
+  const int blocks = keys_of(s, pair / s.kv_heads).blocks();
   if (blockIdx.x % 2 == 0) {
     if constexpr (CHOICE) choose_heavy_keys(s, pair);
     float mean = 0.0f, factor = 1.0f;
-    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), blocks, keys);
+    const uint32 groups = BALANCE ? find_quiet_groups(line(s, pair, 0, 1), blocks, numbers) : ~0u;
+    const int keys = keys_of_groups(numbers, groups);
+    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), blocks, keys, groups);
     if (BALANCE) {
-      const float square = mean_of_blocks(line(s, pair, 0, 1), blocks, keys);
+      const float square = mean_of_blocks(line(s, pair, 0, 1), blocks, keys, groups);
       factor = balance_of(s, pair, channel, mean, square, number_of_samples(s, pair / s.kv_heads));
     }
     if (row != 0) return;
@@ -151,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   extrema[0][row][channel] = largest, extrema[1][row][channel] = smallest, extrema[2][row][channel] = finite;
   if (threadIdx.x == 0) most = 0;
   float mean = 0.0f;
-  if (SMOOTH_V) mean = mean_of_blocks(lines, blocks, keys);
+  if (SMOOTH_V) mean = mean_of_blocks(lines, blocks, keys_of_groups(numbers, ~0u), ~0u);
   __syncthreads();
   if (row == 0) {
 #pragma unroll

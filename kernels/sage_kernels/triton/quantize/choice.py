@@ -57,6 +57,8 @@ def write_scores(
 ):
     """Write products of 128 tokens of K, from `first` on, with the mean query, -inf for tokens that do not count.
 
+    A product counts by its magnitude where `transforms.heavy_places` says so.
+
     Args:
         scores: pointer to those of the first token.
         mean: the result of `mean_query`, times the softmax scale.
@@ -69,7 +71,12 @@ def write_scores(
             x, valid, start, first + row, length, channel, channels, stride_token, stride_channel, HAS_VALID
         )
         score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
-        tl.store(scores + row, tl.where(counts & is_finite(score), score, float("-inf")))
+        exists = counts & is_finite(score)
+        magnitude = tl.reshape(tl.where(exists, tl.abs(score), 0.0), (8, 4, 2))
+        of_scale = tl.sum(tl.sum(magnitude, 2), 0)
+        is_loud = tl.reshape(magnitude > of_scale[None, :, None] * 0.5, (BLOCK_ROWS // 2,))
+        score = tl.where(is_loud, tl.abs(score), score)
+        tl.store(scores + row, tl.where(exists, score, float("-inf")))
 
 
 @triton.jit

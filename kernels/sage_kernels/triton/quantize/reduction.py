@@ -3,11 +3,14 @@
 import triton
 import triton.language as tl
 
+from ... import transforms
 from ...language.tokens import load_tokens
 from ...layout import BLOCK
 from .choice import is_finite
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
+LOUD_GROUPS = tl.constexpr(transforms.LOUD_GROUPS)
+LOUD = tl.constexpr(transforms.LOUD)
 
 
 @triton.jit
@@ -25,12 +28,14 @@ def reduce_block(
     FILTERED: tl.constexpr,
     SQUARED: tl.constexpr = False,
     valid_step=1,
+    kept=None,
 ):
     """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
 
     The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which it adds them, then over
     the 8. With FILTERED, tokens that do not count and elements that are not finite are left out; otherwise all elements
     are reduced, zeros beyond the length included, and the last result is 1. With SQUARED, elements are squared first.
+    Of each 8 tokens only those that are `kept`, (8,), enter the sum.
     """
     channel = tl.arange(0, CHANNELS)
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
@@ -54,6 +59,8 @@ def reduce_block(
         else:
             largest = tl.maximum(largest, tile)
             smallest = tl.minimum(smallest, tile)
+        if kept is not None:
+            tile = tl.where(kept[:, None], tile, 0.0)
         if leaf % 2 == 0:
             of_1 = tile
         else:
@@ -83,25 +90,58 @@ def all_true(x):
 
 
 @triton.jit
-def valid_tokens(valid, length, HAS_VALID: tl.constexpr):
-    """Return the number of tokens that count, at least 1, in float32."""
-    count = length
-    if HAS_VALID:
-        token = tl.arange(0, 4096)
-        count = 0
-        for first in range(0, length, 4096):
-            some = tl.load(valid + first + token, mask=first + token < length, other=0)
-            count += tl.sum((some != 0).to(tl.int32), 0)
-    return tl.maximum(count, 1).to(tl.float32)
+def tokens_of_groups(valid, blocks, length, HAS_VALID: tl.constexpr):
+    """Return how many tokens count in each group of `transforms.quiet_keys`: float32 (LOUD_GROUPS,)."""
+    row, token = tl.arange(0, 32), tl.arange(0, BLOCK_ROWS)
+    counts = tl.zeros((LOUD_GROUPS,), tl.float32)
+    for first in range(0, blocks, 32):
+        block = first + row
+        if HAS_VALID:
+            tokens = block[:, None] * BLOCK_ROWS + token[None, :]
+            counted = (tl.load(valid + tokens, mask=tokens < length, other=0) != 0).to(tl.int32)
+            number = tl.sum(counted, 1)
+        else:
+            number = tl.minimum(tl.maximum(length - block * BLOCK_ROWS, 0), BLOCK_ROWS)
+        counts += sum_of_groups(number.to(tl.float32))
+    return counts
 
 
 @triton.jit
-def mean_of_blocks(parts, valid, blocks, length, stride, CHANNELS: tl.constexpr, HAS_VALID: tl.constexpr):
-    """Return the mean over a sequence from its blocks' sums: a tree over each 128 blocks, then these sums in order."""
+def sum_of_groups(x):
+    """Sum what belongs to 32 consecutive blocks, (32,), by group: (LOUD_GROUPS,)."""
+    return tl.sum(tl.reshape(x, (32 // LOUD_GROUPS, LOUD_GROUPS)), 0)
+
+
+@triton.jit
+def quiet_groups(squares, counts, blocks, stride, CHANNELS: tl.constexpr):
+    """Return which groups of K's tokens are quiet, (LOUD_GROUPS,), from the sums of squares of blocks."""
+    row, channel, group = tl.arange(0, 32), tl.arange(0, CHANNELS), tl.arange(0, LOUD_GROUPS)
+    total = tl.zeros((LOUD_GROUPS,), tl.float32)
+    for first in range(0, blocks, 32):
+        at = squares + (first + row)[:, None].to(tl.int64) * stride + channel[None, :]
+        total += sum_of_groups(tl.sum(tl.load(at, mask=(first + row < blocks)[:, None], other=0.0), 1))
+    mean = total / tl.maximum(counts, 1.0)
+    some = mean > 0.0
+    other, other_group = mean[None, :], group[None, :]
+    is_less = (other < mean[:, None]) | ((other == mean[:, None]) & (other_group < group[:, None]))
+    rank = tl.sum((is_less & (other > 0.0)).to(tl.int32), 1)
+    is_median = some & (rank == (tl.sum(some.to(tl.int32), 0) - 1) // 2)
+    median = tl.max(tl.where(is_median, mean, 0.0), 0)
+    return mean <= tl.where(median > 0.0, median * LOUD, float("inf"))
+
+
+@triton.jit
+def mean_of_blocks(parts, tokens, blocks, stride, CHANNELS: tl.constexpr, groups=None):
+    """Return the mean over a sequence from its blocks' sums: a tree over each 128 blocks, then these sums in order.
+
+    `tokens` is the number of those that count. With `groups`, bool (LOUD_GROUPS,), only blocks of these are summed. A
+    mean that is not finite counts as 0.
+    """
     total = tl.zeros((CHANNELS,), tl.float32)
-    for group in range(0, blocks, BLOCK_ROWS):
+    for first in range(0, blocks, BLOCK_ROWS):
         some, _largest, _smallest, _finite = reduce_block(
-            parts, None, 0, group, blocks, CHANNELS, stride, 1, CHANNELS, False, False
+            parts, None, 0, first, blocks, CHANNELS, stride, 1, CHANNELS, False, False, kept=groups
         )
         total += some
-    return tl.div_rn(total, tl.zeros_like(total) + valid_tokens(valid, length, HAS_VALID))
+    mean = tl.div_rn(total, tl.zeros_like(total) + tl.maximum(tokens, 1.0))
+    return tl.where(is_finite(mean), mean, 0.0)

@@ -19,7 +19,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...layout import BLOCK, Sequences, batch_strides, padded_channels, power_of_two, stride_of
 from ...operands import Statistics
 from .choice import choose_keys, is_finite, mean_query, write_scores
-from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, reduce_block
+from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, quiet_groups, reduce_block, tokens_of_groups
 
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
 BALANCE_QUERIES = tl.constexpr(transforms.BALANCE_QUERIES)
@@ -303,17 +303,23 @@ def key_statistics(
     parts += first_part * stride
     used = tl.cdiv(length, BLOCK_ROWS)
     channel = tl.arange(0, CHANNELS)
-    k_mean = mean_of_blocks(parts, valid, used, length, stride, CHANNELS, HAS_VALID)
+    counts = tokens_of_groups(valid, used, length, HAS_VALID)
+    groups = None
+    if balance is not None:
+        groups = quiet_groups(parts + CHANNELS, counts, used, stride, CHANNELS)
+        counts = tl.where(groups, counts, 0.0)
+    count = tl.sum(counts, 0)
+    k_mean = mean_of_blocks(parts, count, used, stride, CHANNELS, groups)
     tl.store(mean + pair * CHANNELS + channel, k_mean)
     if balance is not None:
-        k_square = mean_of_blocks(parts + CHANNELS, valid, used, length, stride, CHANNELS, HAS_VALID)
+        k_square = mean_of_blocks(parts + CHANNELS, count, used, stride, CHANNELS, groups)
         q_square = tl.zeros((CHANNELS,), tl.float32)
         for member in range(group):
             q_square += tl.load(query_squares + (pair * group + member) * CHANNELS + channel)
         q_square /= group
         mean_square = k_mean * k_mean
         variance = tl.maximum(k_square - mean_square, mean_square * MIN_VARIANCE)
-        some = (q_square > 0) & (variance > 0)
+        some = (q_square > 0) & (k_square > 0) & (variance > 0)
         ratio = tl.where(some, tl.div_rn(variance, tl.where(some, q_square, 1.0)), 1.0)
         ratio = tl.minimum(tl.maximum(ratio, 2.0 ** (-4 * MAX_BALANCE)), 2.0 ** (4 * MAX_BALANCE))
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
@@ -361,13 +367,14 @@ def query_squares(
     )
     number = tl.maximum(count, 1).to(tl.float32)
     square = tl.div_rn(total, tl.zeros_like(total) + number)
+    square = tl.where(is_finite(square), square, 0.0)
     if SMOOTH:
         total, _largest, _smallest, _finite = reduce_block(
             query, valid, 0, 0, rows, channels, step * stride_token, stride_channel,
             CHANNELS, HAS_VALID, True, False, step,
         )  # fmt: skip
         mean = tl.div_rn(total, tl.zeros_like(total) + number)
-        square = tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE)
+        square = tl.where(square > 0.0, tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE), 0.0)
     tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), square)
 
 
@@ -417,7 +424,8 @@ def value_statistics(
     v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
     v_mean = tl.zeros((CHANNELS,), tl.float32)
     if SMOOTH:
-        v_mean = mean_of_blocks(parts, valid, used, length, PARTS * CHANNELS, CHANNELS, HAS_VALID)
+        count = tl.sum(tokens_of_groups(valid, used, length, HAS_VALID), 0)
+        v_mean = mean_of_blocks(parts, count, used, PARTS * CHANNELS, CHANNELS)
         v_mean = tl.where(
             tl.abs(v_mean) > largest_magnitude(v_largest - v_mean, v_smallest - v_mean) * MIN_MEAN, v_mean, 0.0
         )
