@@ -17,7 +17,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 
-from . import costs, dispatch, driver, exact, registry
+from . import costs, dispatch, driver, exact, registry, training_routes
 from .call import Call, Mask
 from .prepared_calls import BoundCall, ExactCall, Prepared, TapedCall
 from .recipe import Recipe, get_recipe
@@ -146,7 +146,10 @@ def look_up(
         return None
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     try:
-        return _slot(*layout_of(*tensors), grad, settings(), options) if is_plain(*tensors) else None
+        if not is_plain(*tensors):
+            return None
+        checkpointed = grad and training_routes.is_checkpointed()
+        return _slot(*layout_of(*tensors), grad, checkpointed, settings(), options)
     except (
         AttributeError,
         RuntimeError,

@@ -22,7 +22,6 @@ from sage_hf.bench.grid import POINTS, Arguments, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, TRAINING_GRID_PROVIDERS, GridProvider, watch
 from sage_hf.bench.measure import drawn_orders, facts, reason
 from sage_hf.bench.warming import PROCESSES, call_in_processes
-from sage_kernels import training_routes
 
 # A provider is replayed for about WINDOW_MS at a point, in turns with the others: once to warm up, then TURNS times.
 WINDOW_MS = 20.0
@@ -172,8 +171,7 @@ class Timed:
 
 
 def measure_point(point: Point, queue: Queue) -> dict[str, Any]:
-    """Return the row of a point, which is a run of its own: what trains here is chosen at this point."""
-    training_routes.forget()
+    """Return the row of a point."""
     row: dict[str, Any] = point.sizes
     failures: dict[str, str] = {}
     timed: list[Timed] = []

@@ -1,4 +1,4 @@
-"""Which training calls run exact attention because a recipe would be slower, and that a run never switches."""
+"""Which training calls run exact attention because a recipe would be slower."""
 
 from dataclasses import replace
 
@@ -27,9 +27,6 @@ def table(routed, monkeypatch):
     """32 heads of n tokens are n / 4 items of n / 64 tiles: the recipe is faster from about 5,000 tokens on."""
     curves = curve(costs.training_runner(*KERNELS), 600.0, 0.4), curve(f"cudnn{costs.TRAINING}", 0.0, 0.6)
     monkeypatch.setattr(costs, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
-    training_routes.forget()
-    yield
-    training_routes.forget()
 
 
 def why(tokens=8192, numerics="native", **facts):
@@ -38,33 +35,9 @@ def why(tokens=8192, numerics="native", **facts):
     return training_routes.why_exact(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
-def test_the_first_call_of_a_kind_decides_for_all_lengths():
-    reason = why(512)
-    assert "exact attention trains faster here" in reason and training_routes.KEPT in reason
-    assert why(8192) == why(8192, batch=4) == reason
-    assert list(training_routes.decisions().values()) == [reason]
-
-
-def test_a_recipe_that_was_faster_at_first_is_kept_at_any_length():
-    assert why(16384) == why(128) == ""
-
-
-@pytest.mark.parametrize("facts", [{"q_heads": 16, "kv_heads": 16}, {"is_causal": True}, {"dtype": torch.float16}])
-def test_other_kinds_of_call_decide_for_themselves(facts):
-    assert why(512)
-    assert not why(16384, **facts)
-
-
-def test_self_attention_and_cross_attention_are_two_kinds():
-    assert why(512)
-    cross = replace(REQUEST, q_len=16384, kv_len=16383)
-    assert not training_routes.why_exact(Plan(cross, "forward", "sage_bwd", "native", (), "quantizer", "backward"))
-
-
-def test_another_run_can_decide_anew():
-    assert why(512)
-    training_routes.forget()
-    assert not why(16384)
+def test_each_call_is_judged_by_its_own_size_whatever_ran_before():
+    for tokens, exact in ((512, True), (16384, False), (128, True), (16384, False)):
+        assert ("exact attention trains faster here" in why(tokens)) == exact
 
 
 def test_what_was_not_measured_runs_the_recipe():
@@ -94,7 +67,6 @@ def test_a_checkpoint_counts_the_forward_pass_twice(monkeypatch, reentrant):
     x = torch.ones(1, requires_grad=True)
     checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert set(reasons) == {""}
-    training_routes.forget()
     assert why(8192)
 
 
@@ -114,4 +86,3 @@ def test_emulation_and_calls_without_routing_run_the_recipe():
     assert not why(512, numerics="emulated")
     registry.set_routing(False)
     assert not why(512)
-    assert not training_routes.decisions()
