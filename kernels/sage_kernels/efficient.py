@@ -44,7 +44,8 @@ class EfficientAttention:
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
         ) -> torch.Tensor:
-            if scale <= 0:  # which it would multiply masked scores by
+            # It would multiply masked scores by such a scale, and the caller may not want it now.
+            if scale <= 0 or not torch.backends.cuda.mem_efficient_sdp_enabled():
                 return exact.sdpa(query, key, value, is_causal=is_causal, scale=scale)
             output, *_ = _operator(query, key, value, None, False, 0.0, is_causal, scale=scale)
             return output

@@ -289,3 +289,19 @@ def test_what_cannot_be_repeated_is_run_anew(device, repeated):
     for _ in range(4):
         assert same(repeat(*tensors, scale=-0.2), wanted)
     assert not repeated
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("recipe", ["sage2", "sage1", "exact", "sage_bwd"])
+def test_a_tensor_whose_memory_was_freed_is_refused_as_by_pytorch(device, recipe, known, number):
+    inputs = [x.requires_grad_(recipe == "sage_bwd") for x in draw(device)]
+    wanted = sage_attention(*inputs, recipe=recipe)
+    for _ in range(3 * known):
+        sage_attention(*inputs, recipe=recipe)
+    freed = torch.stack([inputs[number].detach()] * 2)[1]
+    freed.untyped_storage().resize_(0)
+    tensors = [freed if turn == number else x for turn, x in enumerate(inputs)]
+    with pytest.raises(RuntimeError, match="no memory"):
+        sage_attention(*tensors, recipe=recipe)
+    assert torch.equal(sage_attention(*inputs, recipe=recipe), wanted)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels import backends, efficient, exact  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.call import Call
@@ -44,3 +45,11 @@ def test_its_output_is_that_of_the_call(monkeypatch, scale, causal):
     output = get_exact("efficient").attend(Call(query, key, value, get_recipe("exact"), is_causal=causal, scale=scale))
     truth, _ = exact.attention(query, key, value, is_causal=causal, scale=scale)
     torch.testing.assert_close(output, truth)
+
+
+def test_a_caller_who_switches_it_off_gets_pytorchs_choice(monkeypatch):
+    monkeypatch.setattr(efficient, "_operator", None)
+    query, key, value = torch.randn(3, 2, 4, 20, 32)
+    with sdpa_kernel(SDPBackend.MATH):
+        output = get_exact("efficient").attend(Call(query, key, value, get_recipe("exact"), scale=0.2))
+        assert torch.equal(output, exact.pytorch_sdpa(query, key, value, scale=0.2))
