@@ -31,6 +31,9 @@ CALLS = 512
 """Calls that are remembered; of more, those used least lately are forgotten."""
 ALIGNMENT = 16
 """Bytes, of the addresses of prepared calls."""
+MOST_BYTES = 2**28
+"""Bytes of a call's results up to which it is prepared: to compare larger ones takes much memory, and such a call takes
+the GPU longer than any host."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -310,7 +313,8 @@ def repeatable(
 ) -> Tape | None:
     """Return the launches of a call that has just run; None, with a logged reason, if they cannot be repeated.
 
-    They are run once, and what they give is compared with what the call gave, for which the host waits.
+    They are run once, and what they give is compared with what the call gave, for which the host waits. Calls with more
+    than MOST_BYTES of results are not worth it.
 
     Args:
         rehearse: runs the call's host code with stand-ins, and returns its launches.
@@ -319,6 +323,8 @@ def repeatable(
         results: (what the tape returns) -> what must be the same as `expected`.
     """
     device = tensors[0].device
+    if sum(x.numel() * x.element_size() for x in expected) > MOST_BYTES:
+        return None
     try:
         with torch.cuda.device(device), driver.relaxed_capture():
             with rehearsing() as rehearsal:

@@ -202,7 +202,7 @@ def test_a_caller_captures_a_call_at_any_time(device, recipe, before):
     assert all(x.isfinite().all() for one in eager for x in one)
 
 
-def test_no_switch_of_pytorchs_backends_is_touched(device):
+def test_no_switch_of_pytorchs_backends_is_touched(device, routed):
     """Another thread's contexts hold, and leave the switches as they were."""
     query, *others = draw(device, 1, 8, 1, 128, count=1) + draw(device, 1, 2, 700, 128, count=2)
     before, seen, done = torch.backends.cuda.cudnn_sdp_enabled(), set(), threading.Event()

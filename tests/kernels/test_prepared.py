@@ -362,6 +362,13 @@ def test_a_stream_that_a_graph_captures_is_lent_to_that_graphs_stream_alone(gpu,
     assert lent(3) == 101
 
 
+def test_a_call_whose_results_are_large_runs_anew_each_time(gpu, monkeypatch):
+    """To compare them would take the memory that it needs."""
+    monkeypatch.setattr(prepared, "MOST_BYTES", 2 * 192 * 64 * 2)
+    assert is_prepared(*draw(), recipe="sage2")
+    assert not is_prepared(*draw(1, 2, 193, 64), recipe="sage2")
+
+
 def test_outputs_are_compared_bit_by_bit():
     x = torch.tensor([1.0, torch.nan, -0.0])
     assert ARE_SAME([x], [x.clone()])
