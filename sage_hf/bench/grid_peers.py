@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,6 +16,7 @@ from sage_hf import record
 from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.grid import Arguments, Point
+from sage_kernels import exact
 
 Attend = Callable[[Arguments], Callable[[], Tensor]]
 """Arguments -> a call that computes the output, (batch, q_heads, q_len, head_dim). Either raises if it is refused."""
@@ -49,7 +49,7 @@ class GridProvider:
 def _pytorch(arguments: Arguments) -> Callable[[], Tensor]:
     query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.mask
     options: dict[str, Any] = {"is_causal": arguments.is_causal, "enable_gqa": arguments.grouped}
-    return lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return lambda: exact.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
 
 
 def _flash(arguments: Arguments) -> Callable[[], Tensor]:
@@ -57,7 +57,7 @@ def _flash(arguments: Arguments) -> Callable[[], Tensor]:
         return _pytorch(arguments)
     query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.lower_right
     options = {"enable_gqa": True} if arguments.grouped else {}
-    return lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return lambda: exact.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
 
 
 def _fa3(arguments: Arguments) -> Callable[[], Tensor]:

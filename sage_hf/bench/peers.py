@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels import ops
+from sage_kernels import exact, ops
 from sage_kernels.call import Call
 from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import get_recipe
@@ -133,7 +133,7 @@ def prepare_sdpa(backend: SDPBackend) -> Prepare:
 
         def call() -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped)
+                return exact.pytorch_sdpa(query, key, value, is_causal=is_causal, enable_gqa=grouped)
 
         return Prepared(call, f"scaled_dot_product_attention, {backend.name}")
 
