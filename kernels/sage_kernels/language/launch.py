@@ -171,11 +171,12 @@ def launch(
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
     """Let Triton load kernels and make tensor maps, also in a thread new to the GPU, and while graphs are captured."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), driver.relaxed_capture():
-        driver.ensure_context(torch.cuda.current_device())
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            if torch.version.hip is None:
+                driver.ensure_context(torch.cuda.current_device())
+                stack.enter_context(driver.relaxed_capture())
         yield
 
 
