@@ -6,7 +6,7 @@ import torch
 from sage_kernels import registry
 from tests.helpers import drawn_calls
 
-PROGRAMS = 12
+PROGRAMS = 8
 
 
 @pytest.fixture(autouse=True)
