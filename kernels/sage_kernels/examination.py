@@ -5,9 +5,10 @@ Where a kernel is right, it and the reference are two roundings of one result, â
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,6 +20,8 @@ from .heads import Norm, Rope, head_kernel, head_kernels
 from .layout import Lengths, ceil_div, sequence_slices
 from .recipe import Recipe, get_recipe
 from .registry import Plan, fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
+
+Found = TypeVar("Found")
 
 Q_LEN, KV_LEN = 200, 333  # they fill no tile; more than one of heads, and more keys than are heavy
 RAISED = float("inf")
@@ -140,9 +143,9 @@ def examine(plan: Plan, case: Case, device: torch.device) -> list[Verdict]:
     found = _try(plan.kernel, case, device, plan.kernel, plan.quantizer)
     if found.reason:
         request = replace(plan.request, recipe=plan.recipe)
-        others = (name for name in fitting_quantizers(plan.kernel, request) if name != plan.quantizer)
-        rights = (not _try(plan.kernel, case, device, plan.kernel, other).reason for other in others)
-        return [found._replace(kernel=plan.quantizer) if any(rights) else found]
+        others = [name for name in fitting_quantizers(plan.kernel, request) if name != plan.quantizer]
+        blames_quantizer = any(_is_right(plan.kernel, other, case, device) for other in others)
+        return [found._replace(kernel=plan.quantizer) if blames_quantizer else found]
     verdicts_found = [found]
     if plan.quantizer:
         verdicts_found.append(found._replace(kernel=plan.quantizer))
@@ -155,17 +158,17 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
     """Run a kernel of exact attention on a case, and compare it with PyTorch's."""
     own = get_exact(kernel)
     assert own is not None
-
-    def distance() -> float:
+    with _plainly(device):
         call = case.draw(device)
         tensors, mask = (call.query, call.key, call.value), call.mask.tensor
         if call.is_causal:
             mask = exact.with_causality(mask, call.query, call.key, call.causal_offset)
         expected = exact.sdpa(*tensors, mask=mask, scale=call.scale, enable_gqa=True)
         truth = exact.attention(*tensors, mask=mask, scale=call.scale)[0]
-        return _of_head(own.attend(call), expected, truth, uncertainty(call, None, 0.0)[0], 0.0)
-
-    return _judge(kernel, distance, device)
+        noise = uncertainty(call, None, 0.0)[0]
+        return _judge(
+            kernel, lambda: own.attend(call), lambda found: _of_head(found, expected, truth, noise, 0.0), device
+        )
 
 
 def examine_heads(head_dim: int, device: torch.device) -> Verdict:
@@ -175,88 +178,116 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
-    x, gradient = (normal(2, 33, 3, head_dim).bfloat16() for _ in range(2))
-    cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
-    weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
-    norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-    kernel = head_kernel(x, norm, rope, grad=True)
+    with _plainly(device):
+        x, gradient = (normal(2, 33, 3, head_dim).bfloat16() for _ in range(2))
+        cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
+        weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
+        norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
+        kernel, reference = head_kernel(x, norm, rope, grad=True), head_kernels()[-1]
 
-    def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
-        tables = Rope(cosine.to(dtype), sine.to(dtype)) if dtype == torch.float64 else rope
-        with torch.enable_grad():
-            output = head_kernels()[-1].forward(inputs[0], replace(norm, weight=inputs[1], bias=inputs[2]), tables)
-        return output.detach(), *torch.autograd.grad(output, inputs, gradient.to(dtype))
+        def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
+            tables = Rope(cosine.to(dtype), sine.to(dtype)) if dtype == torch.float64 else rope
+            with torch.enable_grad():
+                output = reference.forward(inputs[0], replace(norm, weight=inputs[1], bias=inputs[2]), tables)
+            return output.detach(), *torch.autograd.grad(output, inputs, gradient.to(dtype))
 
-    def distance() -> float:
         expected, truths = by_operators(x.dtype), by_operators(torch.float64)
-        found: tuple[torch.Tensor | None, ...] = expected
-        if kernel is not head_kernels()[-1]:
-            found = kernel.forward(x, norm, rope), *kernel.backward(gradient, x, norm, rope)
-        distances = []
-        for y, z, truth in zip(found, expected, truths, strict=True):
-            assert y is not None
-            noise = 2**-18 * truth.abs().sum().item()
-            shape = (1, -1, truth.shape[-1])
-            distances.append(_of_head(y.view(shape), z.view(shape), truth.view(shape), noise, 0.0))
-        return max(distances)
 
-    return _judge(kernel.name, distance, device)
+        def run() -> tuple[torch.Tensor | None, ...]:
+            if kernel is reference:
+                return expected
+            return kernel.forward(x, norm, rope), *kernel.backward(gradient, x, norm, rope)
 
+        def distance(found: tuple[torch.Tensor | None, ...]) -> float:
+            distances = []
+            for y, z, truth in zip(found, expected, truths, strict=True):
+                assert y is not None  # the norm has weight and bias
+                shape, noise = (1, -1, truth.shape[-1]), 2**-18 * truth.abs().sum().item()
+                distances.append(_of_head(y.view(shape), z.view(shape), truth.view(shape), noise, 0.0))
+            return max(distances)
 
-def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = "") -> Verdict:
-    """Return the verdict on the kernel of that name, which is one of those that run."""
-    return _judge(name, lambda: _distance(case.draw(device), case.grad, forward, quantizer, backward), device)
+        return _judge(kernel.name, run, distance, device)
 
 
-def _judge(name: str, measure: Callable[[], float], device: torch.device) -> Verdict:
-    """Return the verdict on a kernel whose distance is measured."""
+@contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """Run without what callers may have switched on: gradients, inference mode, autocast."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], float], device: torch.device) -> Verdict:
+    """Return the verdict on a kernel: what it gives is measured; it may raise in any way."""
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            distance = measure()
+        found = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a kernel may fail in any way
+    except Exception as error:
         return Verdict(name, RAISED, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
+    distance = distance_of(found)
     if distance <= 1:
         return Verdict(name, distance)
     return Verdict(name, distance, f"{distance:.3g} times as far from the reference as roundings can be")
 
 
-def _distance(call: Call, grad: bool, forward: str, quantizer: str, backward: str) -> float:
-    """Return how far a kernel is from the reference, in units of what is allowed, at the head where it is farthest."""
+def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = "") -> Verdict:
+    """Return the verdict on the kernel of that name, which is one of those that run."""
+    with _plainly(device):
+        call = case.draw(device)
+        if backward:
+            return _try_gradients(name, call, device, forward, quantizer, backward)
+        expected, expected_lse = _attend(call, case.grad, "reference", "")
+        mask, options = _exactly(call)
+        truth, _ = _by_sequence(
+            call, lambda one: (exact.attention(one.query, one.key, one.value, mask=mask, **options)[0], None)
+        )
+        noise, is_reference = uncertainty(call, None, 0.0)[0], forward == "reference"
+
+        def distance(found: tuple[torch.Tensor, torch.Tensor | None]) -> float:
+            rounding = rounding_of(call.recipe, 4) if is_reference else 0.0
+            of_output = _of_head(found[0], expected, truth, noise, rounding)
+            return (
+                max(of_output, _of_lse(call, found[1], expected_lse))
+                if call.return_lse and not case.grad
+                else of_output
+            )
+
+        return _judge(name, lambda: _attend(call, case.grad, forward, quantizer), distance, device)
+
+
+def _is_right(forward: str, quantizer: str, case: Case, device: torch.device) -> bool:
+    try:
+        return not _try(forward, case, device, forward, quantizer).reason
+    except RuntimeError:  # the kernel that failed before has left no working GPU behind
+        return False
+
+
+def _try_gradients(name: str, call: Call, device: torch.device, forward: str, quantizer: str, backward: str) -> Verdict:
+    generator = torch.Generator("cpu").manual_seed(1)
+    shape = (*call.query.shape[:3], call.value.shape[3])
+    gradient = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(call.query)
+    mask, options = _exactly(call)
+    truths = exact_gradients(gradient, call.query, call.key, call.value, mask=mask, **options)[1:]
+    expected = _gradients(call, gradient, "reference", "", "reference_backward")
+    noises = uncertainty(call, gradient, torch.finfo(call.query.dtype).eps)[1:]
+    rounding = rounding_of(call.recipe, 7) if backward == "reference_backward" else 0.0
+
+    def distance(found: tuple[torch.Tensor, ...]) -> float:
+        return max(_of_head(*parts, rounding) for parts in zip(found, expected, truths, noises, strict=True))
+
+    return _judge(name, lambda: _gradients(call, gradient, forward, quantizer, backward), distance, device)
+
+
+def _exactly(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """Return the mask of a call, its block list included, and the options of exact attention."""
     mask = call.mask.tensor
     if call.mask.blocks is not None:
         listed = call.mask.blocks.mask(call.kv_len, 0, call.q_len)
         mask = listed if mask is None else listed & mask
-    options: dict[str, Any] = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
-    if backward:
-        return _distance_of_gradients(call, mask, options, forward, quantizer, backward)
-
-    def attend_exactly(one: Call) -> tuple[torch.Tensor, None]:
-        return exact.attention(one.query, one.key, one.value, mask=mask, **options)[0], None
-
-    found, lse = _attend(call, grad, forward, quantizer)
-    expected, expected_lse = _attend(call, grad, "reference", "")
-    noise, rounding = uncertainty(call, None, 0.0)[0], 0.0
-    if forward == "reference":
-        rounding, lse = rounding_of(call.recipe, 4), expected_lse
-    distance = _of_head(found, expected, _by_sequence(call, attend_exactly)[0], noise, rounding)
-    return max(distance, _of_lse(call, lse, expected_lse)) if call.return_lse and not grad else distance
-
-
-def _distance_of_gradients(
-    call: Call, mask: torch.Tensor | None, options: dict[str, Any], forward: str, quantizer: str, backward: str
-) -> float:
-    generator = torch.Generator("cpu").manual_seed(1)
-    shape = (*call.query.shape[:3], call.value.shape[3])
-    gradient = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(call.query)
-    truths = exact_gradients(gradient, call.query, call.key, call.value, mask=mask, **options)[1:]
-    found = _gradients(call, gradient, forward, quantizer, backward)
-    expected = _gradients(call, gradient, "reference", "", "reference_backward")
-    noises = uncertainty(call, gradient, torch.finfo(call.query.dtype).eps)[1:]
-    rounding = rounding_of(call.recipe, 7) if backward == "reference_backward" else 0.0
-    return max(_of_head(*parts, rounding) for parts in zip(found, expected, truths, noises, strict=True))
+    return mask, {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
 
 
 def _of_head(found: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, noise: float, rounding: float) -> float:

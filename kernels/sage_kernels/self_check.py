@@ -107,6 +107,8 @@ def _check_once(about: str, capability: verdicts.Capability, check: Callable[[],
             return False
     except torch.OutOfMemoryError:  # it is checked at a call that leaves room
         return True
+    except Exception as error:  # of the reference: it says nothing about the kernel, and must not end a caller's work
+        logger.warning("%s: the self-check did not run: %s: %s", about, type(error).__name__, error)
     finally:
         _thread.checking = False
     _checked.add((capability, about))

@@ -10,7 +10,7 @@ import sage_hf
 from sage_hf import record
 from sage_kernels import dispatch, examination, heads, registry, self_check, verdicts
 from sage_kernels.recipe import get_recipe
-from sage_kernels.reference.registration import ReferenceHeadKernel
+from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel
 from sage_kernels.registry import Request, select
 from tests.helpers.kernels import (
     StandInBackward,
@@ -165,6 +165,27 @@ def test_a_wrong_backward_kernel_gives_way_to_the_next(ran):
     plan = dispatch.choose(TRAINING, "native")
     assert (plan.kernel, plan.backward) == ("forward", "right")
     assert not plan.is_fallback and plan.reason.startswith("wrong: failed its self-check")
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_it_checks_gradients_in_any_mode(mode, ran):
+    register(StandInTraining, "forward", "sage_bwd", ran)
+    registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        assert dispatch.choose(TRAINING, "native").backward != "wrong"
+        assert examination.examine_heads(64, torch.device("cpu")).reason == ""
+
+
+def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no deterministic implementation")
+
+    register(StandInForward, "right", "sage3", ran)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceForward, "attend", fails)
+        assert dispatch.choose(REQUEST, "native").kernel == "right"
+    self_check.forget()
+    assert not verdicts.is_known(verdicts.subject("right", "sage3", 64), UNTESTED)
 
 
 def test_it_waits_while_a_mode_sees_operators(ran):
