@@ -1,29 +1,18 @@
 """The report on a GPU: what it holds, in which order it is written, and that it takes untried kernels last."""
 
 import json
-import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from sage_hf.app.cli import main
-from sage_hf.bench import measure, report
+from sage_hf.bench import check, measure, report
 from sage_hf.bench.shapes import Shape
-from sage_kernels.cuda.registration import NVFP4_SWITCH
+from sage_kernels.cuda import registration
 from sage_kernels.recipe import RECIPES
 
 CPU = torch.device("cpu")
-
-
-def test_untried_kernels_are_switched_on_inside_and_the_environment_stays(monkeypatch):
-    for value in (None, "cuda", "0"):
-        monkeypatch.delenv(NVFP4_SWITCH, raising=False)
-        if value is not None:
-            monkeypatch.setenv(NVFP4_SWITCH, value)
-        for enabled in (False, True):
-            with report.untried_kernels(enabled):
-                assert os.environ.get(NVFP4_SWITCH) == ("cuda" if enabled else None)
-            assert os.environ.get(NVFP4_SWITCH) == value
 
 
 def test_every_recipe_has_a_plan_and_rows_of_errors_or_a_reason():
@@ -46,7 +35,7 @@ def gpu(monkeypatch):
     calls = []
 
     def chosen(device):
-        kernel = "untried" if NVFP4_SWITCH in os.environ else "tried"
+        kernel = "untried" if registration._measures_nvfp4_forward else "tried"
         return [{"recipe": "sage3", "kernel": kernel}, {"recipe": "sage2", "kernel": "tried"}]
 
     def errors(device, recipes):
@@ -64,6 +53,8 @@ def gpu(monkeypatch):
         calls.append(("speeds", tuple(one.name for one in providers)))
         return [measure.new_row(shape, one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
 
+    checked = {"rows": [{"kernel": "nvfp4_forward", "calls": 9, "worst": 0.7, "failed": []}], "left_out": 0}
+    monkeypatch.setattr(check, "run", lambda device: checked)
     monkeypatch.setattr(report, "plans", chosen)
     monkeypatch.setattr(report, "errors", errors)
     monkeypatch.setattr(report, "preparation", preparation)
@@ -71,7 +62,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(measure, "facts", lambda device, commit: {"gpu": "NVIDIA RTX 5090", "commit": commit})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.device", lambda device: report.contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
     properties = type("Properties", (), {"multi_processor_count": 170, "total_memory": 2**35})
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     return calls
@@ -89,10 +80,10 @@ def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypa
     written = json.loads(path.read_text())
     assert written["gpu"] == "NVIDIA RTX 5090" and written["multiprocessors"] == 170
     for name in ("plans", "errors", "preparation", "rows"):
-        switched = ["switch" in row for row in written[name]]
-        assert any(switched) and switched == sorted(switched)
-        assert written[name][-1]["switch"] == report.SWITCH
-    assert f"wrote {path}" in capsys.readouterr().out
+        untried = ["untried" in row for row in written[name]]
+        assert any(untried) and untried == sorted(untried)
+    printed = capsys.readouterr().out
+    assert f"wrote {path}" in printed and "0.70" in printed and written["check"]["rows"][0]["calls"] == 9
 
     # Should the untried kernel hang or crash, what was measured before is there.
     def crash(device, recipes):

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.bench import command, measure_training, tables
-from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_hf.bench.measure import draw
 from sage_hf.bench.measure_training import SampledGradientErrors, Step
 from sage_hf.bench.peers import Prepared, Provider
 from sage_hf.bench.shapes import TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, prepare_fa3, prepare_sdpa_backward
 from sage_kernels import exact
+from sage_kernels.exact_gradients import Gradients, exact_gradients
 from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.registry import KernelUnavailableError

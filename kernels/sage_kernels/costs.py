@@ -241,6 +241,15 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     return _limit(low_bit, tuple(rivals), kind, request.is_causal, sizes.head_dim)
 
 
+def is_measured_faster(request: Request, runner: str, other: str) -> bool:
+    """Return whether this GPU's own table has a runner and another one for such a call, and the first is faster."""
+    table, sizes = table_of(request.capability), sizes_of(request)
+    kind = kind_of(request.mask, request.is_causal, sizes)
+    curves = [table and table.curve(one, kind, request.is_causal, sizes.head_dim) for one in (runner, other)]
+    us = [curve.us(sizes) for curve in curves if curve]
+    return len(us) == 2 and us[0] < us[1]
+
+
 def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
     """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
 

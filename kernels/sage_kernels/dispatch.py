@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from . import ahead, blocks, empty_rows, exact
+from . import ahead, blocks, empty_rows, exact, self_check
 from .call import BackwardCall, Call
 from .checks import check_memory
 from .layout import is_aligned, sequence_slices
@@ -61,8 +61,16 @@ def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def plan_of(call: Call, fallback: Fallback) -> Plan:
-    """Return the plan of a call without gradients; see `registry.select`."""
-    return select(request_of(call), fallback)
+    """Return the plan of a call without gradients; see `choose`."""
+    return choose(request_of(call), fallback)
+
+
+def choose(request: Request, fallback: Fallback) -> Plan:
+    """Return the plan of `registry.select`; kernels that never ran on such a GPU are checked first (`self_check`)."""
+    plan = select(request, fallback)
+    while self_check.is_due(plan) and not self_check.passes(plan):
+        plan = select(request, fallback)
+    return plan
 
 
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -131,7 +139,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
         KernelUnavailableError: no kernel with gradients serves the request. Exact attention, whose gradients PyTorch
             computes, does not count.
     """
-    plan = select(request, fallback)
+    plan = choose(request, fallback)
     if plan.numerics == "exact":
         raise KernelUnavailableError(
             f"no kernel computes gradients of recipe {request.recipe!r} here ({plan.reason}): use exact attention, or "

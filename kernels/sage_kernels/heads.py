@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from . import verdicts
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Norm:
@@ -118,7 +120,18 @@ def register_head_kernel(kernel: HeadKernel) -> None:
 
 def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
     """Return the kernel that serves a call: the reference, which is registered last, serves all."""
-    return next(kernel for kernel in _kernels.values() if not kernel.unsupported(x, norm, rope, grad))
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    return next(
+        kernel
+        for kernel in _kernels.values()
+        if not kernel.unsupported(x, norm, rope, grad)
+        and not verdicts.failure(kernel.name, verdicts.HEADS, x.shape[3], capability)
+    )
+
+
+def head_kernels() -> list[HeadKernel]:
+    """Return the registered kernels; the reference is the last."""
+    return list(_kernels.values())
 
 
 def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import backends, registry  # noqa: F401 - `backends` registers the kernels
+from . import backends, registry, self_check  # noqa: F401 - `backends` registers the kernels
 from .checks import check_memory
 from .heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel
 from .prepared import CALLS, is_capturing, is_plain, modes_are_active, repeatable, settings
@@ -81,6 +81,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     if not any(one.requires_grad for one in (x, *_tensors(norm, rope))):
         return _forward(x, norm, rope)
     check_heads(x, norm, rope)
+    self_check.check_heads(x.shape[3], x.device)
     kernel = head_kernel(x, norm, rope, grad=True)
     if kernel.name == "reference" or modes_are_active():
         return kernel.forward(x, norm, rope)
@@ -131,6 +132,7 @@ def _slot(x: torch.Tensor, norm: Norm | None, rope: Rope | None, gradient: torch
         check_heads(x, norm, rope)
         if len(_slots) == CALLS:
             _slots.clear()
+        self_check.check_heads(x.shape[3], x.device)
         slot = _slots[key] = _Slot(head_kernel(x, norm, rope, grad=gradient is not None))
     return slot
 

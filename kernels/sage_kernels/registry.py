@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import torch
 
-from . import costs
+from . import costs, verdicts
 from .call import BackwardCall, Call
 from .fallback import FALLBACKS, Fallback
 from .operands import KeyPadding, Saved
@@ -224,11 +224,12 @@ class Plan:
 
     @cached_property
     def reason(self) -> str:
-        """Return why the recipe asked for does not run, in one line; "" if it does."""
+        """Return why the recipe asked for does not run, in one line; if it does, which kernels failed here, or ""."""
+        others = self.passed_over
         if not self.is_fallback:
-            return ""
+            others = tuple(one for one in (*others, *self.other_phases) if one[1].startswith(verdicts.FAILED))
         names: dict[str, list[str]] = {}
-        for name, reason in self.passed_over:
+        for name, reason in others:
             names.setdefault(reason, []).append(name)
         parts = ((", ".join(dict.fromkeys(who)), reason) for reason, who in names.items())
         return "; ".join(f"{who}: {reason}" if who else reason for who, reason in parts)
@@ -319,7 +320,14 @@ def registered_exact() -> list[str]:
 
 def exact_kernels(request: Request) -> list[str]:
     """Return the names of the registered kernels of exact attention that serve a request."""
-    return [name for name, kernel in _exacts.items() if not kernel.unsupported(request)]
+    return [name for name, kernel in _exacts.items() if not _unsupported(kernel, request)]
+
+
+def fitting_quantizers(forward: str, request: Request) -> list[str]:
+    """Return the names of the quantisers that make the operands of a forward kernel for a request."""
+    takes, recipe = _forwards[forward].takes, get_recipe(request.recipe)
+    fitting = [one for one in _quantizers.values() if takes is not None and issubclass(one.makes, takes)]
+    return [one.name for one in fitting if one.serves(recipe) and not _unsupported(one, request)]
 
 
 def exact_plan(request: Request, *passed_over: tuple[str, str], kernel: str = "sdpa") -> Plan:
@@ -473,7 +481,7 @@ class _Phases:
 
 
 def _choose_phases(kernel: Forward, request: Request) -> _Phases:
-    if reason := kernel.unsupported(request):
+    if reason := _unsupported(kernel, request):
         return _Phases(reason=reason)
     quantizer = backward = ""
     passed_over: list[tuple[str, str]] = []
@@ -499,11 +507,18 @@ def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, lis
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)
     for kernel in kernels:
-        reason = kernel.unsupported(request) if kernel.serves(recipe) else "other formats or transforms"
+        reason = _unsupported(kernel, request) if kernel.serves(recipe) else "other formats or transforms"
         if not reason:
             return kernel.name, passed_over
         passed_over.append((kernel.name, reason))
     return "", passed_over
+
+
+def _unsupported(kernel: Kernel | Exact, request: Request) -> str:
+    """Return why a kernel does not serve a request: for its limits, or since it is wrong on this machine; or ""."""
+    recipe = "exact" if kernel.name in _exacts else request.recipe
+    failure = verdicts.failure(kernel.name, recipe, request.head_dim, request.capability)
+    return failure or kernel.unsupported(request)
 
 
 def _join_reasons(summary: str, passed_over: list[tuple[str, str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from .call import BackwardCall, Call, Mask, MaskKind, softmax_scale
 from .layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
 from .operands import Saved
 from .recipe import get_recipe
-from .registry import Fallback, KernelUnavailableError, Request, select
+from .registry import Fallback, KernelUnavailableError, Plan, Request, select
 
 # The fields of `Lengths`; for sequences that are not packed, its tensors are None and its numbers 0.
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
@@ -163,7 +164,7 @@ def why_exact(
         kind = _mask(valid, blocks).kind
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), kind, *head_dims)
     request = _request(query, key, value, valid, blocks, is_causal, recipe)
-    reason = _reason(request, fallback)
+    reason = _reason(request, fallback, dispatch.choose)
     routed = fallback == "native" and blocks is None  # exact attention over a list is no rival
     return reason or (training_routes.why_exact(select(request)) if routed else "")
 
@@ -196,9 +197,9 @@ def _request(
     return replace(request, aligned=aligned, mask=mask.kind, list_sizes=mask.list_sizes)
 
 
-def _reason(request: Request, fallback: Fallback) -> str:
+def _reason(request: Request, fallback: Fallback, choose: Callable[[Request, Fallback], Plan] = select) -> str:
     try:
-        return select(request, fallback).reason
+        return choose(request, fallback).reason
     except KernelUnavailableError as error:
         return str(error)
 

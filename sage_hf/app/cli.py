@@ -1,8 +1,9 @@
-"""The command line `sage-hf env | explain | generate | compare | bench | tune | warmup`."""
+"""The command line `sage-hf env | explain | generate | compare | bench | tune | check | warmup`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `sage-hf`, and return its exit code: 0, 2 after an error (on stderr) or 130 after Ctrl-C."""
+    """Run the command `sage-hf`, and return its exit code.
+
+    It is 0, 1 if `check` found a kernel that is wrong, 2 after an error (on stderr) or 130 after Ctrl-C.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="env | explain | generate | compare | bench | tune | warmup"
+        dest="command", required=True, metavar="env | explain | generate | compare | bench | tune | check | warmup"
     )
     commands.add_parser("env", help="versions, GPUs, and which recipe runs natively on each")
     command = commands.add_parser("explain", help="which kernel each layer of a model will run here; loads no weights")
@@ -57,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
+    command = commands.add_parser("check", help="run every kernel on small calls, and compare it with the reference")
+    command.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
+    command.add_argument("--seconds", type=float, help="after which no call is begun (default: a minute)")
+    command.add_argument("--json", type=_path, metavar="FILE", help="write the result there too")
     command = commands.add_parser("warmup", help="compile the kernels of a recipe or configuration for this GPU")
     command.add_argument("config", nargs="?", default="sage3", metavar="NAME_OR_JSON", help="default: sage3")
     command.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="N", help="default: 64 128")
@@ -145,7 +153,7 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     try:
         if "recipe" in args:
             args.sage_config = _config(args)  # a typo is told before anything is imported
-        COMMANDS[args.command](args)
+        return COMMANDS[args.command](args) or 0
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{interrupt}", file=sys.stderr)
         return 130
@@ -156,7 +164,6 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         if not _is_of_machine(error):
             raise
         return 2
-    return 0
 
 
 def _is_of_machine(error: RuntimeError) -> bool:
@@ -244,6 +251,21 @@ def _tune(args: argparse.Namespace) -> None:
     path = args.output or costs.tuned_path(table.gpu)
     table.write(path)
     print(f"wrote {path}: {len(table.curves)} curves of {table.gpu}")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from sage_hf.app.pipelines import pick_device
+    from sage_hf.app.report import device_name
+    from sage_hf.bench import check
+
+    device = pick_device(args.device)
+    seconds = check.SECONDS if args.seconds is None else args.seconds
+    result = check.run(device, seconds, progress=lambda text: print(text, file=sys.stderr))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{device}: {device_name(device)}")
+    print(check.text(result))
+    return 1 if check.failed(result) else 0
 
 
 def _explain(args: argparse.Namespace) -> None:
@@ -342,6 +364,7 @@ COMMANDS = {
     "compare": _compare,
     "bench": _bench,
     "tune": _tune,
+    "check": _check,
     "warmup": _warmup,
 }
 

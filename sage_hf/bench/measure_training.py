@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_hf.bench.measure import (
     KINDS,
     Steps,
@@ -24,6 +23,7 @@ from sage_hf.bench.peers import Provider
 from sage_hf.bench.shapes import TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
 from sage_hf.metrics import tensor_errors
+from sage_kernels.exact_gradients import Gradients, exact_gradients
 
 # Names in a row of the errors of `Gradients`.
 ERRORS = ("output", "dq", "dk", "dv")

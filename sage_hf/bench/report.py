@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from sage_hf.bench import measure
+from sage_hf.bench import check, measure
 from sage_hf.bench.peers import PROVIDERS
 from sage_hf.bench.shapes import SHAPES, Shape
 from sage_hf.metrics import tensor_errors
@@ -19,7 +17,7 @@ from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
 from sage_kernels import exact, ops
 from sage_kernels.call import Call
-from sage_kernels.cuda.registration import NVFP4_SWITCH
+from sage_kernels.cuda.registration import nvfp4_forward_measured
 from sage_kernels.dispatch import request_of
 from sage_kernels.recipe import RECIPES, get_recipe
 from sage_kernels.reference import forward as reference
@@ -28,27 +26,11 @@ from sage_kernels.registry import get_quantizer, select
 FORWARD_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.qk != "exact" and recipe.backward is None)
 SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
 SPEED_PROVIDERS = ("sdpa_fa2", "cudnn", "sage_hf:sage1", "sage_hf:sage2", "sage_hf:sage3")
-SWITCH = f"{NVFP4_SWITCH}=cuda"
-"""Environment that turns on the kernels which nobody has tried on such a GPU."""
+UNTRIED = "kernels that run where `sage-hf tune` found them faster"
+"""Name of the kernels that nobody has tried on such a GPU."""
 CHECKED = Shape("checked", 1, 4, 2, 1000, 0)
 """Sizes of the calls whose errors are measured; they fill no tile, and have each head_dim of HEAD_DIMS."""
 HEAD_DIMS = (64, 128)
-
-
-@contextlib.contextmanager
-def untried_kernels(enabled: bool) -> Iterator[None]:
-    """Let calls take kernels that nobody has run on the GPU they are for, or not, whatever the environment says."""
-    before = os.environ.pop(NVFP4_SWITCH, None)
-    if enabled:
-        os.environ[NVFP4_SWITCH] = "cuda"
-    select.cache_clear()
-    try:
-        yield
-    finally:
-        os.environ.pop(NVFP4_SWITCH, None)
-        if before is not None:
-            os.environ[NVFP4_SWITCH] = before
-        select.cache_clear()
 
 
 def plans(device: torch.device) -> list[dict[str, Any]]:
@@ -151,9 +133,9 @@ def run(
         progress: called with a text for each part before it begins.
 
     Returns:
-        Plain data: facts about the machine, "copy_bandwidth", "plans" (see `plans`), "errors" (see `errors`), and
-        "preparation" (see `preparation`), and "rows" as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of
-        kernels that wait to be tried have "switch", what turns them on.
+        Plain data: facts about the machine, "copy_bandwidth", "check" (see `check.run`), "plans" (see `plans`),
+        "errors" (see `errors`), "preparation" (see `preparation`), and "rows" as of `measure.run` of SPEED_SHAPES and
+        SPEED_PROVIDERS. Rows of kernels that wait to be tried have "untried".
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
     providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
@@ -168,8 +150,11 @@ def run(
         "preparation": [],
         "rows": [],
     }
+    progress("check")
+    result["check"] = check.run(device)
+    write(result)
     for untried in (False, True):
-        with untried_kernels(untried), torch.cuda.device(device), torch.no_grad():
+        with nvfp4_forward_measured(untried), torch.cuda.device(device), torch.no_grad():
             found = plans(device)
             if untried:
                 before = {row["recipe"]: row["kernel"] for row in result["plans"]}
@@ -177,24 +162,24 @@ def run(
             recipes = [row["recipe"] for row in found if row["recipe"] in FORWARD_RECIPES]
             names = {f"sage_hf:{recipe}" for recipe in recipes}
             chosen = [one for one in providers if one.name in names or not untried]
-            switch = {"switch": SWITCH} if untried else {}
-            result["plans"] += [row | switch for row in found]
+            note = {"untried": True} if untried else {}
+            result["plans"] += [row | note for row in found]
             write(result)
-            progress("errors" + f", {SWITCH}" * untried)
-            result["errors"] += [row | switch for row in errors(device, recipes)]
+            progress("errors" + f", {UNTRIED}" * untried)
+            result["errors"] += [row | note for row in errors(device, recipes)]
             write(result)
-            progress("preparation" + f", {SWITCH}" * untried)
-            result["preparation"] += [row | switch for row in preparation(device, recipes, shapes)]
+            progress("preparation" + f", {UNTRIED}" * untried)
+            result["preparation"] += [row | note for row in preparation(device, recipes, shapes)]
             write(result)
             for shape in shapes if chosen else ():
-                progress(f"{shape.name}: {shape}" + f", {SWITCH}" * untried)
-                result["rows"] += [row | switch for row in measure.measure_shape(shape, chosen, device)]
+                progress(f"{shape.name}: {shape}" + f", {UNTRIED}" * untried)
+                result["rows"] += [row | note for row in measure.measure_shape(shape, chosen, device)]
                 write(result)
     return result
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the report's tables as text: errors, then speeds."""
+    """Return the report's tables as text: the self-check, errors, then speeds."""
     kernels = [
         [
             row["recipe"],
@@ -227,6 +212,7 @@ def text(result: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         (
+            check.text(result["check"]),
             text_table(["recipe", "kernel", "head_dim", "error", "reference's", "why not"], kernels),
             text_table(["shape", "recipe", "quantizer", "ms", "why not"], prepared),
             text_table(["shape", "provider", "kernel", "ms", "TFLOP/s"], speeds),

@@ -21,6 +21,7 @@ from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
 from sage_kernels import costs
 from sage_kernels.costs import Table
+from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
 from sage_kernels.curves import Sizes
 from sage_kernels.registry import registered_exact, select
 from sage_kernels.toolchain import triton_version
@@ -31,6 +32,8 @@ DRAWN, SEED, MOST_OPERATIONS = 264, 1, 2e12
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
 CACHED = ((32, 4, 128), (16, 1, 64))
 """Heads, heads that share keys, and head_dim of calls of a few queries behind a cache."""
+RIVAL_RECIPE, RIVAL_SHARE = "sage3", 0.2
+"""Recipe that has two kernels on consumer Blackwell, and the share of the time in which the second is measured."""
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 
@@ -107,15 +110,20 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     compile_kernels(device, calls_to_compile(todo))
     progress(f"measuring {len(todo)} calls")
     started = time.perf_counter()
-    found = list(measure_points(device, todo, seconds))
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    has_rival = capability in CONSUMER_BLACKWELL
+    found = list(measure_points(device, todo, seconds * (1 - RIVAL_SHARE if has_rival else 1)))
+    if has_rival:
+        forward = [point for point in todo if not point.grad]
+        with nvfp4_forward_measured():
+            found += measure_points(device, forward, seconds * RIVAL_SHARE, lambda point: [RIVAL_RECIPE])
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     calls = len({(one.sizes, one.mask, one.causal) for one in found})
     progress(
         f"measured {calls} of them by {len(found) / calls:.1f} kernels each in {time.perf_counter() - started:.0f} s"
     )
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
     curves = fit(found, properties.multi_processor_count)
     shipped = costs.shipped_path(capability)
     if shipped.exists() and (known := costs.read_table(shipped)).gpu == properties.name:
@@ -169,8 +177,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) -> Iterator[Measured]:
-    """Time each point's runners, until the seconds are over; a runner that refuses a point is left out."""
+def measure_points(
+    device: torch.device,
+    todo: Sequence[Point],
+    seconds: float,
+    names_of: Callable[[Point], list[str]] = names_for,
+) -> Iterator[Measured]:
+    """Time each point's runners, `names_of` it, until the seconds are over; one that refuses a point is left out."""
     end = time.perf_counter() + seconds
     with quiet(), torch.cuda.device(device), torch.no_grad(), Queue(device).entered() as queue:
         _heat(device)
@@ -178,7 +191,7 @@ def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) 
             if time.perf_counter() > end:
                 return
             call_of = (prepare_training if point.grad else prepare)(device, point)
-            calls = [(name, call_of, point.grad) for name in names_for(point)]
+            calls = [(name, call_of, point.grad) for name in names_of(point)]
             if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
                 calls.append((TRAINING_RECIPE, prepare_training(device, point, backward=False), False))
             for name, of, backward in calls:

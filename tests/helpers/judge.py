@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact, transforms
+from sage_kernels import exact
+from sage_kernels.examination import lse_tolerance, one_code
 from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 
@@ -118,22 +119,3 @@ def distance_of_two_roundings(query, key, value, truth, *, mask, is_causal, scal
         row = moved.sum(-1).sqrt() * (2**-4 / (8 * math.log(2)) ** 0.5)
         bounds[batch, head] = value.shape[-1] ** 0.5 * (row.sum() + 4 * row.square().sum().sqrt())
     return bounds
-
-
-def one_code(query, key, recipe, scale):
-    """Bound what a score loses if a rotated element rounds to the next INT8 code: sums of a rotation have an order."""
-    if recipe.qk != "int8" or not recipe.rotate:
-        return 0.0
-    scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
-    largest_query, largest_key = (transforms.rotate(x.float()).abs().amax() for x in (query, key))
-    return 2 * scale * largest_query * largest_key / 127
-
-
-def lse_tolerance(query, key, mask=None, scale=None):
-    """Float32 rounding of the scores, which are sums of head_dim products, and of their exponentials' sum."""
-    head_dim, kv_len = query.shape[-1], key.shape[2]
-    scale = head_dim**-0.5 if scale is None else abs(scale)
-    largest = scale * query.double().norm(dim=-1).amax() * key.double().norm(dim=-1).amax() + 1
-    if mask is not None and mask.dtype != torch.bool:
-        largest = largest + torch.where(mask == -torch.inf, 0.0, mask).abs().amax()
-    return 2**-20 * (head_dim + kv_len**0.5 + 8) * largest

@@ -13,10 +13,11 @@ from itertools import accumulate
 import torch
 
 from sage_hf import record
-from sage_hf.bench.exact_gradients import Gradients, exact_gradients
 from sage_kernels import dispatch, training
 from sage_kernels.blocks import BlockList
 from sage_kernels.call import BackwardCall, Call
+from sage_kernels.exact_gradients import Gradients, exact_gradients
+from sage_kernels.examination import uncertainty
 from sage_kernels.layout import Lengths, padded_channels, padded_rows, sequence_slices
 from sage_kernels.operands import Saved
 from sage_kernels.recipe import RECIPES
@@ -160,15 +161,16 @@ def judge_gradients(call: TrainingCall, found: Gradients) -> GradientErrors:
     """Assert that every head's output and gradients are as near to the reference's as those are to exact attention's.
 
     Where roundings fall differently, kernel and reference are two of one distribution around exact attention, √2 of
-    its size apart. Float32 sums in another order add `_noise`, and a rounded output, of which δ is made, its rounding.
+    its size apart. Float32 sums in another order add `uncertainty`, and a rounded output, of which δ is made, its own.
 
     Returns the call's errors, without the heads that are far below what float32 can tell from 0: there the error is
     one order of sums against another. dQ and dK are such where each row attends to one key.
     """
     (expected, _), truth = of_reference(call), of_exact_attention(call)
     errors = {}
-    float32 = _noise(call, 0.0)
-    noises = zip(float32, _noise(call, torch.finfo(call.query.dtype).eps), strict=True)
+    float32 = uncertainty(call.forward, call.output_gradient, 0.0)
+    rounded = uncertainty(call.forward, call.output_gradient, torch.finfo(call.query.dtype).eps)
+    noises = zip(float32, rounded, strict=True)
     for name, x, y, exact, (smallest, noise) in zip(NAMES, found, expected, truth, noises, strict=True):
         assert x.shape == exact.shape, name
         assert x.dtype == call.query.dtype, name
@@ -180,32 +182,11 @@ def judge_gradients(call: TrainingCall, found: Gradients) -> GradientErrors:
         distance, own = per_head(x.double() - y), per_head(y - exact)
         rounding = torch.finfo(x.dtype).eps * per_head(exact)
         assert (distance <= 2**0.5 * own + rounding + noise).all(), (name, distance, own, rounding, noise)
-        # `_noise` adds up largest elements, which is 1000 times too much for long sequences.
+        # `uncertainty` adds up largest elements, which is 1000 times too much for long sequences.
         counted = per_head(exact) > 2**-10 * smallest
         sums = (part[counted].sum().item() for part in (per_head(x - exact), own, per_head(exact)))
         errors[name] = Error(*sums)
     return GradientErrors(errors)
-
-
-def _noise(call: TrainingCall, rounding: float) -> tuple[float, float, float, float]:
-    """Bounds of what float32, and an output rounded so far, leave uncertain in a head's Σ|O|, Σ|dQ|, Σ|dK|, Σ|dV|.
-
-    Rows of P sum to 1, and rows of |dS| to at most 2·|dO_i|·max|V_j|; P is as uncertain as its scores are.
-    """
-    if 0 in (*call.query.shape, *call.key.shape):
-        return 0.0, 0.0, 0.0, 0.0
-    scale = call.query.shape[3] ** -0.5 if call.scale is None else abs(call.scale)
-    rows, group = call.query.shape[2], call.query.shape[1] // call.key.shape[1]
-
-    def largest(x, order):
-        return x.double().nan_to_num().norm(order, -1).amax().item()
-
-    unit = 2**-18 * (1 + scale * largest(call.query, 2) * largest(call.key, 2))
-    value, gradient = largest(call.value, 2), largest(call.output_gradient, 2)
-    ds = (2 * unit + rounding) * value * gradient * rows * scale
-    output = unit * largest(call.value, 1) * rows
-    value_gradient = unit * largest(call.output_gradient, 1) * rows * group
-    return output, ds * largest(call.key, 1), ds * largest(call.query, 1) * group, value_gradient
 
 
 def rows_of_sequences(spans: Sequence[slice], rows: int) -> torch.Tensor:

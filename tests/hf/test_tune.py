@@ -11,8 +11,11 @@ from sage_hf.app import warmup
 from sage_hf.app.cli import main
 from sage_hf.bench import tune
 from sage_hf.bench.fit_costs import Measured, fit
+from sage_hf.nominal import nominal_request
 from sage_kernels import costs
 from sage_kernels.costs import Table
+from sage_kernels.cuda import compiler
+from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
 from sage_kernels.curves import Curve, Sizes
 
 TRUE = Curve("x", 128, "none", False, 128, 64, 264, True, launch=8, token=0.01, item=1.5, tile=0.3, score=0)
@@ -107,6 +110,28 @@ def test_what_there_was_no_time_for_is_as_the_table_that_ships_for_such_a_gpu_ha
     found = {curve.kind: curve for curve in table.curves}
     assert table.versions["torch"] == torch.__version__ and found[flash.kind].launch < 100
     assert (fa3.kind in found) == (gpu_name == "NVIDIA RTX 4090")
+
+
+def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_path):
+    properties = SimpleNamespace(name="NVIDIA RTX 5090", major=12, minor=0, multi_processor_count=170)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def measure(device, points, seconds, names_of=tune.names_for):
+        if "sage3" in names_of(points[0]) or points[0].grad:
+            kernel = NVFP4Forward()
+            request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0))
+            request = replace(request, dtype=torch.bfloat16, aligned=True)
+            name = kernel.rival if kernel.unsupported(request) == NOT_FASTER else kernel.name
+            for point in points:
+                runner = costs.low_bit_runner("sage3", name, "nvfp4_quantize_cuda")
+                yield Measured(runner, point.mask, point.causal, point.sizes, 100.0 if name == kernel.rival else 50.0)
+
+    monkeypatch.setattr(tune, "measure_points", measure)
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    table = tune.tune(torch.device("cuda"))
+    request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0), head_dim=128)
+    monkeypatch.setattr(costs, "table_of", lambda capability: table)
+    assert NVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
 
 
 def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):

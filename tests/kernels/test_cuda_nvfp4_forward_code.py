@@ -3,13 +3,14 @@
 import re
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
 
-import sage_kernels.backends  # noqa: F401 - registers the kernels
+from sage_kernels import backends, costs, registry  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler, delta_scores, nvfp4_forward
-from sage_kernels.cuda.registration import NVFP4_SWITCH, NVFP4Forward
+from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, nvfp4_forward_measured
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import Request, select
 from sage_kernels.testing.aot import machine_code
@@ -145,35 +146,45 @@ def can_compile(monkeypatch):
     ],
     ids=str,
 )
-def test_serves_what_it_can_read(can_compile, monkeypatch, facts, reason):
-    monkeypatch.setenv(NVFP4_SWITCH, "cuda")
+def test_serves_what_it_can_read(can_compile, facts, reason):
     changes = dict(facts)
     capability = changes.pop("capability", (12, 0))
     aligned = changes.pop("aligned", True)
-    found = NVFP4Forward().unsupported(replace(request(), **changes, capability=capability, aligned=aligned))
+    with nvfp4_forward_measured():
+        found = NVFP4Forward().unsupported(replace(request(), **changes, capability=capability, aligned=aligned))
     assert reason in found and bool(reason) == bool(found)
 
 
-@pytest.mark.parametrize("value", [None, "", "triton", "cuda"])
-def test_runs_where_it_is_switched_on_only_and_the_plan_says_how(can_compile, monkeypatch, value):
-    monkeypatch.delenv(NVFP4_SWITCH, raising=False)
-    if value is not None:
-        monkeypatch.setenv(NVFP4_SWITCH, value)
+@pytest.mark.parametrize("ours", [None, 50.0, 200.0], ids=["not measured", "faster", "slower"])
+def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monkeypatch, ours):
+    """Triton's kernel takes 100 µs."""
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))  # whose Triton kernel is native
-    select.cache_clear()
+    measured = {"nvfp4_forward": 100.0} | ({} if ours is None else {"nvfp4_forward_cuda": ours})
+    curves = {costs.low_bit_runner("sage3", name, "nvfp4_quantize_cuda"): us for name, us in measured.items()}
+
+    class Curve(NamedTuple):
+        fixed: float
+
+        def us(self, sizes):
+            return self.fixed
+
+    class Table:
+        def curve(self, runner, *kind):
+            return Curve(curves[runner]) if runner in curves else None
+
+    monkeypatch.setattr(costs, "table_of", lambda capability: Table())
+    registry.set_routing(False)  # exact attention was not measured
     plan = select(request())
-    select.cache_clear()
-    if value == "cuda":
+    registry.set_routing(True)
+    if ours == 50.0:
         assert (plan.recipe, plan.kernel, plan.numerics) == ("sage3", "nvfp4_forward_cuda", "native")
     else:
         assert plan.kernel == "nvfp4_forward"
-        reason = f"never run on such a GPU yet: {NVFP4_SWITCH}=cuda tries it"
-        assert ("sage3 by nvfp4_forward_cuda", reason) in plan.passed_over
+        assert ("sage3 by nvfp4_forward_cuda", NOT_FASTER) in plan.passed_over
 
 
 @pytest.mark.parametrize("missing", ["nvfp4_forward.cu", "delta_scores.cu", "find_spans.cu"])
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
-    monkeypatch.setenv(NVFP4_SWITCH, "cuda")
     monkeypatch.setattr(compiler, "why_not", lambda source, *_: f"no {source}" if source == missing else "")
     assert NVFP4Forward().unsupported(replace(request(), mask="keys")) == f"no {missing}"
 

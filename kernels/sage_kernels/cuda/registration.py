@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+from .. import costs
 from ..call import Call
 from ..formats.nvfp4 import MAX_STEPS
 from ..layout import BLOCK, ceil_div, power_of_two
 from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..recipe import Recipe, get_recipe
-from ..registry import Quantizer, Request, register_forward, register_quantizer
+from ..registry import Quantizer, Request, register_forward, register_quantizer, select
 from . import block_lists, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
 CAPABILITY = (9, 0)
 NVFP4_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those it is compiled for
 CONSUMER_BLACKWELL = ((12, 0), (12, 1))
-NVFP4_SWITCH = "SAGE_KERNELS_NVFP4_FORWARD"
 NARROW_HEAD_DIM = 64  # up to it, over lists, Triton's P·V in e4m3 is faster: 24×32768, 75 % skipped, 561 to 499 TFLOP/s
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
+NOT_FASTER = "not measured to be faster than Triton's kernel here: `sage-hf tune` measures both"
+
+_measures_nvfp4_forward = False
 
 
 class HopperQuantizer:
@@ -153,11 +157,12 @@ class HopperForward:
 class NVFP4Forward:
     """The forward kernel of `cuda.nvfp4_forward`.
 
-    It has run with emulated products only, so it waits for whoever has such a card to switch it on: the environment
-    variable SAGE_KERNELS_NVFP4_FORWARD must be "cuda".
+    It has run with emulated products only, so that nobody knows when it is faster than Triton's: it serves calls for
+    which the GPU's own table of costs, which `sage-hf tune` measures, says so.
     """
 
     name = "nvfp4_forward_cuda"
+    rival = "nvfp4_forward"
     native = True
     takes = NVFP4Operands
     packs = False
@@ -170,8 +175,6 @@ class NVFP4Forward:
         """Return why it does not serve the request, or ""."""
         if request.device_type != "cuda" or request.capability not in CONSUMER_BLACKWELL or torch.version.hip:
             return "needs an NVIDIA GPU of compute capability 12.0 or 12.1"
-        if os.environ.get(NVFP4_SWITCH) != "cuda":
-            return f"never run on such a GPU yet: {NVFP4_SWITCH}=cuda tries it"
         if reason := _unsupported_tensors(request):
             return reason
         if request.mask not in ("none", "keys"):
@@ -181,12 +184,28 @@ class NVFP4Forward:
         rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
         if request.batch * request.q_heads * max(rows, power_of_two(request.head_dim)) >= MAX_COORDINATE:
             return "more than 2³¹ rows of Q, or of K for each head of Q"
-        return nvfp4_forward.unavailable(request)
+        if reason := nvfp4_forward.unavailable(request):
+            return reason
+        runners = (costs.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival))
+        return "" if _measures_nvfp4_forward or costs.is_measured_faster(request, *runners) else NOT_FASTER
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `nvfp4_forward.attend`."""
         assert quantizer is not None
         return nvfp4_forward.attend(call, quantizer, native=True)
+
+
+@contextmanager
+def nvfp4_forward_measured(enabled: bool = True) -> Iterator[None]:
+    """Let calls take the kernel of NVFP4 wherever it serves them, to measure it."""
+    global _measures_nvfp4_forward
+    before, _measures_nvfp4_forward = _measures_nvfp4_forward, enabled
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        _measures_nvfp4_forward = before
+        select.cache_clear()
 
 
 def register_kernels() -> None:

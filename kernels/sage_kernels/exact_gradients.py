@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_kernels.exact import apply_mask, rows_per_chunk
+from .exact import apply_mask, rows_per_chunk
 
 
 class Gradients(NamedTuple):

@@ -1,0 +1,142 @@
+"""The self-check: kernels that are wrong on this machine are found, remembered (`verdicts`), and passed over.
+
+`sage-hf check` runs all kernels of a GPU. On GPUs that nobody has tested, each kernel is checked before a process first
+runs it, by `is_due` and `passes`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from . import verdicts
+from .examination import Case, Verdict, examine, examine_heads
+from .registry import Plan, select
+
+logger = logging.getLogger(__name__)
+
+TESTED = ((9, 0),)
+"""Capabilities of the GPUs that the test suite has run on. Kernels for others were compiled, and run by interpreters
+and in emulation only, so that their first call is checked on the machine that makes it."""
+
+
+def keep(plan: Plan, found: list[Verdict]) -> bool:
+    """Keep verdicts on a plan's kernels; return whether all are right. Others are passed over from now on."""
+    capability, size = plan.request.capability, plan.request.head_dim
+    failed = [one for one in found if one.reason]
+    for one in failed:
+        keep_failure(one, plan.recipe, size, capability)
+    if not failed:
+        verdicts.record(_subject(plan), "", capability)
+    return not failed
+
+
+def keep_heads(found: Verdict, head_dim: int, capability: verdicts.Capability) -> bool:
+    """Keep the verdict on the kernel of norms and rotations; return whether it is right."""
+    if found.reason:
+        keep_failure(found, verdicts.HEADS, head_dim, capability)
+    else:
+        verdicts.record(verdicts.subject(found.kernel, verdicts.HEADS, head_dim), "", capability)
+    return not found.reason
+
+
+def keep_failure(found: Verdict, recipe: str, head_dim: int, capability: verdicts.Capability) -> None:
+    """Keep that a kernel is wrong, and say so."""
+    verdicts.record(verdicts.subject(found.kernel, recipe, head_dim), found.reason, capability)
+    logger.warning(
+        "%s is wrong on this machine for %s and is passed over: %s (`sage-hf check` tells more)",
+        *(found.kernel, recipe, found.reason),
+    )
+    select.cache_clear()
+
+
+def is_due(plan: Plan) -> bool:
+    """Return whether the kernels of a plan must be checked before they run: on a GPU that nobody has tested.
+
+    They wait for a later call if this one is captured, traced, transformed or seen by a mode.
+    """
+    native = plan.numerics == "native" and plan.request.device_type == "cuda"
+    return native and _is_due(_subject(plan), plan.request.capability)
+
+
+def check_heads(head_dim: int, device: torch.device) -> None:
+    """Check the kernel of norms and rotations if that is due, as `is_due` says; it is passed over if it is wrong."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    about = verdicts.subject(verdicts.HEADS, verdicts.HEADS, head_dim)
+    if capability is not None and _is_due(about, capability):
+
+        def check() -> bool:
+            return verdicts.is_known(about, capability) or keep_heads(
+                examine_heads(head_dim, device), head_dim, capability
+            )
+
+        _check_once(about, capability, check)
+
+
+def _is_due(about: str, capability: verdicts.Capability) -> bool:
+    if capability in TESTED or (capability, about) in _checked or not verdicts.enabled() or _thread.checking:
+        return False
+    return not (
+        (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def passes(plan: Plan) -> bool:
+    """Return whether the kernels of a plan are right, by a verdict that was kept or by running them now."""
+    about, capability = _subject(plan), plan.request.capability
+
+    def check() -> bool:
+        return verdicts.passed(about, capability) or keep(
+            plan, examine(plan, Case.like(plan), verdicts.device_of(capability))
+        )
+
+    return _check_once(about, capability, check)
+
+
+def _check_once(about: str, capability: verdicts.Capability, check: Callable[[], bool]) -> bool:
+    """Return what a check returns; it is not due again if that is True."""
+    _thread.checking = True
+    try:
+        if not check():
+            return False
+    except torch.OutOfMemoryError:  # it is checked at a call that leaves room
+        return True
+    except Exception as error:  # of the reference: it says nothing about the kernel, and must not end a caller's work
+        logger.warning("%s: the self-check did not run: %s: %s", about, type(error).__name__, error)
+    finally:
+        _thread.checking = False
+    _checked.add((capability, about))
+    return True
+
+
+class _Thread(threading.local):
+    """State of a thread.
+
+    Attributes:
+        checking: it runs the self-check, whose calls are not checked.
+    """
+
+    checking = False
+
+
+_thread = _Thread()
+_checked: set[tuple[object, str]] = set()
+"""Capability and subject of the kernels that need no more checks in this process."""
+
+
+def forget() -> None:
+    """Forget what this process has found; verdicts that were kept stay on disk."""
+    _checked.clear()
+    verdicts.forget()
+    select.cache_clear()
+
+
+def _subject(plan: Plan) -> str:
+    names = " + ".join(name for name in (plan.kernel, plan.quantizer, plan.backward) if name)
+    return verdicts.subject(names, plan.recipe, plan.request.head_dim)

@@ -1,0 +1,151 @@
+"""Verdicts of the self-check: which kernels passed on this machine, and which computed something wrong or failed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import driver
+from .cache import cache_folder
+from .layout import padded_channels
+from .toolchain import triton_version
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "SAGE_HF_SELF_CHECK"
+FAILED = "failed its self-check"
+HEADS = "norm_rope"
+"""What stands for a recipe where a kernel normalises and rotates heads."""
+
+Capability = tuple[int, int] | None
+
+
+def enabled() -> bool:
+    """Return whether kernels are checked and verdicts count; the environment variable SAGE_HF_SELF_CHECK=0 says no."""
+    return os.environ.get(SWITCH) != "0"
+
+
+def subject(kernel: str, recipe: str, head_dim: int) -> str:
+    """Return what a verdict is about: a kernel, or kernels joined by " + ", with a recipe and a size of heads."""
+    return f"{kernel}, {recipe}, head_dim {padded_channels(head_dim)}"
+
+
+def failure(kernel: str, recipe: str, head_dim: int, capability: Capability) -> str:
+    """Return why a kernel failed its self-check on the GPU of this capability; "" if it did not."""
+    verdicts = _verdicts(capability)
+    if not verdicts or not enabled():
+        return ""
+    reason = verdicts.get(subject(kernel, recipe, head_dim), "")
+    return f"{FAILED}: {reason}" if reason else ""
+
+
+def passed(about: str, capability: Capability) -> bool:
+    """Return whether kernels passed their self-check, in this process or an earlier one."""
+    return _verdicts(capability).get(about) == ""
+
+
+def is_known(about: str, capability: Capability) -> bool:
+    """Return whether kernels passed or failed their self-check, in this process or an earlier one."""
+    return about in _verdicts(capability)
+
+
+def record(about: str, reason: str, capability: Capability) -> None:
+    """Keep a verdict, on disk too where that can be written: why a kernel failed, or "" where it passed."""
+    verdicts = _verdicts(capability)
+    verdicts[about] = reason
+    path, machine = _path(capability), machine_of(capability)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            json.dump({"machine": machine, "verdicts": verdicts}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.info("the verdicts of the self-check are not kept: %s", error)
+
+
+@lru_cache(maxsize=16)
+def _verdicts(capability: Capability) -> dict[str, str]:
+    """Return the verdicts that were kept for this machine; none where the file is not as `record` writes it."""
+    if not _folder().is_dir():
+        return {}
+    try:
+        found = json.loads(_path(capability).read_text())["verdicts"]
+        if all(isinstance(text, str) for pair in found.items() for text in pair):
+            return dict(found)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        pass
+    return {}
+
+
+def drop(capability: Capability) -> None:
+    """Drop all verdicts on this machine, on disk too, before its kernels are checked anew."""
+    _verdicts(capability).clear()
+    with contextlib.suppress(OSError):
+        _path(capability).unlink()
+
+
+def forget() -> None:
+    """Forget what was read or recorded in this process; files stay."""
+    _verdicts.cache_clear()
+    machine_of.cache_clear()
+
+
+@lru_cache(maxsize=16)
+def machine_of(capability: Capability) -> dict[str, Any]:
+    """Return what a verdict depends on: the GPU, its driver, PyTorch, Triton and the source of this package."""
+    device = device_of(capability)
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "capability": capability,
+        "driver": _driver_version() if device.type == "cuda" else 0,
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "source": _source_digest(),
+    }
+
+
+def device_of(capability: Capability) -> torch.device:
+    """Return the current GPU if it has that capability, else the first that has; the CPU where none has."""
+    if capability is None or not torch.cuda.is_available():
+        return torch.device("cpu")
+    indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
+    found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
+    return torch.device("cuda", next(found, indices[0]))
+
+
+def _driver_version() -> int:
+    """Return the version of CUDA that the driver has; 0 without a driver."""
+    version = ctypes.c_int()
+    try:
+        driver.library().cuDriverGetVersion(ctypes.byref(version))
+    except (AttributeError, OSError):
+        return 0
+    return version.value
+
+
+def _source_digest() -> str:
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".cu", ".cuh"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folder() -> Path:
+    return cache_folder() / "self_check"
+
+
+def _path(capability: Capability) -> Path:
+    """Return the file for this machine, whose name changes with whatever a verdict depends on."""
+    name = hashlib.sha256(json.dumps(machine_of(capability)).encode()).hexdigest()[:16]
+    return _folder() / f"{name}.json"

@@ -1,0 +1,183 @@
+"""The table of `sage-hf check`: every kernel that a device uses, run on small calls and compared with the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from sage_hf.bench.warming import call_in_processes
+from sage_hf.text import text_table
+from sage_kernels import dispatch, examination, registry, self_check, verdicts
+from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
+from sage_kernels.examination import KV_LEN, Q_LEN, Case, Verdict
+from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.registry import KernelUnavailableError
+
+SECONDS = 60.0
+COMPILING = 2 / 3
+"""Share of the time after which the kernels that are not compiled yet are compiled one after another."""
+HEAD_DIMS = (64, 128)
+"""Sizes of heads; a CPU, whose reference has one path for all, is checked with the first."""
+MASKS = ("bool", "additive", "blocks")
+
+
+def run(
+    device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Check the kernels of a device, and keep the verdicts: a kernel that fails is passed over from then on.
+
+    On a GPU that is every native kernel and every kernel of exact attention and of norms; on a CPU, the reference.
+
+    Args:
+        device: a CUDA device or the CPU.
+        seconds: after which no further call is begun; a first run compiles.
+        progress: called with a text before each call.
+
+    Returns:
+        {"machine": see `verdicts.machine_of`, "rows": a list of {"kernel", "calls", "worst", "failed"}, "left_out"}:
+        "worst" is the largest distance from the reference in units of what is allowed, None if the kernel raises;
+        "failed" lists what was wrong, and in which call; "left_out" counts calls for which there was no time.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    verdicts.drop(capability)
+    self_check.forget()
+    rows: dict[str, dict[str, Any]] = {}
+
+    def note(found: Verdict, where: str) -> None:
+        row = rows.setdefault(found.kernel, {"kernel": found.kernel, "calls": 0, "worst": 0.0, "failed": []})
+        row["calls"] += 1
+        row["worst"] = max(row["worst"], found.distance)
+        row["failed"] += [f"{where}: {found.reason}"] if found.reason else []
+
+    end, left_out = time.monotonic() + seconds, 0
+    if device.type == "cuda":
+        progress("compiling kernels")
+        cases = [case for name in RECIPES for _, case in _cases(name, HEAD_DIMS)]
+        call_in_processes(partial(_run_once, device), cases, seconds * COMPILING)
+    for where, examine in _examinations(device, capability, note):
+        if time.monotonic() > end:
+            left_out += 1
+            continue
+        progress(where)
+        examine()
+    for row in rows.values():
+        row["worst"] = row["worst"] if row["worst"] < examination.RAISED else None
+    return {"machine": verdicts.machine_of(capability), "rows": list(rows.values()), "left_out": left_out}
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return the table of a result, with what failed below."""
+    rows = [
+        [
+            row["kernel"],
+            str(row["calls"]),
+            "–" if row["worst"] is None else f"{row['worst']:.2f}",
+            f"{len(row['failed'])} failed" if row["failed"] else "ok",
+        ]
+        for row in result["rows"]
+    ]
+    lines = [text_table(["kernel", "calls", "worst error / bound", "result"], rows)]
+    lines += [f"{row['kernel']}: {failed}" for row in result["rows"] for failed in row["failed"]]
+    if result["left_out"]:
+        lines.append(f"{result['left_out']} calls were left out for want of time: run it again, or give more --seconds")
+    return "\n".join(lines)
+
+
+def failed(result: dict[str, Any]) -> bool:
+    """Return whether a kernel is wrong."""
+    return any(row["failed"] for row in result["rows"])
+
+
+def _examinations(
+    device: torch.device, capability: tuple[int, int] | None, note: Callable[[Verdict, str], None]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield what is checked, and what checks it and passes each verdict to `note`."""
+
+    def examine_exact(name: str, where: str, case: Case) -> None:
+        found = examination.examine_exact(name, case, device)
+        note(found, where)
+        if found.reason:
+            self_check.keep_failure(found, "exact", case.head_dim, capability)
+
+    def examine_heads(head_dim: int) -> None:
+        found = examination.examine_heads(head_dim, device)
+        note(found, f"norm and rotation, head_dim {head_dim}")
+        self_check.keep_heads(found, head_dim, capability)
+
+    head_dims = HEAD_DIMS if device.type == "cuda" else HEAD_DIMS[:1]
+    for where, case in _cases("exact", head_dims):
+        request = dispatch.request_of(case.draw(device))
+        for name in registry.exact_kernels(request):
+            yield f"{name}, {where}", partial(examine_exact, name, where, case)
+    for head_dim in head_dims:
+        yield f"norm and rotation, head_dim {head_dim}", partial(examine_heads, head_dim)
+    low_bit = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
+    cases = [pair for name in low_bit for pair in _cases(name, head_dims)]
+
+    def examine(where: str, case: Case) -> None:
+        request = dispatch.request_of(case.draw(device), case.grad)
+        while True:  # until a kernel is right, or none is left
+            try:
+                plan = registry.select(request, "error" if device.type == "cuda" else "emulate")
+            except KernelUnavailableError:
+                return
+            if plan.numerics == "exact":
+                return
+            found = examination.examine(plan, case, device)
+            for one in found:
+                note(one, where)
+            if self_check.keep(plan, found) or not verdicts.enabled():
+                return
+
+    def examine_untried(where: str, case: Case) -> None:
+        with nvfp4_forward_measured():
+            examine(where, case)
+
+    # What most calls are comes first, and what has masks of scores and lists last, should time be up.
+    for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
+        yield where, partial(examine, where, case)
+        if capability in CONSUMER_BLACKWELL and get_recipe(case.recipe).qk == "nvfp4":
+            yield where, partial(examine_untried, where, case)
+
+
+def _run_once(device: torch.device, case: Case) -> None:
+    """Run the kernels of a case, so that the caches on disk hold them."""
+    request = dispatch.request_of(case.draw(device), case.grad)
+    if case.recipe != "exact":
+        examination.examine(registry.select(request, "error"), case, device)
+    else:
+        for name in registry.exact_kernels(request):
+            examination.examine_exact(name, case, device)
+
+
+def _cases(recipe: str, head_dims: Sequence[int]) -> Iterator[tuple[str, Case]]:
+    """Yield the cases of a recipe with their names."""
+    for head_dim in head_dims:
+        case = Case(recipe, head_dim=head_dim, v_head_dim=head_dim, return_lse=recipe != "exact")
+        behind = KV_LEN - Q_LEN
+        kinds = {
+            "": case,
+            "causal": replace(case, is_causal=True),
+            "key mask": replace(case, mask="keys"),
+            "grouped, causal behind a cache": replace(case, q_heads=4, is_causal=True, causal_offset=behind),
+            "float16": replace(case, dtype=torch.float16),
+            "bool mask": replace(case, mask="bool"),
+            "additive mask": replace(case, mask="additive"),
+        }
+        if recipe != "exact":
+            packed, blocks = replace(case, packed=True, is_causal=True), replace(case, mask="blocks")
+            kinds |= {"packed": packed, "block list": blocks}
+        if get_recipe(recipe).backward is not None:
+            kinds |= {
+                "gradients": replace(case, grad=True),
+                "gradients, causal, grouped": replace(case, grad=True, is_causal=True, q_heads=4),
+                "gradients, key mask": replace(case, grad=True, mask="keys"),
+                "gradients, block list": replace(case, grad=True, mask="blocks"),
+            }
+        for name, one in kinds.items():
+            yield ", ".join(part for part in (recipe, f"head_dim {head_dim}", name) if part), one

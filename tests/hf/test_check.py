@@ -1,0 +1,59 @@
+"""The command `sage-hf check`: its table, file and exit code, and that a wrong kernel is passed over afterwards."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from sage_hf.app.cli import main
+from sage_hf.bench import check
+from sage_hf.nominal import nominal_request
+from sage_kernels import self_check, verdicts
+from sage_kernels.recipe import get_recipe
+from sage_kernels.registry import select
+from tests.helpers.kernels import StandInForward, preferred_forward
+
+
+@dataclass(frozen=True)
+class DoubledScale(StandInForward):
+    """Takes the scale of the scores twice."""
+
+    def attend(self, call, quantizer):
+        return super().attend(replace(call, scale=2 * call.scale), quantizer)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / "cache"))
+    self_check.forget()
+    yield
+    self_check.forget()
+
+
+def test_every_recipe_of_a_cpu_is_right(tmp_path, capsys):
+    path = tmp_path / "check.json"
+    assert main(["check", "--device", "cpu", "--json", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "reference_backward" in table and "failed" not in table and "left out" not in table
+    result = json.loads(path.read_text())
+    assert result["machine"] == json.loads(json.dumps(verdicts.machine_of(None)))
+    for row in result["rows"]:
+        assert row["calls"] >= 8 and row["failed"] == []
+        assert 0.01 < row["worst"] < 1  # a bound that nothing comes near holds nothing
+
+
+def test_a_wrong_kernel_fails_and_is_passed_over_from_then_on(capsys, monkeypatch):
+    monkeypatch.setattr(check, "RECIPES", {"sage1": get_recipe("sage1")})  # the others take seconds
+    with preferred_forward(DoubledScale("wrong", "sage1")):
+        assert main(["check", "--device", "cpu"]) == 1
+        printed = capsys.readouterr().out
+        assert "wrong: sage1, head_dim 64: " in printed and "times as far" in printed
+        plan = select(nominal_request("sage1", torch.device("cpu")))
+        assert plan.kernel == "reference"
+        assert "self-check" in dict(plan.passed_over)["sage1 by wrong"]
+
+
+def test_calls_without_time_are_counted(capsys):
+    assert main(["check", "--device", "cpu", "--seconds", "0"]) == 0
+    assert "calls were left out" in capsys.readouterr().out
