@@ -18,7 +18,7 @@ from sage_kernels.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve
 from .errors import UnsupportedAttentionError
-from .families import FAMILIES
+from .heads import end_trial
 from .layers import Layer, recognize, show_parameters_of_families
 from .skipping import scores_are_skipped
 
@@ -66,6 +66,7 @@ class SageAttnProcessor:
 
         The output is `value` while diffusers skips attention scores.
         """
+        end_trial(query, key)
         if scores_are_skipped(query, value):
             return value
         attend = sage_attention if self.sparse is None else self.sparse.attend
