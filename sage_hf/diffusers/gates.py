@@ -15,6 +15,7 @@ from huggingface_hub.utils import logging
 from safetensors import safe_open
 from torch import nn
 
+from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
 
 from .errors import UnsupportedAttentionError
@@ -125,15 +126,19 @@ def _denoisers(pipe_or_model: object) -> dict[str, Any]:
 
 
 def _check(model: Any) -> None:
-    if type(model).__name__ not in MODELS:
+    if name_in_diffusers(type(model)) not in MODELS:
         raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
     if splits_tokens(getattr(model, "_parallel_config", None)):
         raise UnsupportedAttentionError(NO_SHARDS)
     for block in model.blocks:
         if hasattr(block, GATE):
             raise UnsupportedAttentionError("this model has VSA already: restore() its handle first")
-        if (family := type(block.attn1.processor).__name__) != "WanAttnProcessor":
-            raise UnsupportedAttentionError(f"self-attention has {family}: call enable_vsa first, and then set others")
+        processor = type(block.attn1.processor)
+        if name_in_diffusers(processor, "__call__") != "WanAttnProcessor":
+            raise UnsupportedAttentionError(
+                f"self-attention has {processor.__name__}, which is not diffusers' WanAttnProcessor: call enable_vsa "
+                "first, and then set others"
+            )
 
 
 def _checked(sparsity: float) -> float:

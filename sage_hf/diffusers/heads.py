@@ -20,10 +20,10 @@ from huggingface_hub.utils import logging
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sage_hf.identity import name_in_diffusers, path_of
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import is_served, norm_rope
 
-from .identity import name_in_diffusers, path_of
 from .stand_in import StandIn
 
 logger = logging.get_logger(__name__)
@@ -367,7 +367,7 @@ SAMPLED_TOKENS = 1024
 """Tokens of a call by which the kernel is compared."""
 
 
-class _Attended(Exception):  # noqa: N818 - it ends a trial, and is no error
+class _Attended(Exception):
     """Queries and keys of a trial, (batch, heads, tokens, head_dim), of some tokens."""
 
     def __init__(self, *tensors: Tensor) -> None:

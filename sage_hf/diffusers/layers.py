@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from sage_hf import record
+from sage_hf.identity import name_in_diffusers
 from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 
 from .backends import backend_member, choosing
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
 from .heads import agrees, bare, with_own_norms
-from .identity import name_in_diffusers
 from .stand_in import StandIn
 from .vsa import NO_SHARDS, VSAProcessor
 
@@ -103,7 +103,7 @@ class Layer:
     def _with_own_norms(
         self, sage: Sage, attn: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Return `run(attn, *args, **kwargs)`, in which one kernel normalises and rotates queries and keys if it can."""
+        """Return `run(attn, *args, **kwargs)`, in which a kernel normalises and rotates queries and keys if it can."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return run(attn, *args, **kwargs)
         fused = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
