@@ -293,6 +293,11 @@ def replaceable(model: torch.nn.Module) -> Iterator[None]:
         raise
 
 
+def take_out(model: torch.nn.Module) -> None:
+    """Put the originals in place of all our processors in `model`."""
+    _set_originals(model)
+
+
 def _set_originals(model: torch.nn.Module) -> dict[Any, SageAttnProcessor]:
     """Set the originals in place of our processors, and return ours by module."""
     layers: list[Any] = list(attention_layers(model).values())
