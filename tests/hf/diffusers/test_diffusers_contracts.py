@@ -169,7 +169,8 @@ def test_processors_that_name_no_backend_run_the_recipe_all_the_same():
         assert {(row.recipe, row.calls) for row in sage_hf.explain(model).rows} == {("sage1", 2)}
     with sage_hf.apply(model, sage_hf.SageConfig("sage_bwd", fallback="emulate")):
         model(**inputs, return_dict=False)[0].sum().backward()
-        assert {(row.recipe, row.calls) for row in sage_hf.explain(model).rows} == {("sage_bwd", 2)}
+        calls = {(row.recipe, row.calls) for row in sage_hf.explain(model).rows}
+        assert calls == {("sage_bwd", 1), ("exact", 1)}  # text: causal behind a prefix, which is a mask
     assert 0 < (found - expected).norm() < 0.02 * expected.norm()
     assert _AttentionBackendRegistry.get_active_backend()[0].value == "native"
 
