@@ -8,20 +8,22 @@ from sage_hf.diffusers import SageAttnProcessor, heads
 from tests.helpers.families import Family, each_family, run
 from tests.hf.diffusers.test_diffusers_heads import ROTATED
 
-FLOAT32_ANGLES = "wan-t2v", "wan-i2v", "cogvideox-1.5"  # whose angles this model casts to bfloat16, as tests build it
-
 
 @each_family
 def test_the_kernel_takes_the_place_of_norms_and_rotation(case: Family, monkeypatch: pytest.MonkeyPatch):
-    if case.name not in ROTATED or case.name in FLOAT32_ANGLES:
-        pytest.skip("its processor rotates nothing, or by angles that the kernel does not take")
+    if case.name not in ROTATED:
+        pytest.skip("its processor rotates nothing that the kernel takes")
     monkeypatch.setattr(heads, "_agreements", {})
-    model = case.build(torch.bfloat16).cuda()
-    inputs = {name: move(value) for name, value in case.make_inputs(torch.bfloat16).items()}
-    model.set_attn_processor(SageAttnProcessor("sage1"))
-    run(model, inputs)
+    model = case.build(torch.bfloat16)
+    inputs = case.make_inputs(torch.bfloat16)
+    if hasattr(model, "rope"):
+        model.rope = case.build().rope  # angles stay in float32, as in models that are loaded
+    if "image_rotary_emb" in inputs:
+        inputs["image_rotary_emb"] = case.make_inputs()["image_rotary_emb"]
+    model.cuda().set_attn_processor(SageAttnProcessor("sage1"))
+    run(model, {name: move(value) for name, value in inputs.items()})
     assert explain(model).norm_rope > 0
-    assert all(heads._agreements.values())
+    assert heads._agreements and all(heads._agreements.values())
 
 
 def move(value):
