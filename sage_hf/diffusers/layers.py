@@ -6,16 +6,21 @@ does.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.utils import logging
 
 from sage_hf import record
 from sage_hf.identity import name_in_diffusers
 from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
+from sage_kernels import tracing
 
 from .backends import backend_member, choosing
 from .errors import FixedBackendError, UnsupportedAttentionError
@@ -23,6 +28,11 @@ from .families import ADAPTERS, FAMILIES
 from .heads import agrees, bare, with_own_norms
 from .stand_in import StandIn
 from .vsa import NO_SHARDS, VSAProcessor
+
+logger = logging.get_logger(__name__)
+
+DISPATCH = "dispatch_attention_fn"
+"""Name of diffusers' function by which processors attend."""
 
 
 class Sage(Protocol):
@@ -145,10 +155,15 @@ class AdapterLayer(ExplicitLayer):
 
 
 class DispatchLayer(Layer):
-    """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch."""
+    """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch.
+
+    Attributes:
+        leaves_choice: some of its attention names no backend.
+    """
 
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
+        self.leaves_choice = _leaves_choice(type(original).__call__)
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
@@ -165,6 +180,8 @@ class DispatchLayer(Layer):
         if torch.compiler.is_compiling():
             if sage.sparse is not None:
                 say_that_graphs_are_dense()
+            if self.leaves_choice:
+                say_that_graphs_leave_choice(type(self.original).__name__)
             return run()
         with running(sage.sparse), choosing(backend) as choice:
             output = run()
@@ -190,7 +207,33 @@ class VSALayer(Layer):
 def calls_dispatch(processor: Any) -> bool:
     """Return whether a processor of diffusers attends through `dispatch_attention_fn`."""
     code = getattr(type(processor).__call__, "__code__", None)
-    return code is not None and "dispatch_attention_fn" in code.co_names
+    return code is not None and DISPATCH in code.co_names
+
+
+@functools.cache
+def _leaves_choice(call: Callable[..., Any]) -> bool:
+    """Return whether a processor's code calls diffusers' dispatch without a backend, or with None."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
+    except (OSError, SyntaxError):  # code that was made elsewhere than in a file
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)]
+    named = [{one.arg: ast.unparse(one.value) for one in node.keywords}.get("backend", "None") for node in calls]
+    return "None" in named
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == DISPATCH
+
+
+@tracing.assume_constant_result
+@functools.cache
+def say_that_graphs_leave_choice(family: str) -> None:
+    """Log once for each class of processors that names no backend, when it is compiled, that it attends as before."""
+    logger.warning(
+        f"{family} names no attention backend in some calls, which attend as before inside a compiled graph: call the "
+        'model within diffusers\' `with attention_backend("sage2"):` to run them in low bits'
+    )
 
 
 def fixed_backend(processor: Any) -> str:
@@ -230,6 +273,8 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
     family = name_in_diffusers(type(original), "__call__")
     if family in FAMILIES:
         return ExplicitLayer(original, FAMILIES[family])
+    if calls_dispatch(original):
+        return DispatchLayer(original)
     if family in ADAPTERS:
         return AdapterLayer(original, ADAPTERS[family])
     if isinstance(original, torch.nn.Module):

@@ -175,6 +175,32 @@ def test_processors_that_name_no_backend_run_the_recipe_all_the_same():
     assert _AttentionBackendRegistry.get_active_backend()[0].value == "native"
 
 
+class NamesNoBackend:
+    """A user's processor that leaves its attention to diffusers."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        heads = [
+            x.unflatten(2, (attn.heads, -1)) for x in (attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
+        ]
+        return attn.to_out[0](dispatch_attention_fn(*heads).flatten(2))
+
+
+def test_a_users_processor_that_names_no_backend_runs_the_recipe(sage_log):
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    for module in attention_layers(model).values():
+        module.set_processor(NamesNoBackend())
+    expected = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), expected)
+    sage_hf.apply(model, sage_hf.SageConfig("sage1", fallback="emulate"))
+    assert not torch.equal(run(model, inputs), expected)
+    assert {row.recipe for row in sage_hf.explain(model).rows} == {"sage1"}
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(run(compiled, inputs), expected)
+    assert any("NamesNoBackend names no attention backend" in message for message in sage_log)
+
+
 def test_explain_says_where_attention_passed_by(sage_log):
     class Elsewhere:
         """A user's processor that dispatches in some calls only."""
