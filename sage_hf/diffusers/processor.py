@@ -99,6 +99,8 @@ class SageAttnProcessor:
     @property
     def _attention_backend(self) -> Any:
         """Return the backend of the recipe: models of diffusers make masks by what their layers' processors have."""
+        import diffusers.models.attention_dispatch  # noqa: F401 - which registers the backends
+
         return backend_member(self.recipe, self.fallback)
 
     @_attention_backend.setter
