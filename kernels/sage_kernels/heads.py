@@ -121,6 +121,11 @@ def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: boo
     return next(kernel for kernel in _kernels.values() if not kernel.unsupported(x, norm, rope, grad))
 
 
+def plain_kernel() -> HeadKernel:
+    """Return the reference, which runs PyTorch's operators alone."""
+    return _kernels["reference"]
+
+
 def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
     """Raise ValueError where norm or rotation do not fit x, (batch, tokens, heads, head_dim)."""
     if x.dim() != 4 or not x.is_floating_point():

@@ -376,7 +376,7 @@ class _Attended(Exception):
 
 
 class _Thread(threading.local):
-    """Whether this thread runs a processor for its queries and keys alone."""
+    """The thread's state: whether it runs a processor for its queries and keys alone."""
 
     trial = False
 
