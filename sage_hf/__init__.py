@@ -18,7 +18,7 @@ from sage_hf.transformers import register
 
 if TYPE_CHECKING:
     from sage_hf.app.layer_errors import record_layer_errors
-    from sage_hf.apply import apply
+    from sage_hf.apply import apply, restore
     from sage_hf.attention import sage_attention, set_default_fallback
     from sage_hf.config import LayerRule, SageConfig, StepRule
     from sage_hf.diffusers import enable_vsa
@@ -48,6 +48,7 @@ __all__ = [
     "enable_vsa",
     "explain",
     "record_layer_errors",
+    "restore",
     "sage_attention",
     "set_default_fallback",
 ]
@@ -60,6 +61,7 @@ _HOME = {
     "apply": "apply",
     "explain": "explain",
     "record_layer_errors": "app.layer_errors",
+    "restore": "apply",
     "sage_attention": "attention",
     "set_default_fallback": "attention",
 }

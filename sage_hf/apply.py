@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
+from sage_hf.changes import Change, Undo, changes_of, inner
 from sage_hf.config import SageConfig
 from sage_hf.names import NAMES, name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
@@ -22,9 +22,7 @@ from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import Target, find_targets
 from sage_kernels.recipe import get_recipe
 
-Change = Callable[[list[Callable[[], None]]], None]  # makes a change, and appends the functions that undo it
-
-_applied: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Handle]]] = weakref.WeakKeyDictionary()
+MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
 
 
 class Handle:
@@ -34,39 +32,18 @@ class Handle:
         config: the configuration that was applied.
     """
 
-    def __init__(self, config: SageConfig, targets: list[Target], undo: list[Callable[[], None]]) -> None:
+    def __init__(self, config: SageConfig, targets: list[Target], changes: list[_Applied]) -> None:
         self.config = config
         self._targets = targets
-        self._undo = undo
-        for target in targets:
-            _applied.setdefault(target.model, []).append(weakref.ref(self))
-        self._forget_plans()
+        self._changes = changes
 
     def restore(self) -> None:
-        """Put back the objects that computed attention before `apply`. A second call does nothing.
+        """Put back the objects that computed attention before `apply`, in models where this one is in force.
 
-        Raises:
-            RuntimeError: a later `apply` to the same model is still in force. Nothing is changed then.
+        It is not where a later `apply` replaced it, or where it was undone: nothing is changed there.
         """
-        if not self._undo:
-            return
-        for target in self._targets:
-            in_force = [handle for ref in _applied[target.model] if (handle := ref()) is not None]
-            if in_force[-1] is not self:
-                raise RuntimeError(
-                    "restore the handles in reverse order: sage_hf.apply was called on this model again, with "
-                    f"{in_force[-1].config.recipe!r}, and that is still in force"
-                )
-        while self._undo:
-            self._undo.pop()()
-        for target in self._targets:
-            _applied[target.model] = [ref for ref in _applied[target.model] if ref() not in (None, self)]
-        self._forget_plans()
-
-    def _forget_plans(self) -> None:
-        for target in self._targets:
-            for layer in target.layers.values():
-                record.forget(layer)
+        for change in self._changes:
+            change.undo()
 
     def __enter__(self) -> Handle:
         return self
@@ -77,20 +54,27 @@ class Handle:
         self.restore()
 
 
+class _Applied(Change):
+    """Change that `apply` made of a model."""
+
+
 def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: str | None = None) -> Handle:
     """Switch the attention of a diffusers pipeline (its denoisers), a diffusers or a transformers model to few bits.
 
-    Everything is checked before anything is changed. Attention belongs to the model, so other pipelines that share a
-    denoiser run the new one too; step rules count the steps of the pipeline that is running.
+    Everything is checked before anything is changed. An earlier `apply` to a model is replaced: it is undone first.
+    Attention belongs to the model, so other pipelines that share a denoiser run the new one too; step rules count the
+    steps of the pipeline that is running.
 
     Args:
-        pipe_or_model: the pipeline or model to switch; a pipeline's ControlNets are switched too.
+        pipe_or_model: the pipeline or model to switch; of a pipeline, everything with attention that is told the
+            timestep: denoisers, priors and ControlNets.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
         fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
 
     Returns:
-        A handle that undoes the switch: `handle.restore()`, or `with sage_hf.apply(...):`.
+        A handle that puts back what was there before the first `apply`: `handle.restore()`, or
+        `with sage_hf.apply(...):`. `sage_hf.restore(pipe_or_model)` needs no handle.
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a model.
@@ -117,15 +101,46 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: s
         else _transformers_change(target, config)
         for target in targets
     ]
-    undo: list[Callable[[], None]] = []
+    made: list[_Applied] = []
     try:
-        for change in changes:
-            change(undo)
+        for target, make in zip(targets, changes, strict=True):
+            for earlier in [change for change in changes_of(inner(target.model)) if isinstance(change, _Applied)]:
+                earlier.undo()
+            undo: Undo = []
+            made.append(_Applied(inner(target.model), undo))
+            _forget_plans(target, undo)
+            make(undo)
     except BaseException:
-        while undo:
-            undo.pop()()
+        for change in made:
+            change.undo()
         raise
-    return Handle(config, targets, undo)
+    return Handle(config, targets, made)
+
+
+def restore(pipe_or_model: object) -> None:
+    """Take out all that `apply`, `enable_vsa` and processors or backends of ours changed, without their handles.
+
+    A pipeline or a diffusers model has the attention of diffusers again. A transformers model has the
+    `attn_implementation` from before the first `apply`. Where nothing was changed, nothing is.
+
+    Raises:
+        TypeError, ValueError: as `apply`, of a pipeline or model without attention.
+    """
+    for target in find_targets(pipe_or_model):
+        model = inner(target.model)
+        for change in changes_of(model)[:1]:  # which undoes later ones first
+            change.undo()
+        if target.library == "diffusers":
+            from sage_hf.diffusers import take_out
+
+            take_out(model)
+
+
+def _forget_plans(target: Target, undo: Undo) -> None:
+    """Forget what the layers ran, now and when the change is undone."""
+    for layer in target.layers.values():
+        record.forget(layer)
+        undo.append(partial(record.forget, layer))
 
 
 def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
@@ -136,28 +151,35 @@ def _check_patterns(config: SageConfig, targets: list[Target]) -> None:
         raise ValueError(f"the pattern {unmatched[0]!r} matches no attention layer; the {len(names)} layers are {some}")
 
 
-def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> Change:
+def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -> MakeChange:
     """Return the change of a diffusers model: a processor for each layer, and a hook that follows denoising steps."""
     from sage_hf.diffusers import (
+        FixedBackendError,
         UnsupportedAttentionError,
         VSALayer,
         bind,
         check_parallelism,
         check_whole,
         exchange_processor,
+        say_left,
     )
 
-    processors = {}
+    processors, left = {}, None
     for name, layer in target.layers.items():
         try:
             processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
-            check_parallelism(getattr(target.model, "_orig_mod", target.model), processor._layer_in(layer))
+            check_parallelism(inner(target.model), processor._layer_in(layer))
             processors[name] = processor
+        except FixedBackendError as error:
+            left = error
+            say_left(error)
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise
+    if not processors and left is not None:
+        raise left
     schedule = sparse = None
-    denoiser = getattr(target.model, "_orig_mod", target.model)
+    denoiser = inner(target.model)
     settings = settings_for(config.sparse, denoiser, target.layers)
     if settings is not None:
         check_whole(denoiser)
@@ -171,7 +193,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         follow = {name: processor for name, processor in processors.items() if config.layer_rule(name) is None}
         schedule = StepSchedule(config, follow, pipe, None if sparse is None else sparse.set_step)
 
-    def change(undo: list[Callable[[], None]]) -> None:
+    def change(undo: Undo) -> None:
         for name, processor in processors.items():
             undo.append(exchange_processor(target.layers[name], processor))
         if schedule is not None:
@@ -182,9 +204,9 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
     return change
 
 
-def _transformers_change(target: Target, config: SageConfig) -> Change:
+def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
     """Return the change of a transformers model: its `attn_implementation`, and each layer's recipe on its module."""
-    model: Any = getattr(target.model, "_orig_mod", target.model)
+    model = inner(target.model)
     if config.sparse is not None:
         raise ValueError(f"sparse: {type(model).__name__} is no diffusers model, whose self-attention alone is routed")
     if config.steps:
@@ -194,7 +216,7 @@ def _transformers_change(target: Target, config: SageConfig) -> Change:
     with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
     implementation = name_of(next(with_gradients, recipes[0]), None)
 
-    def change(undo: list[Callable[[], None]]) -> None:
+    def change(undo: Undo) -> None:
         undo.append(partial(_restore_files, model))
         for model_config in _configs(model):
             name = "_attn_implementation_internal"
@@ -235,7 +257,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _set_attribute(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> None:
     if hasattr(module, name):
         undo.append(partial(setattr, module, name, getattr(module, name)))
     else:

@@ -13,6 +13,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
+from sage_hf.diffusers.layers import fixed_backend
 from sage_hf.diffusers.processor import layer_of, sage_of
 from sage_hf.diffusers.vsa import VSAProcessor
 from sage_hf.names import NAMES
@@ -172,7 +173,7 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
     asked_of = _asked_of_processor if target.library == "diffusers" else _asked_of_implementation
     for name, layer in target.layers.items():
         recipes, reason = asked_of(layer)
-        row = LayerRow(target.label(name), recipes, reason=reason)
+        row = LayerRow(target.label(name), recipes, reason=reason or record.passed_by.get(layer, ""))
         plans: dict[Outcome, list[Plan]] = {}
         for plan in record.last_plans(layer) if recipes else ():
             plans.setdefault(plan.outcome, []).append(plan)
@@ -228,6 +229,8 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
     if backend in NAMES:
         recipe, _ = NAMES[backend]
         return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
+    if reason := fixed_backend(processor):
+        return "", f"{reason}: it stays as it is"
     return "", f"{type(processor).__name__} of the model was not replaced: sage_hf.apply does that"
 
 

@@ -71,6 +71,8 @@ _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose queries or keys `sage_kernels.norm_rope` has normalised or rotated."""
+passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why the latest call of a layer with a recipe ran no attention of ours."""
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []
@@ -112,6 +114,14 @@ def forget(module: nn.Module) -> None:
     """Forget the plans of the module's calls."""
     _plans.pop(module, None)
     with_norm_rope.discard(module)
+    passed_by.pop(module, None)
+
+
+def note_passed_by(reason: str) -> None:
+    """Note why the present layer ran no attention of ours, and log it once."""
+    if _thread.layers:
+        passed_by[_thread.layers[-1]] = reason
+    _log_once((reason,), reason)
 
 
 def compiled_outcomes() -> Counter[Outcome]:

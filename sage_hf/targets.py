@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from sage_hf import diffusers, transformers
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-CONTROLNETS = ("controlnet",)  # runs beside the denoiser at every step; several are held by one module
+"""Names of the first denoisers of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Target:
 
 
 def find_targets(pipe_or_model: object) -> list[Target]:
-    """Return the denoisers and attending ControlNets of a diffusers pipeline, or the model itself.
+    """Return the denoisers of a diffusers pipeline and what else attends in every step, or the model itself.
 
     Raises:
         TypeError: the argument is neither a pipeline with a denoiser nor a model.
@@ -45,19 +46,28 @@ def find_targets(pipe_or_model: object) -> list[Target]:
     if isinstance(pipe_or_model, nn.Module):
         return [_target("", pipe_or_model)]
     found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
+    parts = getattr(pipe_or_model, "__dict__", {})
+    found |= {name: model for name, model in parts.items() if name not in found and _attends_in_steps(model)}
     models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
     if not models:
         raise TypeError(
-            f"expected a diffusers pipeline with a {', '.join(DENOISERS[:-1])} or {DENOISERS[-1]}, or a diffusers or "
-            f"transformers model, got {type(pipe_or_model).__name__}"
+            f"expected a diffusers pipeline with a denoiser ({', '.join(DENOISERS)}, or another model with attention "
+            f"that is told the timestep), or a diffusers or transformers model, got {type(pipe_or_model).__name__}"
         )
-    for name in CONTROLNETS:
-        controlnet = getattr(pipe_or_model, name, None)
-        if isinstance(controlnet, nn.Module) and diffusers.attention_layers(
-            getattr(controlnet, "_orig_mod", controlnet)
-        ):
-            models[name] = controlnet
     return [_target(name if len(models) > 1 else "", model) for name, model in models.items()]
+
+
+def _attends_in_steps(model: object) -> bool:
+    """Return whether a part of a pipeline has attention and is told the time: a denoiser, a prior or a ControlNet.
+
+    Text encoders and autoencoders are not told, except decoders that denoise, which diffusers has among autoencoders.
+    """
+    plain: Any = getattr(model, "_orig_mod", model)
+    if not isinstance(plain, nn.Module) or _is_transformers(plain) or not diffusers.attention_layers(plain):
+        return False
+    if any(base.__module__.startswith("diffusers.models.autoencoders.") for base in type(plain).__mro__):
+        return False
+    return any("time" in name for name in inspect.signature(type(plain).forward).parameters)
 
 
 def _target(name: str, model: nn.Module) -> Target:

@@ -134,6 +134,11 @@ def head_kernels() -> list[HeadKernel]:
     return list(_kernels.values())
 
 
+def plain_kernel() -> HeadKernel:
+    """Return the reference, which runs PyTorch's operators alone."""
+    return _kernels["reference"]
+
+
 def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
     """Raise ValueError where norm or rotation do not fit x, (batch, tokens, heads, head_dim)."""
     if x.dim() != 4 or not x.is_floating_point():

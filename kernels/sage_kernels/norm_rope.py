@@ -14,7 +14,7 @@ import torch
 
 from . import backends, registry, self_check  # noqa: F401 - `backends` registers the kernels
 from .checks import check_memory
-from .heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel
+from .heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel, plain_kernel
 from .prepared import CALLS, is_capturing, is_plain, modes_are_active, repeatable, settings
 from .rehearsal import Rehearsal
 from .tape import Tape
@@ -62,7 +62,8 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     """Normalise heads and rotate them by their position; round after each, as models do.
 
     On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward. All else runs in PyTorch's operators,
-    and so do tables of `rope` that want gradients.
+    and so do tables of `rope` that want gradients, and calls inside of PyTorch's transforms (`torch.func`, forward-mode
+    AD) and modes.
 
     Args:
         x: (batch, tokens, heads, head_dim), of any strides.
@@ -74,7 +75,11 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
 
     Raises:
         ValueError: norm or rotation do not fit x.
+        RuntimeError: a tensor has elements but no memory.
     """
+    if modes_are_active():
+        check_heads(x, norm, rope)
+        return plain_kernel().forward(x, norm, rope)
     if not torch.is_grad_enabled():
         return _forward(x, norm, rope)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -83,7 +88,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
     check_heads(x, norm, rope)
     self_check.check_heads(x.shape[3], x.device)
     kernel = head_kernel(x, norm, rope, grad=True)
-    if kernel.name == "reference" or modes_are_active():
+    if kernel.name == "reference":
         return kernel.forward(x, norm, rope)
     output: torch.Tensor = _NormRope.apply(x, *vectors, norm, rope)
     return output
@@ -109,7 +114,7 @@ def is_served(x: torch.Tensor) -> bool:
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
     slot = _slot(x, norm, rope)
-    if slot.kernel.name == "reference" or modes_are_active():
+    if slot.kernel.name == "reference":
         return slot.kernel.forward(x, norm, rope)
 
     def run(tensors: Tensors) -> Tensors:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "FixedBackendError": "errors",
     "SageAttn1Processor": "processor",
     "SageAttn2Processor": "processor",
     "SageAttn3Processor": "processor",
@@ -22,6 +23,8 @@ _HOME = {
     "check_whole": "parallel",
     "enable_vsa": "gates",
     "exchange_processor": "processor",
+    "say_left": "processor",
+    "take_out": "processor",
 }
 
 __all__ = sorted(_HOME)

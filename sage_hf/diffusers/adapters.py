@@ -40,12 +40,12 @@ class ServedAdapter:
         self.adapter._parallel_config = config
 
     @property
-    def _attention_backend(self) -> None:
-        raise AttributeError("_attention_backend")
+    def _attention_backend(self) -> Any:
+        return self.sage._attention_backend
 
     @_attention_backend.setter
     def _attention_backend(self, backend: object) -> None:
-        self.sage._attention_backend = backend  # refused, with a reason
+        self.sage._attention_backend = backend
 
     def __reduce__(self) -> tuple[Any, ...]:
         return serve, (self.adapter, self.sage)

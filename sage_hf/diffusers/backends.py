@@ -5,8 +5,12 @@ Their names are those of `sage_hf.names`.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +21,7 @@ from sage_hf.names import NAMES, name_of
 from sage_hf.sparse.layer import running_layer
 
 from .errors import UnsupportedAttentionError
+from .heads import end_trial
 from .shards import gather_mask, mask_of_own_heads
 from .skipping import function_modes_are_active, scores_are_skipped
 
@@ -30,6 +35,38 @@ _MEMBERS: dict[tuple[str, str | None], Any] = {}
 def backend_member(recipe: str, fallback: str | None) -> Any:
     """Return the member of diffusers' AttentionBackendName for that recipe and fallback."""
     return _MEMBERS[recipe, None if recipe == "exact" else fallback]
+
+
+@dataclass
+class Choice:
+    """Choice of a backend for one call of a processor.
+
+    Attributes:
+        backend: the member of AttentionBackendName.
+        reached: whether attention ran by one of our backends.
+    """
+
+    backend: Any
+    reached: bool = False
+
+
+class _Thread(threading.local):
+    """The choice for the processor that this thread runs."""
+
+    choice: Choice | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def choosing(backend: Any) -> Iterator[Choice]:
+    """Attend by `backend` in this thread where a processor leaves the choice to diffusers. Eager only."""
+    before, _thread.choice = _thread.choice, Choice(backend)
+    try:
+        yield _thread.choice
+    finally:
+        _thread.choice = before
 
 
 def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Callable[..., Any]:
@@ -73,7 +110,12 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask is for every head and query."""
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
-        sparse = None if torch.compiler.is_compiling() else running_layer()
+        sparse = None
+        if not torch.compiler.is_compiling():
+            end_trial(query, key, tokens_first=True)
+            sparse = running_layer()
+            if _thread.choice is not None:
+                _thread.choice.reached = True
         if _parallel_config is not None:
             if sparse is not None:
                 raise UnsupportedAttentionError(NO_SHARDS)
@@ -141,3 +183,16 @@ def register_backends(dispatch: ModuleType) -> None:
         member = _add_member(dispatch.AttentionBackendName, name)
         registry.register(member, **options)(_make_backend(dispatch, *choice))
         _MEMBERS[choice] = member
+    registry.get_active_backend = classmethod(_with_choice(registry.get_active_backend.__func__))
+
+
+def _with_choice(get_active_backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the registry's method that says what attends where a processor names no backend, ours before the rest."""
+
+    @functools.wraps(get_active_backend)
+    def wrapper(registry: Any) -> Any:
+        if torch.compiler.is_compiling() or (choice := _thread.choice) is None:
+            return get_active_backend(registry)
+        return choice.backend, registry._backends[choice.backend]
+
+    return wrapper

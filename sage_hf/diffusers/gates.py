@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from huggingface_hub.utils import logging
 from safetensors import safe_open
 from torch import nn
 
+from sage_hf.changes import Change, Undo, changes_of, inner
+from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
 
 from .errors import UnsupportedAttentionError
 from .parallel import splits_tokens
-from .processor import sage_of
+from .processor import layer_of, sage_of
 from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor
 
 logger = logging.get_logger(__name__)
@@ -32,14 +34,13 @@ class VSAHandle:
     """Handle of `enable_vsa`.
 
     Attributes:
-        loaded: number of blocks whose gate was read from a checkpoint; those of the others are 0.
+        loaded: number of blocks whose gate was read from a checkpoint; those of the others were 0.
     """
 
-    def __init__(self, models: dict[str, Any], shared: VSAModel, loaded: int) -> None:
-        self._models = models
+    def __init__(self, shared: VSAModel, changes: list[_VSA]) -> None:
         self._shared = shared
-        self._undo: list[Callable[[], None]] = []
-        self.loaded = loaded
+        self._changes = changes
+        self.loaded = sum(change.loaded for change in changes)
 
     @property
     def sparsity(self) -> float:
@@ -51,15 +52,24 @@ class VSAHandle:
         self._shared.sparsity = _checked(sparsity)
 
     def restore(self) -> None:
-        """Put back the attention from before, and remove the gates. A second call does nothing.
+        """Put back the attention from before, and remove the gates; undo a later `sage_hf.apply` first.
 
-        Raises:
-            RuntimeError: `sage_hf.apply` is still in force. Nothing is changed then.
+        A model where another `enable_vsa` has replaced this one stays as it is. A second call does nothing.
         """
-        if self._undo and any(sage_of(block.attn1) for model in self._models.values() for block in model.blocks):
-            raise RuntimeError("sage_hf.apply is in force on a model with VSA: restore its handle first")
-        while self._undo:
-            self._undo.pop()()
+        for change in self._changes:
+            change.undo()
+
+
+class _VSA(Change):
+    """Change that `enable_vsa` made of a model.
+
+    Attributes:
+        loaded: number of blocks whose gate was read from a checkpoint.
+    """
+
+    def __init__(self, model: nn.Module, undo: Undo, loaded: int) -> None:
+        super().__init__(model, undo)
+        self.loaded = loaded
 
 
 def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str | Path | None = None) -> VSAHandle:
@@ -68,7 +78,8 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
     Each block gets `to_gate_compress`, a Linear(dim, dim), as in FastVideo's checkpoints: `save_pretrained` keeps it,
     while `from_pretrained` leaves out what the class does not know, so the gates are read again here. A gate that no
     checkpoint has is 0: the model then attends to the chosen tiles alone, until it is trained. The fine stage is exact;
-    `sage_hf.apply(pipe_or_model, "sage2")` afterwards runs it, and cross-attention, in few bits.
+    `sage_hf.apply(pipe_or_model, "sage2")` afterwards runs it, and cross-attention, in few bits. A second call replaces
+    the first, undoes such an `apply`, and keeps the gates unless it names a checkpoint.
 
     Args:
         pipe_or_model: a WanTransformer3DModel, or a pipeline with one or two.
@@ -82,24 +93,49 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
     Raises:
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: sparsity is not in [0, 1), the checkpoint has no gates, lacks some, or has gates of another size.
-        UnsupportedAttentionError: the model is no Wan transformer, has VSA already, has processors that replaced its
-            own, or runs under context parallelism.
+        UnsupportedAttentionError: the model is no Wan transformer, has gates that are not ours, has processors that
+            replaced its own, or runs under context parallelism.
     """
     models = _denoisers(pipe_or_model)
     for model in models.values():
         _check(model)
-    found = {name: _gates_of(model, name, checkpoint) for name, model in models.items()}
     shared = VSAModel(_checked(sparsity))
-    handle = VSAHandle(models, shared, sum(len(gates) // 2 for gates in found.values()))
-    for name, model in models.items():
-        for number, block in enumerate(model.blocks):
-            key = f"blocks.{number}.{GATE}"
-            _add_gate(block, found[name].get(f"{key}.weight"), found[name].get(f"{key}.bias"))
-            handle._undo.append(partial(delattr, block, GATE))
-            handle._undo.append(partial(block.attn1.set_processor, block.attn1.processor))
-            block.attn1.set_processor(VSAProcessor(block, shared))
-        handle._undo.append(model.register_forward_pre_hook(shared.follow, with_kwargs=True).remove)
-    return handle
+    read = {
+        name: {} if checkpoint is None and _vsa_of(model) else _gates_of(model, name, checkpoint)
+        for name, model in models.items()
+    }
+    return VSAHandle(shared, [_enable(model, shared, read[name]) for name, model in models.items()])
+
+
+def _enable(model: Any, shared: VSAModel, gates: dict[str, torch.Tensor]) -> _VSA:
+    """Give one model VSA with gates that were read, else with those that it has, else with gates of 0."""
+    loaded, kept = len(gates) // 2, [None] * len(model.blocks)
+    if (earlier := _vsa_of(model)) is not None:
+        if not gates:
+            loaded, kept = earlier.loaded, [getattr(block, GATE) for block in model.blocks]
+        earlier.undo()
+    undo: Undo = []
+    change = _VSA(model, undo, loaded)
+    for number, (block, gate) in enumerate(zip(model.blocks, kept, strict=True)):
+        key = f"blocks.{number}.{GATE}"
+        setattr(block, GATE, gate or _make_gate(block, gates.get(f"{key}.weight"), gates.get(f"{key}.bias")))
+        undo.append(partial(delattr, block, GATE))
+        undo.append(partial(_put_back, block.attn1, block.attn1.processor))
+        block.attn1.set_processor(VSAProcessor(block, shared))
+    undo.append(model.register_forward_pre_hook(shared.follow, with_kwargs=True).remove)
+    return change
+
+
+def _put_back(module: Any, original: Any) -> None:
+    """Put back a processor of diffusers in place of VSA's, above which one of ours may have been set by hand."""
+    if sage_of(module) is not None:
+        module.set_processor(layer_of(module).original)
+    module.set_processor(original)
+
+
+def _vsa_of(model: nn.Module) -> _VSA | None:
+    """Return the change of an `enable_vsa` that is in force."""
+    return next((change for change in changes_of(model) if isinstance(change, _VSA)), None)
 
 
 def read_gates(source: Path) -> dict[str, torch.Tensor]:
@@ -116,24 +152,30 @@ def read_gates(source: Path) -> dict[str, torch.Tensor]:
 def _denoisers(pipe_or_model: object) -> dict[str, Any]:
     """Return the denoisers by their name in the pipeline, and a model alone as its "transformer"."""
     if isinstance(pipe_or_model, nn.Module):
-        return {DENOISERS[0]: getattr(pipe_or_model, "_orig_mod", pipe_or_model)}
+        return {DENOISERS[0]: inner(pipe_or_model)}
     found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
-    models = {name: getattr(one, "_orig_mod", one) for name, one in found.items() if isinstance(one, nn.Module)}
+    models = {name: inner(one) for name, one in found.items() if isinstance(one, nn.Module)}
     if not models:
         raise TypeError(f"expected a pipeline with a denoiser, or a model; got {type(pipe_or_model).__name__}")
     return models
 
 
 def _check(model: Any) -> None:
-    if type(model).__name__ not in MODELS:
+    if name_in_diffusers(type(model)) not in MODELS:
         raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
     if splits_tokens(getattr(model, "_parallel_config", None)):
         raise UnsupportedAttentionError(NO_SHARDS)
+    if _vsa_of(model) is not None:
+        return
     for block in model.blocks:
         if hasattr(block, GATE):
-            raise UnsupportedAttentionError("this model has VSA already: restore() its handle first")
-        if (family := type(block.attn1.processor).__name__) != "WanAttnProcessor":
-            raise UnsupportedAttentionError(f"self-attention has {family}: call enable_vsa first, and then set others")
+            raise UnsupportedAttentionError(f"the blocks of this model have a {GATE} already, which is not ours")
+        processor = type(block.attn1.processor)
+        if name_in_diffusers(processor, "__call__") != "WanAttnProcessor":
+            raise UnsupportedAttentionError(
+                f"self-attention has {processor.__name__}, which is not diffusers' WanAttnProcessor: call enable_vsa "
+                "first, and then set others"
+            )
 
 
 def _checked(sparsity: float) -> float:
@@ -184,8 +226,8 @@ def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path
     yield path
 
 
-def _add_gate(block: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-    """Add a gate like the block's projections; 0 without weights."""
+def _make_gate(block: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> nn.Linear:
+    """Return a gate like the block's projections; 0 without weights."""
     query = block.attn1.to_q.weight
     dtype = query.dtype if query.is_floating_point() else torch.get_default_dtype()
     gate = nn.Linear(block.attn1.inner_dim, block.attn1.inner_dim, device=query.device, dtype=dtype)
@@ -195,5 +237,4 @@ def _add_gate(block: Any, weight: torch.Tensor | None, bias: torch.Tensor | None
                 parameter.zero_()
             else:
                 parameter.copy_(values)
-    gate.train(block.training)
-    setattr(block, GATE, gate)
+    return gate.train(block.training)

@@ -1,25 +1,32 @@
 """Norms and rotation of queries and keys by one kernel, where diffusers' processors run a dozen operators for them.
 
 A processor calls `attn.norm_q(query)`, and rotates what that returns by a table of angles (RoPE). Here it gets a
-stand-in for `attn` whose norms rotate as well, and no table; all else is its own code.
+stand-in for `attn` whose norms rotate as well, and no table; all else is its own code. Only processors and norms of
+diffusers and PyTorch are served so, each after its first queries and keys agreed with those of its own operators.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
+from huggingface_hub.utils import logging
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from sage_hf import record
+from sage_hf.identity import name_in_diffusers, path_of
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import is_served, norm_rope
 
 from .stand_in import StandIn
+
+logger = logging.get_logger(__name__)
 
 NORMS = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
 
@@ -176,13 +183,28 @@ LARGE_TRAINING_SAMPLE = 2**22
 """The same with gradients, which autograd records at a cost."""
 
 
+@dataclass(frozen=True)
+class Fused:
+    """Call of a processor whose queries and keys a kernel normalises and rotates.
+
+    Attributes:
+        norms: names among NORMS -> what stands for these norms.
+        given: the processor's arguments by name, without the angles if the norms rotate.
+        rotates: kind of the call, of which the first must agree with the processor; None: nothing is rotated.
+    """
+
+    norms: dict[str, Callable[[Tensor], Tensor]]
+    given: dict[str, Any]
+    rotates: Hashable | None
+
+
 def with_own_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
-) -> tuple[Any, dict[str, Any]] | None:
-    """Return a stand-in for an attention module, and the arguments to call its processor with; None: as it is.
+) -> Fused | None:
+    """Return how to call a processor so that a kernel normalises and rotates; None: as it is.
 
     Args:
-        processor: that of diffusers.
+        processor: the processor; one that is not of diffusers stays as it is.
         attn: the module.
         names: of the arguments behind the module.
         args, kwargs: these arguments.
@@ -193,7 +215,10 @@ def with_own_norms(
     sample = given.get("hidden_states")
     if not isinstance(sample, Tensor) or not is_served(sample):
         return None
-    rotary, ropes = ROTARIES.get(type(processor).__name__), None
+    family = name_in_diffusers(type(processor), "__call__")
+    if not family:
+        return None
+    rotary, ropes = ROTARIES.get(family), None
     if rotary is not None and (table := given.get(rotary.argument)) is not None:
         ropes = rotary.ropes(table, attn, given)
         if ropes is None or attn.norm_q is None or attn.norm_k is None:
@@ -202,25 +227,29 @@ def with_own_norms(
             return None
         given[rotary.argument] = None
     norms: dict[str, Callable[[Tensor], Tensor]] = {}
+    kinds = []
     for name in NORMS:
         if (module := getattr(attn, name, None)) is None:
             continue
         rope = None if ropes is None else ropes.get(name)
         norm = norm_of(module, sample)
-        if norm is not None and (rope is not None or gains(module, sample)):
+        if norm is not None and rope is not None:
             norms[name] = partial(_run, norm, rope, heads_first)
+            kinds.append((name, norm.kind, norm.rounds, rope.halves, rope.cosine.dim()))
+        elif norm is not None and gains(module, sample):
+            norms[name] = partial(_run_if_it_agrees, module, norm, heads_first)
         elif rope is not None:
             return None
     if not norms:
         return None
-    record.with_norm_rope.add(attn)
-    return StandIn(attn, norms), given
+    kind = (type(processor), sample.dtype, sample.device, *kinds) if kinds else None
+    return Fused(norms, given, kind)
 
 
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
     """Return what a norm computes; None if it is of no known class, has hooks, or gradients that no kernel gives."""
-    known = NORM_CLASSES.get(f"{type(module).__module__}.{type(module).__name__}")
-    if known is None or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+    known = NORM_CLASSES.get(path_of(type(module), "forward"))
+    if known is None or "forward" in vars(module) or _has_hooks(module):
         return None
     norm: Any = module
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
@@ -239,8 +268,19 @@ def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
 
 def gains(module: nn.Module, sample: Tensor) -> bool:
     """Return whether a kernel is faster than a norm of a known class, if nothing is rotated."""
-    known = NORM_CLASSES[f"{type(module).__module__}.{type(module).__name__}"]
+    known = NORM_CLASSES[path_of(type(module), "forward")]
     return not known.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
+
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether anything is called beside a module's forward pass; true if this PyTorch does not tell."""
+    if any(vars(module).get(name, True) for name in HOOKS):
+        return True
+    of_all_modules: Callable[[], bool] | None = getattr(nn.modules.module, "_has_any_global_hook", None)
+    return of_all_modules is None or bool(of_all_modules())
 
 
 def _sizes(module: Any) -> Sequence[int]:
@@ -268,3 +308,142 @@ def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
     if x.stride(1) < x.stride(2) if rope is None else heads_first:  # any order of axes is right for a norm of each head
         return norm_rope(x.transpose(1, 2), norm, rope).transpose(1, 2)
     return norm_rope(x, norm, rope)
+
+
+_agreements: dict[Hashable, bool] = {}
+"""Agreement of the kernel with processors and norms, by the kind of call."""
+
+
+def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tensor) -> Tensor:
+    """Normalise by the kernel if the first such x gave what the module's own operators give."""
+    kind = type(module), norm.kind, x.dtype, x.shape[-1], x.device
+    if (agrees := _agreements.get(kind)) is None:
+        if _is_capturing(x):
+            return module(x)
+        with torch.no_grad():
+            some = x[:1, :SAMPLED_TOKENS]
+            expected = module.forward(some)
+            if not expected.isfinite().all():
+                return module(x)
+            agrees = _agreements[kind] = _are_close(expected, _run(norm, None, heads_first, some))
+        if not agrees:
+            logger.warning(f"{type(module).__name__} stays as it is: the kernel for norms gave other numbers")
+    return _run(norm, None, heads_first, x) if agrees else module(x)
+
+
+def agrees(fused: Fused, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
+    """Return whether a processor attends with the same queries and keys as its own operators make.
+
+    The first call of a kind is run up to its attention both ways. Neither way may call hooks, or have other effects.
+
+    Args:
+        fused: the call.
+        own: runs the processor of diffusers as it is.
+        ours: runs what stands for it.
+    """
+    if fused.rotates is None:
+        return True
+    found = _agreements.get(fused.rotates)
+    if found is None:
+        if _is_capturing(fused.given["hidden_states"]):
+            return False
+        with torch.no_grad(), _SeenByPyTorch():
+            expected = _first_attended(own)
+        with torch.no_grad():
+            given = _first_attended(ours)
+        if expected is not None and not all(x.isfinite().all() for x in expected):
+            return False
+        found = expected is not None and given is not None and all(map(_are_close, expected, given))
+        _agreements[fused.rotates] = found
+        if not found:
+            logger.warning(
+                f"{fused.rotates[0].__name__} keeps its own norms and rotation: one kernel for them gave other "  # type: ignore[index]
+                "queries or keys"
+            )
+    return found
+
+
+SAMPLED_TOKENS = 1024
+"""Tokens of a call by which the kernel is compared."""
+
+
+class _Attended(Exception):
+    """Queries and keys of a trial, (batch, heads, tokens, head_dim), of some tokens."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        self.tensors = tuple(x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)] for x in tensors)
+
+
+class _Thread(threading.local):
+    """The thread's state: whether it runs a processor for its queries and keys alone."""
+
+    trial = False
+
+
+_thread = _Thread()
+
+
+def end_trial(query: Tensor, key: Tensor, tokens_first: bool = False) -> None:
+    """End a trial with what attention is given; do nothing outside of one.
+
+    Args:
+        query, key: (batch, heads, tokens, head_dim), or (batch, tokens, heads, head_dim) if `tokens_first`.
+    """
+    if _thread.trial:
+        raise _Attended(*((x.transpose(1, 2) for x in (query, key)) if tokens_first else (query, key)))
+
+
+class _SeenByPyTorch(TorchFunctionMode):
+    """Mode that ends a trial at PyTorch's attention."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            given = [*args, *(kwargs[name] for name in ("query", "key") if name in kwargs)]
+            end_trial(*given[:2])
+        return function(*args, **kwargs)
+
+
+def _first_attended(run: Callable[[], Any]) -> tuple[Tensor, ...] | None:
+    """Return the queries and keys of the first attention of a run, which ends there; None if there is none."""
+    _thread.trial = True
+    try:
+        run()
+    except _Attended as attended:
+        return attended.tensors
+    finally:
+        _thread.trial = False
+    return None
+
+
+def _are_close(expected: Tensor, found: Tensor) -> bool:
+    """Return whether two ways to the same heads differ by their roundings.
+
+    Each rounds twice, by half an ulp at most, and adds up a head's channels in float32 in an order of its own.
+    """
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    wide = expected.double()
+    bound = 2 * torch.finfo(expected.dtype).eps + expected.shape[-1] * torch.finfo(torch.float32).eps
+    return bool(((found.double() - wide).norm(dim=-1) <= bound * wide.norm(dim=-1)).all())
+
+
+class Bare(StandIn):
+    """Stand-in for a module that runs its forward pass alone, without hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original.forward(*args, **kwargs)
+
+
+def bare(attn: nn.Module) -> StandIn:
+    """Return a stand-in for an attention module whose projections and norms call no hooks."""
+    lists = nn.ModuleList, nn.ModuleDict
+    return StandIn(attn, {name: Bare(one, {}) for name, one in attn.named_children() if not isinstance(one, lists)})
+
+
+def _is_capturing(x: Tensor) -> bool:
+    """Return whether work on the device of x is captured in a graph, which could not be waited for."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

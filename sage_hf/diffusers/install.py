@@ -59,6 +59,7 @@ def _complete_attention_processor(module: ModuleType) -> None:
 def _complete_attention(module: ModuleType) -> None:
     mixin = module.AttentionModuleMixin
     mixin.set_processor = _with_replacement(mixin.set_processor)
+    mixin.set_attention_backend = _refused_by_ours(mixin.set_attention_backend)
 
 
 def _complete_modeling_utils(module: ModuleType) -> None:
@@ -114,6 +115,24 @@ def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]
     def wrapper(self: torch.nn.Module, processor: Any) -> None:
         ours = _processors()
         set_processor(self, processor if ours is None else ours.replace_processor(self, processor))
+
+    return wrapper
+
+
+def _refused_by_ours(set_attention_backend: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the method of an attention module to raise where a SageAttnProcessor attends, which has no other backend."""
+
+    @functools.wraps(set_attention_backend)
+    def wrapper(self: torch.nn.Module, backend: str) -> None:
+        from .errors import UnsupportedAttentionError
+        from .processor import sage_of
+
+        if (sage := sage_of(self)) is not None:
+            raise UnsupportedAttentionError(
+                f"this layer has {type(sage).__name__}: assign its .recipe, or set another processor before "
+                f"choosing the attention backend {backend}"
+            )
+        set_attention_backend(self, backend)
 
     return wrapper
 

@@ -6,21 +6,33 @@ does.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.utils import logging
 
+from sage_hf import record
+from sage_hf.identity import name_in_diffusers
 from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
+from sage_kernels import tracing
 
-from .backends import backend_member
-from .errors import UnsupportedAttentionError
+from .backends import backend_member, choosing
+from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
-from .heads import with_own_norms
+from .heads import agrees, bare, with_own_norms
 from .stand_in import StandIn
 from .vsa import NO_SHARDS, VSAProcessor
+
+logger = logging.get_logger(__name__)
+
+DISPATCH = "dispatch_attention_fn"
+"""Name of diffusers' function by which processors attend."""
 
 
 class Sage(Protocol):
@@ -99,13 +111,24 @@ class Layer:
         self.original._parallel_config = config
 
     def _with_own_norms(
-        self, sage: Sage, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Return what stands for `attn`, and the arguments, so that one kernel normalises and rotates, if it can."""
+        self, sage: Sage, attn: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Return `run(attn, *args, **kwargs)`, in which a kernel normalises and rotates queries and keys if it can."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
-            return attn, args, kwargs
-        found = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
-        return (attn, args, kwargs) if found is None else (found[0], (), found[1])
+            return run(attn, *args, **kwargs)
+        fused = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
+        if fused is None:
+            return run(attn, *args, **kwargs)
+        own = partial(self._run_original, sage, bare(attn), *args, **kwargs)
+        if not agrees(fused, own, lambda: run(StandIn(bare(attn), fused.norms), **fused.given)):
+            return run(attn, *args, **kwargs)
+        record.with_norm_rope.add(attn)
+        return run(StandIn(attn, fused.norms), **fused.given)
+
+    def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the processor of diffusers, with our attention where the processor leaves the choice to diffusers."""
+        with choosing(backend_member(sage.recipe_of(attn), sage.fallback)):
+            return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -121,8 +144,7 @@ class ExplicitLayer(Layer):
         self.function = function
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stand_in, args, kwargs = self._with_own_norms(sage, attn, args, kwargs)
-        return self.function(partial(sage.attend, attn), stand_in, *args, **kwargs)
+        return self._with_own_norms(sage, attn, args, kwargs, partial(self.function, partial(sage.attend, attn)))
 
 
 class AdapterLayer(ExplicitLayer):
@@ -133,10 +155,15 @@ class AdapterLayer(ExplicitLayer):
 
 
 class DispatchLayer(Layer):
-    """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch."""
+    """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch.
+
+    Attributes:
+        leaves_choice: some of its attention names no backend.
+    """
 
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
+        self.leaves_choice = _leaves_choice(type(original).__call__)
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
@@ -144,15 +171,23 @@ class DispatchLayer(Layer):
             super().check_parallel()
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._with_own_norms(sage, attn, args, kwargs, partial(self._run_original, sage))
+
+    def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
         stand_in = StandIn(self.original, {"_attention_backend": backend})
-        attn, args, kwargs = self._with_own_norms(sage, attn, args, kwargs)
-        if sage.sparse is not None and not torch.compiler.is_compiling():
-            with running(sage.sparse):
-                return type(self.original).__call__(stand_in, attn, *args, **kwargs)
-        if sage.sparse is not None:
-            say_that_graphs_are_dense()
-        return type(self.original).__call__(stand_in, attn, *args, **kwargs)
+        run = partial(type(self.original).__call__, stand_in, attn, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if sage.sparse is not None:
+                say_that_graphs_are_dense()
+            if self.leaves_choice:
+                say_that_graphs_leave_choice(type(self.original).__name__)
+            return run()
+        with running(sage.sparse), choosing(backend) as choice:
+            output = run()
+        if not choice.reached:
+            record.note_passed_by(f"{type(self.original).__name__} attended by no backend that sage_hf can choose")
+        return output
 
 
 class VSALayer(Layer):
@@ -172,24 +207,58 @@ class VSALayer(Layer):
 def calls_dispatch(processor: Any) -> bool:
     """Return whether a processor of diffusers attends through `dispatch_attention_fn`."""
     code = getattr(type(processor).__call__, "__code__", None)
-    return code is not None and "dispatch_attention_fn" in code.co_names
+    return code is not None and DISPATCH in code.co_names
 
 
-def _takes_backend(processor: Any) -> bool:
-    """Return whether a processor passes the backend it was given to the dispatch, never a fixed one (mostly flex)."""
-    if not (calls_dispatch(processor) and hasattr(processor, "_attention_backend")):
+@functools.cache
+def _leaves_choice(call: Callable[..., Any]) -> bool:
+    """Return whether a processor's code calls diffusers' dispatch without a backend, or with None."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
+    except (OSError, SyntaxError):  # code that was made elsewhere than in a file
         return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)]
+    named = [{one.arg: ast.unparse(one.value) for one in node.keywords}.get("backend", "None") for node in calls]
+    return "None" in named
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == DISPATCH
+
+
+@tracing.assume_constant_result
+@functools.cache
+def say_that_graphs_leave_choice(family: str) -> None:
+    """Log once for each class of processors that names no backend, when it is compiled, that it attends as before."""
+    logger.warning(
+        f"{family} names no attention backend in some calls, which attend as before inside a compiled graph: call the "
+        'model within diffusers\' `with attention_backend("sage2"):` to run them in low bits'
+    )
+
+
+def fixed_backend(processor: Any) -> str:
+    """Return why a processor that dispatches attends by a backend of its own choice alone; "" if it takes another.
+
+    Processors that need FlexAttention's block masks list the backends that they run with, or name them in their code.
+    """
+    if not calls_dispatch(processor):
+        return ""
+    family = type(processor).__name__
+    if supported := getattr(processor, "_SUPPORTED_BACKENDS", None):
+        return f"{family} works with the attention backends {', '.join(supported)} alone"
     code = type(processor).__call__.__code__
-    return "AttentionBackendName" not in code.co_names and "flex" not in code.co_consts
+    if "AttentionBackendName" in code.co_names or "flex" in code.co_consts:
+        return f"{family} chooses its attention backend itself"
+    return ""
 
 
 def recognize(module: torch.nn.Module, original: Any) -> Layer:
     """Return the computation that `original`, the processor of `module`, performs.
 
     Raises:
+        FixedBackendError: the processor attends by a backend of its own choice.
         UnsupportedAttentionError: it cannot be done in low bits; the message names module and processor.
     """
-    family = type(original).__name__
     if original is None:
         raise UnsupportedAttentionError(
             f"{type(module).__name__} has no processor yet to take over from: construct it with its own, "
@@ -197,12 +266,16 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
         )
     if isinstance(original, VSAProcessor):
         return VSALayer(original)
-    if _takes_backend(original):
+    if reason := fixed_backend(original):
+        raise FixedBackendError(reason)
+    if calls_dispatch(original) and hasattr(original, "_attention_backend"):
         return DispatchLayer(original)
-    from_diffusers = type(original).__module__.startswith("diffusers.")
-    if from_diffusers and family in FAMILIES:
+    family = name_in_diffusers(type(original), "__call__")
+    if family in FAMILIES:
         return ExplicitLayer(original, FAMILIES[family])
-    if from_diffusers and family in ADAPTERS:
+    if calls_dispatch(original):
+        return DispatchLayer(original)
+    if family in ADAPTERS:
         return AdapterLayer(original, ADAPTERS[family])
     if isinstance(original, torch.nn.Module):
         reason = (
@@ -215,6 +288,6 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
             "(linear attention has no softmax to quantise)"
         )
     raise UnsupportedAttentionError(
-        f"{type(module).__name__} with processor {family} is not supported: {reason}. "
+        f"{type(module).__name__} with processor {type(original).__name__} is not supported: {reason}. "
         "Leave this layer as it is: give set_attn_processor a dictionary that holds the layer's present processor."
     )

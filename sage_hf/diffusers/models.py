@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 
-from .errors import UnsupportedAttentionError
+from .errors import FixedBackendError, UnsupportedAttentionError
 from .parallel import check_parallelism
 from .processor import (
     SageAttnProcessor,
@@ -18,9 +20,11 @@ from .processor import (
     bind,
     exchange_processor,
     layer_for,
+    originals_in_place,
     put_back,
     replaceable,
     sage_of,
+    say_left,
 )
 
 logger = logging.get_logger(__name__)
@@ -30,6 +34,8 @@ _NO_ATTENTION = "{} has no attention layer whose processor can be switched: ther
 
 def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAttnProcessor]:
     """Return a processor for each attention layer of `model`, by dotted name, without changing the model.
+
+    Layers that attend by a backend of their own choice are left out, unless the model has no others.
 
     Raises:
         UnsupportedAttentionError: the model has no attention layer, or one is not recognised; the message names it.
@@ -42,8 +48,13 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
         try:
             bound[name] = bind(module, recipe, fallback)
             check_parallelism(model, bound[name]._layer_in(module))
+        except FixedBackendError as error:
+            left = error
+            say_left(error)
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{name}: {error}") from None
+    if not bound:
+        raise left
     return bound
 
 
@@ -52,13 +63,18 @@ def _check_supported(model: Any, processor: Any) -> None:
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
+    left: list[FixedBackendError] = []
     for name, module in layers.items():
         chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
         if isinstance(chosen, SageAttnProcessor):
             try:
                 check_parallelism(model, layer_for(module, chosen))
+            except FixedBackendError as error:
+                left.append(error)
             except UnsupportedAttentionError as error:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
+    if left and len(left) == len(layers):
+        raise left[0]
 
 
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
@@ -97,18 +113,28 @@ def _check_first(model_class: Any) -> None:
     model_class.set_attn_processor = wrapper
 
 
-def _default_in_place_of_ours(model_class: Any) -> None:
-    """Wrap the class's own `set_default_attn_processor`, if any, which refuses to replace processors unknown to it."""
-    set_default = vars(model_class).get("set_default_attn_processor")
-    if set_default is None:
-        return
+def _on_originals(model_class: Any) -> None:
+    """Wrap the class's own methods that exchange processors by their classes: originals are in place meanwhile.
 
-    @functools.wraps(set_default)
+    `set_default_attn_processor` replaces ours, and refuses processors unknown to it. (Un)fusing projections exchanges
+    the originals, which ours then attend for.
+    """
+    for name, in_place in (
+        ("set_default_attn_processor", replaceable),
+        ("fuse_qkv_projections", originals_in_place),
+        ("unfuse_qkv_projections", originals_in_place),
+    ):
+        if (method := vars(model_class).get(name)) is not None:
+            setattr(model_class, name, _inside(method, in_place))
+
+
+def _inside(method: Any, in_place: Callable[[Any], AbstractContextManager[None]]) -> Any:
+    @functools.wraps(method)
     def wrapper(self: torch.nn.Module) -> None:
-        with replaceable(self):
-            set_default(self)
+        with in_place(self):
+            method(self)
 
-    model_class.set_default_attn_processor = wrapper
+    return wrapper
 
 
 def _subclasses(model_class: type) -> set[type]:
@@ -170,7 +196,7 @@ def complete_model_class(model_class: Any) -> None:
 
     def complete(cls: type) -> None:
         _check_first(cls)
-        _default_in_place_of_ours(cls)
+        _on_originals(cls)
 
     for cls in _subclasses(model_class):
         complete(cls)

@@ -17,8 +17,9 @@ from sage_hf.sparse.layer import SparseLayer
 from sage_kernels.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve
-from .errors import UnsupportedAttentionError
-from .families import FAMILIES
+from .backends import backend_member
+from .errors import FixedBackendError, UnsupportedAttentionError
+from .heads import end_trial
 from .layers import Layer, recognize, show_parameters_of_families
 from .skipping import scores_are_skipped
 
@@ -48,6 +49,7 @@ class SageAttnProcessor:
         self._layer: Layer | None = None  # the computation of the one module that this processor is bound to
         self._before: Any = None  # the processor that `exchange_processor` took out of that module
         self._by_backend = False  # whether that was for `set_attention_backend`
+        self._parallel_config: Any = None  # of context parallelism; the layers' original processors have it too
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
         """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
@@ -66,6 +68,7 @@ class SageAttnProcessor:
 
         The output is `value` while diffusers skips attention scores.
         """
+        end_trial(query, key)
         if scores_are_skipped(query, value):
             return value
         attend = sage_attention if self.sparse is None else self.sparse.attend
@@ -94,15 +97,15 @@ class SageAttnProcessor:
         return layer if processor is self else None
 
     @property
-    def _attention_backend(self) -> None:
-        raise AttributeError("_attention_backend")
+    def _attention_backend(self) -> Any:
+        """Return the backend of the recipe: models of diffusers make masks by what their layers' processors have."""
+        import diffusers.models.attention_dispatch  # noqa: F401 - which registers the backends
+
+        return backend_member(self.recipe, self.fallback)
 
     @_attention_backend.setter
     def _attention_backend(self, backend: object) -> None:
-        raise UnsupportedAttentionError(
-            f"this layer has {type(self).__name__}: assign its .recipe, or set another processor before "
-            f"choosing the attention backend {backend}"
-        )
+        """Keep the recipe: a model's `set_attention_backend`, which assigns to all layers, says that it does."""
 
     def __repr__(self) -> str:
         training = "" if self.training is None else f", training={self.training!r}"
@@ -182,7 +185,14 @@ def bind(
     return processor
 
 
-_displacing: set[str] = set()  # classes of processors that replaced ours and were logged
+def say_left(error: FixedBackendError) -> None:
+    """Log once for each class of processors that its layers stay as they are."""
+    if str(error) not in _displacing:
+        _displacing.add(str(error))
+        logger.warning(f"{error}: those layers keep it, and attend as before")
+
+
+_displacing: set[str] = set()  # classes of processors that replaced ours, and reasons of those that stayed: both logged
 
 
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
@@ -190,11 +200,16 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
 
     A shared SageAttnProcessor stores in the module what the module computed so far. That stays while another processor
     is set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and ours attends
-    for it. A new Fused… processor, as diffusers' `fuse_qkv_projections()` sets, does not replace ours, which computes
-    with the separate projections. Any other processor, as attention slicing or xFormers set, does, which is logged.
+    for it. Any other processor, as attention slicing or xFormers set, replaces ours, which is logged. A processor that
+    attends by a backend of its own choice stays, which is logged too.
     """
     if isinstance(processor, SageAttnProcessor):
-        return _take_over(module, processor, layer_for(module, processor))
+        try:
+            layer = layer_for(module, processor)
+        except FixedBackendError as error:
+            say_left(error)
+            return module.processor
+        return _take_over(module, processor, layer)
     if isinstance(processor, ServedAdapter):
         return _take_over(module, processor.sage, recognize(module, processor.adapter))
     sage, known = sage_of(module), None
@@ -206,8 +221,6 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
         vars(module).pop(LAYER, None)
     elif sage is not None:
         family = type(processor).__name__
-        if family.startswith("Fused") and family in FAMILIES:
-            return module.processor
         if family not in _displacing:
             _displacing.add(family)
             logger.warning(
@@ -218,6 +231,7 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
 
 def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Layer) -> Any:
     """Make `processor` compute `layer` in `module`, and return the processor to set in the module."""
+    processor._parallel_config = getattr(layer.original, "_parallel_config", None)
     if processor._layer is not None:
         processor._layer = layer
     else:
@@ -229,8 +243,7 @@ def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend:
     """Set a processor that is bound to `module`, and return a function that puts back the previous one.
 
     A processor set by an attention backend of ours replaces one set by another such backend: the function then puts
-    back the processor before both. Loading and unloading of IP-Adapters is not undone: a processor of diffusers is put
-    back in its present state.
+    back the processor before both. Fusing of projections and loading of IP-Adapters are not undone: see `put_back`.
     """
     before = sage_of(module)
     if by_backend and before is not None and before._by_backend:
@@ -243,12 +256,16 @@ def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend:
 
 
 def put_back(module: Any, processor: SageAttnProcessor) -> None:
-    """Put back the processor that `processor` replaced in `exchange_processor`."""
-    before = processor._before
+    """Put back the processor that `processor` replaced in `exchange_processor`; of diffusers, what it would have now.
+
+    Fusing projections, or loading an IP-Adapter, has exchanged the original meanwhile.
+    """
+    before, sage = processor._before, sage_of(module)
     if not isinstance(before, SageAttnProcessor):
-        present = module.processor if sage_of(module) is None else layer_of(module).original
-        if isinstance(present, torch.nn.Module) or isinstance(before, torch.nn.Module):
-            before = present
+        if sage is not None:
+            before = layer_of(module).original
+        elif isinstance(module.processor, torch.nn.Module) or isinstance(before, torch.nn.Module):
+            before = module.processor
     module.set_processor(before)
 
 
@@ -276,6 +293,11 @@ def replaceable(model: torch.nn.Module) -> Iterator[None]:
         for module, sage in served.items():
             _set_again(module, sage)
         raise
+
+
+def take_out(model: torch.nn.Module) -> None:
+    """Put the originals in place of all our processors in `model`."""
+    _set_originals(model)
 
 
 def _set_originals(model: torch.nn.Module) -> dict[Any, SageAttnProcessor]:

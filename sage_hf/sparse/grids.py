@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from sage_hf.identity import name_in_diffusers
+
 Grid = tuple[int, int, int]
 
 
@@ -33,7 +35,7 @@ class Layout:
 
 def layout_of(model: Any) -> Layout | None:
     """Return the layout of a denoiser, or None if it is not known: its tokens then stay in raster order."""
-    return _LAYOUTS.get(type(model).__name__)
+    return _LAYOUTS.get(name_in_diffusers(type(model)))
 
 
 def arguments_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Norm and rotation of heads on a GPU: called, repeated, captured, with gradients, and beyond 2³¹ elements."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from sage_kernels import norm_rope as door
 from sage_kernels.heads import Norm, Rope, head_kernel
 from sage_kernels.norm_rope import norm_rope
+from sage_kernels.reference.norm_rope import norm_rope as reference
 from tests.helpers.heads import CASES, HeadCase
 
 LARGE = (
@@ -89,3 +92,24 @@ def test_what_the_kernel_does_not_take_runs_in_operators():
         norm_rope(x, norm, rope)  # is prepared
         assert head_kernel(other, norm, rope, grad=False).name == "reference"
         LARGE[1].judge(norm_rope(other, norm, rope).contiguous(), x, norm, rope)
+
+
+def test_inside_of_transforms_pytorchs_operators_run():
+    x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
+    own = partial(norm_rope, norm=norm, rope=rope)
+    plain = partial(reference, norm=norm, rope=rope)
+    own(x)  # is prepared
+    gradients = [torch.func.grad(lambda x, call=call: call(x).float().square().sum())(x) for call in (own, plain)]
+    assert torch.equal(*gradients)
+    assert torch.equal(torch.func.vmap(own)(x[None]), plain(x)[None])
+    tangents = [torch.func.jvp(call, (x,), (torch.ones_like(x),))[1] for call in (own, plain)]
+    assert torch.equal(*tangents)
+
+
+@torch.no_grad()
+def test_tensors_without_memory_are_refused():
+    x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
+    norm_rope(x, norm, rope)  # is prepared
+    norm.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory"):
+        norm_rope(x, norm, rope)

@@ -125,19 +125,82 @@ def test_transformers_model_with_exact_recipe_equals_sdpa():
         assert torch.equal(run_llama(model), exact)
 
 
-def test_applying_twice_is_undone_in_reverse_order():
+ORDERS = [
+    ["apply sage1", "apply sage3", "restore last"],
+    ["apply sage1", "apply sage3", "restore first", "restore last"],
+    ["apply sage1", "apply sage3", "restore last", "restore first"],
+    ["apply sage1", "apply sage1", "apply sage1", "restore all"],
+    ["apply sage1", "restore all", "apply sage3", "restore first", "restore last"],
+    ["apply sage1", "by hand", "apply sage3", "restore last"],
+    ["apply sage1", "by hand", "restore all", "restore all"],
+    ["by hand", "by hand", "restore all"],
+    ["by backend", "by backend", "restore all"],
+    ["by backend", "apply sage1", "by hand", "restore all"],
+    ["sparse", "sparse", "apply sage1", "restore first", "restore last"],
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
+def test_cells_that_run_in_any_order_can_be_undone(order):
     pipe = tiny.cogvideox()
-    exact = tiny.latents(pipe)
-    outer = sage_hf.apply(pipe, "sage1")
-    first = tiny.latents(pipe)
-    inner = sage_hf.apply(pipe, "sage3")
-    with pytest.raises(RuntimeError, match=r"reverse order.*'sage3'.*still in force"):
-        outer.restore()
-    assert [p.recipe for p in processors(pipe.transformer)] == ["sage3"] * 3
-    inner.restore()
-    assert torch.equal(tiny.latents(pipe), first)
-    outer.restore()
+    exact, before, names = tiny.latents(pipe), processors(pipe.transformer), attributes(pipe.transformer)
+    handles = []
+    for cell in order:
+        match cell.split():
+            case ["apply", recipe]:
+                handles.append(sage_hf.apply(pipe, recipe))
+            case ["sparse"]:
+                config = SageConfig("sage2", sparse=sage_hf.Sparse(keep=0.5, dense_steps=1, from_tokens=1))
+                handles.append(sage_hf.apply(pipe, config))
+            case ["by", "hand"]:
+                pipe.transformer.set_attn_processor(sage_hf.SageAttn2Processor())
+            case ["by", "backend"]:
+                pipe.transformer.set_attention_backend("sage2")
+            case ["restore", "all"]:
+                sage_hf.restore(pipe)
+            case ["restore", which]:
+                in_force = processors(pipe.transformer)
+                handles[0 if which == "first" else -1].restore()
+                if which == "first":  # which a later one has replaced
+                    assert processors(pipe.transformer) == in_force
+        if cell != order[-1] and not cell.startswith("restore"):
+            assert not torch.equal(tiny.latents(pipe), exact)
+    assert all(a is b for a, b in zip(processors(pipe.transformer), before, strict=True))
+    assert attributes(pipe.transformer) == names and not pipe.transformer._forward_pre_hooks
     assert torch.equal(tiny.latents(pipe), exact)
+
+
+def test_a_pipeline_and_one_of_its_models_are_applied_to_apart():
+    pipe = types.SimpleNamespace(transformer=tiny.transformer(), transformer_2=tiny.transformer())
+    before = processors(pipe.transformer) + processors(pipe.transformer_2)
+    both = sage_hf.apply(pipe, "sage1")
+    one = sage_hf.apply(pipe.transformer, "sage3")
+    both.restore()
+    assert {processor.recipe for processor in processors(pipe.transformer)} == {"sage3"}
+    assert not any(isinstance(one, sage_hf.SageAttnProcessor) for one in processors(pipe.transformer_2))
+    one.restore()
+    after = processors(pipe.transformer) + processors(pipe.transformer_2)
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_a_language_model_applied_twice_is_restored_without_a_handle():
+    model = tiny.llama()
+    implementation, names = model.config._attn_implementation, attributes(model)
+    sage_hf.apply(model, "sage2")
+    sage_hf.apply(model, SageConfig("sage3", layers=(LayerRule("model.layers.0.*", "exact"),)))
+    sage_hf.restore(model)
+    sage_hf.restore(model)
+    assert model.config._attn_implementation == implementation
+    assert attributes(model) == names
+
+
+def test_a_copy_of_an_applied_model_leaves_the_original_alone():
+    model = tiny.transformer()
+    sage_hf.apply(model, "sage3")
+    twin = copy.deepcopy(model)
+    sage_hf.restore(twin)
+    assert not any(isinstance(one, sage_hf.SageAttnProcessor) for one in processors(twin))
+    assert {processor.recipe for processor in processors(model)} == {"sage3"}
 
 
 def test_a_handle_that_was_dropped_stays_in_force_and_keeps_nothing_alive():
@@ -235,7 +298,7 @@ def test_models_without_attention_are_refused():
 
 def test_what_is_no_model_is_refused_saying_what_is():
     for given in ("cogvideox", None, types.SimpleNamespace(vae=nn.Linear(1, 1))):
-        with pytest.raises(TypeError, match="expected a diffusers pipeline with a transformer"):
+        with pytest.raises(TypeError, match="expected a diffusers pipeline with a denoiser"):
             sage_hf.apply(given, "sage3")
 
 

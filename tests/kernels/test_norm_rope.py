@@ -222,3 +222,30 @@ def test_calls_that_differ_in_more_than_addresses_are_not_one(rehearsed):
     for case in cases:
         norm_rope(*case.draw(torch.bfloat16))
     assert len(door._slots) == len(cases) + 3
+
+
+def loss(x, norm, rope):
+    return norm_rope(x, norm, rope).float().square().sum()
+
+
+def transformed(x, norm, rope):
+    """Results of `torch.func` and forward-mode AD around `norm_rope`."""
+    tangent = torch.ones_like(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        forward = torch.autograd.forward_ad.unpack_dual(norm_rope(dual, norm, rope)).tangent
+    return (
+        torch.func.grad(loss)(x, norm, rope),
+        torch.func.vmap(partial(norm_rope, norm=norm, rope=rope))(x[None]),
+        *torch.func.jvp(partial(norm_rope, norm=norm, rope=rope), (x,), (tangent,)),
+        forward,
+    )
+
+
+def test_inside_of_transforms_pytorchs_operators_run(request):
+    x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
+    expected = transformed(x, norm, rope)
+    gpu = request.getfixturevalue("rehearsed")
+    for own, theirs in zip(transformed(x, norm, rope), expected, strict=True):
+        assert torch.equal(own, theirs)
+    assert not gpu.launched

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import textwrap
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from sage_hf import explain, record
 from sage_hf.diffusers import SageAttnProcessor, attention_layers, heads
@@ -34,8 +39,10 @@ def served(monkeypatch) -> list[Rope | None]:
     return ropes
 
 
-def queries_and_keys(case: Family, dtype: torch.dtype, recipe: str = "sage1") -> list[torch.Tensor]:
-    model, inputs = case.build(dtype), case.make_inputs(dtype)
+def queries_and_keys(
+    case: Family, dtype: torch.dtype, recipe: str = "sage1", model: nn.Module | None = None
+) -> list[torch.Tensor]:
+    model, inputs = case.build(dtype) if model is None else model, case.make_inputs(dtype)
     model.set_attn_processor(SageAttnProcessor(recipe, "emulate"))
     calls: list[record.AttentionCall] = []
     with record.observe(calls.append):
@@ -45,10 +52,11 @@ def queries_and_keys(case: Family, dtype: torch.dtype, recipe: str = "sage1") ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.audit)], ids=str)
 @each_family
-def test_queries_and_keys_are_those_of_the_processor(case: Family, dtype: torch.dtype, request):
+def test_queries_and_keys_are_those_of_the_processor(case: Family, dtype: torch.dtype, request, sage_log):
     expected = queries_and_keys(case, dtype)
     ropes = request.getfixturevalue("served")
     found = queries_and_keys(case, dtype)
+    assert not any("gave other" in message for message in sage_log)
     if dtype == torch.float32:
         assert any(rope is not None for rope in ropes) == (case.name in ROTATED)
     for own, theirs in zip(found, expected, strict=True):
@@ -104,26 +112,103 @@ def test_angles_of_another_kind_are_left_to_the_processor(served, table):
     assert heads.with_own_norms(processor, module, (), (), {**given, "image_rotary_emb": table}, False) is None
 
 
-@pytest.mark.parametrize("change", ["hook", "own forward", "another class", "another dtype", "no eps", "two axes"])
+CHANGES = {
+    "forward hook": lambda module: module.norm_k.register_forward_hook(lambda *seen: None),
+    "forward pre-hook": lambda module: module.norm_k.register_forward_pre_hook(lambda *seen: None),
+    "backward hook": lambda module: module.norm_k.register_full_backward_hook(lambda *seen: None),
+    "backward pre-hook": lambda module: module.norm_k.register_full_backward_pre_hook(lambda *seen: None),
+    "own forward": lambda module: setattr(module.norm_k, "forward", lambda x: x),
+    "another class": lambda module: setattr(module, "norm_k", nn.Identity()),
+    "a namesake": lambda module: setattr(module, "norm_k", type("RMSNorm", (nn.RMSNorm,), {})(32, eps=1e-6)),
+    "parametrised": lambda module: parametrize.register_parametrization(module.norm_k, "weight", nn.Identity()),
+    "another dtype": lambda module: module.norm_k.double(),
+    "two axes": lambda module: setattr(module, "norm_k", nn.RMSNorm((2, 32), eps=1e-6)),
+    "no eps": lambda module: setattr(module.norm_k, "eps", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
 def test_norms_that_are_not_known_as_they_are_stay(served, change):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
     assert heads.with_own_norms(processor, module, (), (), given, False) is not None
-    norm = module.norm_k
-    if change == "hook":
-        norm.register_forward_hook(lambda *seen: None)
-    elif change == "own forward":
-        norm.forward = lambda x: x
-    elif change == "another class":
-        module.norm_k = nn.Identity()
-    elif change == "another dtype":
-        norm.double()
-    elif change == "two axes":
-        module.norm_k = nn.RMSNorm((2, 32), eps=1e-6)
-    else:
-        norm.eps = None
+    change(module)
     assert heads.with_own_norms(processor, module, (), (), given, False) is None
+
+
+def test_norms_stay_while_hooks_watch_all_modules(served):
+    module = attention("flux")[0]
+    sample = torch.zeros(1, 6, module.to_q.in_features)
+    for register in (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    ):
+        handle = register(lambda *seen: None)
+        with torch.no_grad():
+            assert heads.norm_of(module.norm_q, sample) is None
+            handle.remove()
+            assert heads.norm_of(module.norm_q, sample) is not None
+
+
+def test_a_class_whose_forward_was_patched_is_foreign(served, monkeypatch):
+    module = attention("flux")[0]
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: x)
+    with torch.no_grad():
+        assert heads.norm_of(module.norm_q, torch.zeros(1, 6, module.to_q.in_features)) is None
+
+
+def shifting_k(original: type, name: str) -> type:
+    """A user's copy of a processor of diffusers, which shifts K between norm and rotation."""
+    source = textwrap.dedent(inspect.getsource(original)).replace(f"class {original.__name__}", f"class {name}")
+    line = "key = attn.norm_k(key)\n"
+    assert line in source
+    namespace = {**vars(sys.modules[original.__module__]), "__name__": "__main__"}
+    exec(source.replace(line, line.replace("\n", " + 0.5\n")), namespace)
+    return namespace[name]
+
+
+@pytest.mark.parametrize("name", ["FluxAttnProcessor", "MyProcessor"])
+def test_a_users_processor_is_known_by_itself_and_not_by_its_name(request, name):
+    model = family("flux").build()
+    for module in attention_layers(model).values():
+        module.set_processor(shifting_k(type(module.processor), name)())
+    expected = queries_and_keys(family("flux"), torch.float32, model=model)
+    ropes = request.getfixturevalue("served")
+    found = queries_and_keys(family("flux"), torch.float32, model=model)
+    assert all(map(torch.equal, found, expected)) and not ropes
+
+
+@pytest.mark.parametrize("where", ["rotation", "norm"])
+def test_a_kernel_that_disagrees_is_not_used(request, monkeypatch, sage_log, where):
+    """The processor's module is patched, or the kernel is wrong: found at the first call, and said."""
+    case, ropes = family("flux" if where == "rotation" else "sd3.5"), request.getfixturevalue("served")
+    expected = queries_and_keys(case, torch.float32, "exact")
+    computed = heads.norm_rope
+
+    def wrong(x, norm, rope):
+        return computed(x, norm, rope) * 1.001
+
+    monkeypatch.setattr(heads, "norm_rope", wrong)
+    monkeypatch.setattr(heads, "_agreements", {})
+    found = queries_and_keys(case, torch.float32)
+    for own, theirs in zip(found[:2], expected[:2], strict=True):
+        assert torch.equal(own, theirs)
+    assert ropes and any("other" in message for message in sage_log)
+
+
+def test_a_first_call_runs_hooks_once(served, monkeypatch):
+    monkeypatch.setattr(heads, "_agreements", {})
+    case, seen = family("flux"), []
+    model = case.build()
+    module = next(iter(attention_layers(model).values()))
+    for child in (module, module.to_q, module.to_out[0]):
+        child.register_forward_hook(lambda *given: seen.append(given[0]))
+    model.set_attn_processor(SageAttnProcessor("sage1", "emulate"))
+    run(model, case.make_inputs())
+    assert len(seen) == 3 and explain(model).norm_rope > 0
 
 
 @pytest.mark.parametrize(("tokens", "known"), [(2**17, True), (6, False)])

@@ -223,9 +223,16 @@ def test_models_without_a_known_grid_or_with_other_processors_are_refused():
     with pytest.raises(TypeError, match="expected a pipeline"):
         sage_hf.enable_vsa(3)
     model = build()
-    sage_hf.enable_vsa(model)
-    with pytest.raises(ValueError, match="has VSA already"):
+    model.blocks[0].to_gate_compress = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="have a to_gate_compress already, which is not ours"):
         sage_hf.enable_vsa(model)
+    model = build()
+    processor = type(model.blocks[0].attn1.processor)
+    model.blocks[0].attn1.set_processor(type(processor.__name__, (processor,), {})())
+    with pytest.raises(ValueError, match="which is not diffusers' WanAttnProcessor"):
+        sage_hf.enable_vsa(model)
+    with pytest.raises(ValueError, match="VSA is for WanTransformer3DModel"):
+        sage_hf.enable_vsa(type("WanTransformer3DModel", (WanTransformer3DModel,), {})(**CASE.config))
     model = build()
     sage_hf.apply(model, "sage2")
     with pytest.raises(ValueError, match="call enable_vsa first"):
@@ -296,11 +303,47 @@ def test_vsa_and_another_router_exclude_each_other():
     handle = sage_hf.enable_vsa(model)
     with pytest.raises(ValueError, match="has VSA, which chooses its tiles itself"):
         sage_hf.apply(model, SageConfig("sage2", sparse=Sparse()))
-    low_bits = sage_hf.apply(model, "sage2")
-    with pytest.raises(RuntimeError, match="restore its handle first"):
-        handle.restore()
-    low_bits.restore()
     handle.restore()
+
+
+ORDERS = (
+    *("vsa apply restore", "vsa vsa restore", "vsa apply vsa restore"),
+    *("vsa apply apply restore", "vsa hand restore"),
+)
+
+
+@pytest.mark.parametrize("all_of_it", [False, True], ids=["by handle", "restore"])
+@pytest.mark.parametrize("cells", ORDERS)
+def test_cells_that_run_in_any_order_can_be_undone(cells, all_of_it):
+    model, inputs = build(), video()
+    exact, before = run(model, inputs), dict(model.attn_processors)
+    for cell in cells.split():
+        if cell == "vsa":
+            handle = sage_hf.enable_vsa(model, 0.5)
+        elif cell == "apply":
+            low_bits = sage_hf.apply(model, "sage2")
+        elif cell == "hand":
+            model.set_attn_processor(sage_hf.SageAttn2Processor())
+        elif all_of_it or cell == "hand":
+            sage_hf.restore(model)
+        else:
+            handle.restore()
+    if "hand" in cells:
+        sage_hf.restore(model)
+    assert all(model.attn_processors[name] is processor for name, processor in before.items())
+    assert not any("gate" in name for name in model.state_dict()) and not model._forward_pre_hooks
+    assert torch.equal(run(model, inputs), exact)
+    handle.restore()
+    if "apply" in cells:
+        low_bits.restore()
+    assert torch.equal(run(model, inputs), exact)
+
+
+def test_gates_outlive_a_second_call():
+    model = fill_gates_of(build())
+    gates = [block.to_gate_compress for block in model.blocks]
+    sage_hf.enable_vsa(model, 0.75)
+    assert all(block.to_gate_compress is gate for block, gate in zip(model.blocks, gates, strict=True))
 
 
 def test_pairs_of_guidance_choose_their_own_tiles():

@@ -1,0 +1,34 @@
+"""Norms and rotation by the kernel on a GPU agree with every processor's own operators, and take their place."""
+
+import pytest
+import torch
+
+from sage_hf import explain
+from sage_hf.diffusers import SageAttnProcessor, heads
+from tests.helpers.families import Family, each_family, run
+from tests.hf.diffusers.test_diffusers_heads import ROTATED
+
+
+@each_family
+def test_the_kernel_takes_the_place_of_norms_and_rotation(case: Family, monkeypatch: pytest.MonkeyPatch):
+    if case.name not in ROTATED:
+        pytest.skip("its processor rotates nothing that the kernel takes")
+    monkeypatch.setattr(heads, "_agreements", {})
+    model = case.build(torch.bfloat16)
+    inputs = case.make_inputs(torch.bfloat16)
+    if hasattr(model, "rope"):
+        model.rope = case.build().rope  # angles stay in float32, as in models that are loaded
+    if "image_rotary_emb" in inputs:
+        inputs["image_rotary_emb"] = case.make_inputs()["image_rotary_emb"]
+    model.cuda().set_attn_processor(SageAttnProcessor("sage1"))
+    run(model, {name: move(value) for name, value in inputs.items()})
+    assert explain(model).norm_rope > 0
+    assert heads._agreements and all(heads._agreements.values())
+
+
+def move(value):
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, dict):
+        return {key: move(item) for key, item in value.items()}
+    return type(value)(map(move, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,295 @@
+"""What models and pipelines of diffusers expect of the processors in their layers."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from torch import nn
+
+import sage_hf
+from sage_hf.diffusers import SageAttnProcessor, attention_layers
+from tests.helpers import tiny_pipelines as tiny
+from tests.helpers.families import family, run
+
+Inputs = dict[str, Any]
+
+
+def build(name: str, **config: Any) -> nn.Module:
+    if not hasattr(diffusers, name):
+        pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
+    torch.manual_seed(0)
+    return getattr(diffusers, name)(**config).eval()
+
+
+def ace_step() -> tuple[nn.Module, Inputs]:
+    """Layers with a window of 4 tokens in turn with full ones."""
+    model = build(
+        "AceStepTransformer1DModel",
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        in_channels=12,
+        audio_acoustic_hidden_dim=4,
+        sliding_window=4,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    inputs = {
+        "hidden_states": torch.randn(1, 64, 4),
+        "timestep": torch.tensor([0.5]),
+        "timestep_r": torch.tensor([0.5]),
+        "encoder_hidden_states": torch.randn(1, 5, 32),
+        "context_latents": torch.randn(1, 64, 8),
+    }
+    return model, inputs
+
+
+DOORS = {
+    "apply": lambda model, recipe: sage_hf.apply(model, recipe),
+    "processor": lambda model, recipe: model.set_attn_processor(SageAttnProcessor(recipe)),
+    "backend": lambda model, recipe: model.set_attention_backend("sage_exact" if recipe == "exact" else recipe),
+}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("recipe", ["exact", "sage1"])
+def test_a_sliding_window_stays_when_another_model_chose_flash_attention(door, recipe, monkeypatch):
+    model, inputs = ace_step()
+    expected = run(model, inputs)
+    door(model, recipe)
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.FLASH)
+    assert (run(model, inputs) - expected).norm() < (1e-6 if recipe == "exact" else 0.01) * expected.norm()
+
+
+def test_a_model_of_ours_keeps_its_recipe_when_its_backend_is_set_or_reset(sage_log):
+    model = family("flux").build()
+    model.set_attn_processor(SageAttnProcessor("sage2"))
+    model.set_attention_backend("native")
+    assert any("does not reach" in message for message in sage_log)
+    model.reset_attention_backend()
+    backends = {module.processor._attention_backend.value for module in attention_layers(model).values()}
+    assert backends == {"sage2"}
+
+
+def any_flow() -> tuple[nn.Module, Inputs]:
+    model = build(
+        "AnyFlowFARTransformer3DModel",
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=1,
+        chunk_partition=(1, 1),
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 2, 4, 8, 8),
+        "timestep": torch.full((1, 2), 500.0),
+        "r_timestep": torch.full((1, 2), 250.0),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+        "chunk_partition": [1, 1],
+    }
+    return model, inputs
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_layers_that_need_flex_attention_keep_it_and_explain_says_so(door, sage_log):
+    model, inputs = any_flow()
+    expected = run(model, inputs)
+    before = dict(model.attn_processors)
+    handle = door(model, "exact")
+    torch.testing.assert_close(run(model, inputs), expected)
+    assert any("works with the attention backends flex, _native_flex alone" in message for message in sage_log)
+    rows = sage_hf.explain(model).rows
+    kept = [row for row in rows if "alone" in row.reason]
+    assert kept and all(row.calls > 0 for row in rows if row not in kept)
+    if handle is not None:
+        handle.restore()
+        assert all(model.attn_processors[name] is processor for name, processor in before.items())
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_model_whose_layers_all_need_flex_attention_is_refused(door):
+    model = build(
+        "LTX2VideoDiffusionDecoderModel",
+        latent_channels=4,
+        decoder_head_dim=8,
+        decoder_stage_channels=(64, 32, 16, 16, 8),
+        decoder_stage_depths=(1, 1, 1, 1, 1),
+        decoder_t_emb_dim=8,
+    )
+    before = dict(model.attn_processors)
+    with pytest.raises(ValueError, match="works with the attention backends flex, _native_flex alone"):
+        door(model, "exact")
+    assert all(model.attn_processors[name] is processor for name, processor in before.items())
+
+
+def qwen_image_21() -> tuple[nn.Module, Inputs]:
+    """Text, and 4 × 4 latents; four of these are one of the text encoder's image tokens."""
+    model = build(
+        "QwenImage21Transformer2DModel",
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    image = torch.tensor([[False] * 7 + [True] * 4])
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 7, 16),
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 4, 4)]],
+        "img_mask": image,
+    }
+    return model, inputs
+
+
+def test_processors_that_name_no_backend_run_the_recipe_all_the_same():
+    model, inputs = qwen_image_21()
+    expected = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        torch.testing.assert_close(run(model, inputs), expected)
+    with sage_hf.apply(model, sage_hf.SageConfig("sage1", fallback="emulate")):
+        found = run(model, inputs)
+        assert {(row.recipe, row.calls) for row in sage_hf.explain(model).rows} == {("sage1", 2)}
+    with sage_hf.apply(model, sage_hf.SageConfig("sage_bwd", fallback="emulate")):
+        model(**inputs, return_dict=False)[0].sum().backward()
+        calls = {(row.recipe, row.calls) for row in sage_hf.explain(model).rows}
+        assert calls == {("sage_bwd", 1), ("exact", 1)}  # text: causal behind a prefix, which is a mask
+    assert 0 < (found - expected).norm() < 0.02 * expected.norm()
+    assert _AttentionBackendRegistry.get_active_backend()[0].value == "native"
+
+
+class NamesNoBackend:
+    """A user's processor that leaves its attention to diffusers."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        heads = [
+            x.unflatten(2, (attn.heads, -1)) for x in (attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
+        ]
+        return attn.to_out[0](dispatch_attention_fn(*heads).flatten(2))
+
+
+def test_a_users_processor_that_names_no_backend_runs_the_recipe(sage_log):
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    for module in attention_layers(model).values():
+        module.set_processor(NamesNoBackend())
+    expected = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), expected)
+    sage_hf.apply(model, sage_hf.SageConfig("sage1", fallback="emulate"))
+    assert not torch.equal(run(model, inputs), expected)
+    assert {row.recipe for row in sage_hf.explain(model).rows} == {"sage1"}
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(run(compiled, inputs), expected)
+    assert any("NamesNoBackend names no attention backend" in message for message in sage_log)
+
+
+def test_explain_says_where_attention_passed_by(sage_log):
+    class Elsewhere:
+        """A user's processor that dispatches in some calls only."""
+
+        _attention_backend = None
+
+        def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+            if attn.training:
+                return dispatch_attention_fn(*[hidden_states] * 3, backend=self._attention_backend)
+            return hidden_states
+
+    model = family("wan-t2v").build()
+    for module in attention_layers(model).values():
+        module.set_processor(Elsewhere())
+    sage_hf.apply(model, "sage1")
+    run(model, family("wan-t2v").make_inputs())
+    assert all("Elsewhere attended by no backend" in row.reason for row in sage_hf.explain(model).rows)
+    assert sum("Elsewhere attended by no backend" in message for message in sage_log) == 1
+
+
+def test_every_denoiser_of_a_pipeline_is_found_by_what_it_is():
+    unconditional = tiny.transformer()
+    prior = build("PriorTransformer", num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=16)
+    vae = build("AutoencoderKL", block_out_channels=(32,), norm_num_groups=8)
+    assert attention_layers(vae)
+    pipe = types.SimpleNamespace(
+        transformer=tiny.transformer(), unconditional_transformer=unconditional, prior=prior, vae=vae, scale=3
+    )
+    with sage_hf.apply(pipe, "sage2"):
+        for model in (pipe.transformer, unconditional, prior):
+            assert all(isinstance(one.processor, SageAttnProcessor) for one in attention_layers(model).values())
+        assert not any(isinstance(one.processor, SageAttnProcessor) for one in attention_layers(vae).values())
+        found = {row.layer.split(".")[0] for row in sage_hf.explain(pipe).rows}
+        assert found == {"transformer", "unconditional_transformer", "prior"}
+
+
+@pytest.mark.parametrize("part", ["prior", "decoder"])
+def test_stable_cascades_models_are_found_where_they_are_alone(part):
+    model = build(
+        "StableCascadeUNet",
+        in_channels=4,
+        out_channels=4,
+        conditioning_dim=16,
+        block_out_channels=(16, 16),
+        num_attention_heads=(2, 2),
+        down_num_layers_per_block=(1, 1),
+        up_num_layers_per_block=(1, 1),
+        clip_text_pooled_in_channels=16,
+        timestep_ratio_embedding_dim=8,
+    )
+    pipe = types.SimpleNamespace(**{part: model})
+    inputs = {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep_ratio": torch.tensor([0.5]),
+        "clip_text_pooled": torch.randn(1, 1, 16),
+    }
+    expected = run(model, inputs)
+    with sage_hf.apply(pipe, "exact"):
+        assert torch.equal(run(model, inputs), expected)
+        assert all(row.calls for row in sage_hf.explain(pipe).rows)
+
+
+@pytest.mark.parametrize("case", ["cogvideox", "sd3", "unet"])
+def test_restore_gives_back_what_diffusers_would_have_after_fusing_projections(case):
+    model = family(case).build()
+    before = dict(model.attn_processors)
+    model.fuse_qkv_projections()
+    fused = dict(model.attn_processors)
+    assert not any(processor in before.values() for processor in fused.values())
+    for change, expected in ((model.unfuse_qkv_projections, before), (model.fuse_qkv_projections, None)):
+        handle = sage_hf.apply(model, "exact")
+        change()
+        assert all(isinstance(processor, SageAttnProcessor) for processor in model.attn_processors.values())
+        handle.restore()
+        now = dict(model.attn_processors)
+        if expected is not None:
+            assert all(now[name] is processor for name, processor in expected.items())
+        else:
+            assert {type(now[name]) for name in now} == {type(processor) for processor in fused.values()}
+
+
+def test_a_lora_of_the_unfused_projections_counts_after_restore():
+    case = family("cogvideox")
+    model, inputs = case.build(), case.make_inputs()
+    model.fuse_qkv_projections()
+    handle = sage_hf.apply(model, "sage1")
+    model.unfuse_qkv_projections()
+    handle.restore()
+    before = run(model, inputs)
+    with torch.no_grad():
+        next(iter(attention_layers(model).values())).to_q.weight.mul_(2)
+    assert not torch.equal(run(model, inputs), before)
