@@ -38,7 +38,7 @@ def quiet() -> None:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "gpt_oss", "gemma4_text", "bert"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "gpt_oss", "gemma4_text", "doge", "bert"])
 def test_models_of_odd_masks_compute_what_eager_attention_computes(model_type: str, quiet: None) -> None:
     if model_type not in model_zoo.NAMES:
         pytest.skip(f"this transformers has no {model_type}")
