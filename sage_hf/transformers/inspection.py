@@ -37,11 +37,17 @@ def calls_interface(module_class: type) -> bool:
 
 
 def methods(module_class: type) -> Iterator[CodeType]:
-    """Yield the code of the class's methods, including inherited ones but not those that every module or model has."""
+    """Yield the code of the class's methods, including inherited ones but not those that every module or model has.
+
+    Of a method that calls `super()`, the ones that it overrides are methods of the class too.
+    """
     for name in dir(module_class):
-        function = inspect.unwrap(inspect.getattr_static(module_class, name))
-        if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
-            yield from _nested(function.__code__)
+        for base in module_class.__mro__:
+            function = inspect.unwrap(vars(base).get(name))
+            if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
+                yield from _nested(function.__code__)
+            if name in vars(base) and "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
+                break
 
 
 @once_per_class
