@@ -23,11 +23,11 @@ def distances(model_type: str, implementation: str) -> dict[str, float]:
     found = {}
     for name, calls in model_zoo.cases(eager) if attention_layers(other) else ():
         try:
-            expected, again = (model_zoo.run(eager, calls) for _ in range(2))
+            expected, again = (model_zoo.run(eager, name, calls) for _ in range(2))
         except Exception:  # of as many kinds: these may be no inputs for the model
             continue
         if torch.equal(expected, again):  # it draws nothing
-            found[name] = ((model_zoo.run(other, calls) - expected).norm() / expected.norm()).item()
+            found[name] = ((model_zoo.run(other, name, calls) - expected).norm() / expected.norm()).item()
     return found
 
 
