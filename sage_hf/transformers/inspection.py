@@ -37,11 +37,17 @@ def calls_interface(module_class: type) -> bool:
 
 
 def methods(module_class: type) -> Iterator[CodeType]:
-    """Yield the code of the class's methods, including inherited ones but not those that every module or model has."""
+    """Yield the code of the class's methods, including inherited ones but not those that every module or model has.
+
+    Of a method that calls `super()`, the ones that it overrides are methods of the class too.
+    """
     for name in dir(module_class):
-        function = inspect.unwrap(inspect.getattr_static(module_class, name))
-        if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
-            yield from _nested(function.__code__)
+        for base in module_class.__mro__:
+            function = inspect.unwrap(vars(base).get(name))
+            if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
+                yield from _nested(function.__code__)
+            if name in vars(base) and "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
+                break
 
 
 @once_per_class
@@ -89,11 +95,11 @@ def asks_for_sdpa(model_class: type) -> bool:
 
 @once_per_class
 def computes_with_masks(model_class: type) -> bool:
-    """Return whether the model, or a module that it builds, does more with masks than hand them on.
+    """Return whether attention layers that the model builds do more with their masks than hand them on.
 
-    It is read from the source of methods that know an `attention_mask`; one without a source might compute with it.
+    It is read from the source of their methods; a method without a source might compute with a mask.
     """
-    codes = {code for one in built_classes(model_class) for code in methods(one)}
+    codes = {code for layer in filter(calls_interface, built_classes(model_class)) for code in methods(layer)}
     return any(_computes_with_masks(code) for code in codes if "attention_mask" in code.co_varnames)
 
 
@@ -107,17 +113,12 @@ def _computes_with_masks(code: CodeType) -> bool:
             handed_on += [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
             handed_on.append(node.left)
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.Return):
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.Return):
             handed_on.append(node.value)
-        elif isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice | ast.Tuple):
-            handed_on.append(node.value)  # masks by the kind of layer
-        elif isinstance(node, ast.Dict):
-            handed_on += node.values
         elif isinstance(node, ast.IfExp):
             handed_on += [node.body, node.orelse]
-    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    masks = (name for name in names if any(kind in name.id for kind in ("attention_mask", "attn_mask", "causal_mask")))
-    return any(mask not in handed_on for mask in masks)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return any(name.id.endswith("mask") and name not in handed_on for name in names)
 
 
 def source_of(code: CodeType) -> ast.Module | None:

@@ -20,14 +20,16 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
         attention, without padding, window or packed sequences. A mask that is nothing but causality, also for queries
         behind a cache, and padding says so by an attribute, see `attributes.CAUSALITY`; if it is being compiled, which
         attributes do not survive, padding of as many queries as keys comes alone, as in `sage_training_mask`.
-        For models that refuse `sdpa` and compute with their masks: additive, as transformers makes it for `eager`.
+        Models whose attention layers compute with their masks, or that ask whether the implementation is `sdpa`, never
+        get None for causal attention; those of the former that refuse `sdpa` get what transformers makes for `eager`,
+        which is additive.
     """
     reading = _reading_of(type(kwargs.get("config")))
-    if reading == "computes":
+    if reading == "additive":
         return masking_utils.eager_mask(**kwargs)
     if torch.compiler.is_compiling() and (padding := _padding_of_causality(kwargs)) is not None:
         return padding
-    never_skipped = {"allow_is_causal_skip": False} if reading == "asks" else {}
+    never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
     mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
     if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
         causality = _causality(kwargs)
@@ -38,17 +40,18 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
 @tracing.assume_constant_result
 def _reading_of(config_class: type) -> str:
-    """Return what models with a config of the class do with the masks that they ask for.
+    """Return which masks models with a config of the class can read.
 
     Returns:
-        "computes": some compute with them, and need not know boolean ones, for they refuse `sdpa`. "asks": some ask
-        whether the implementation is `sdpa`, for which alone they do not drop queries behind a missing mask.
-        Otherwise "".
+        "additive": an attention layer computes with its mask, and need not know boolean ones, for the model refuses
+        `sdpa`. "boolean": such a layer knows both, but None says nothing of causality to it; or the model asks whether
+        the implementation is `sdpa`, for which alone it does not drop queries behind a missing mask. Otherwise "".
     """
     models = models_of(config_class)
-    if any(not model._supports_sdpa and computes_with_masks(model) for model in models):
-        return "computes"
-    return "asks" if any(map(asks_for_sdpa, models)) else ""
+    computing = list(filter(computes_with_masks, models))
+    if not all(model._supports_sdpa for model in computing):
+        return "additive"
+    return "boolean" if computing or any(map(asks_for_sdpa, models)) else ""
 
 
 def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None:
@@ -129,7 +132,7 @@ def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Return whether the mask only marks padding, and there is some; under compilation, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
-    if _reading_of(type(kwargs.get("config"))) == "computes":
+    if _reading_of(type(kwargs.get("config"))) == "additive":
         return False
     if mask.shape != (kwargs["batch_size"], kwargs["kv_length"]) or kwargs.get("kv_offset", 0) != 0:
         return False

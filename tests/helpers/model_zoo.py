@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 import transformers
 from torch import nn
+from transformers import StaticCache
 from transformers.models.auto import modeling_auto
 
 TOKENS = 80  # more than the 64 keys below which a call is exact for being short
@@ -100,7 +101,7 @@ def build(model_type: str, implementation: str) -> nn.Module:
 
 
 def cases(model: nn.Module) -> Iterator[tuple[str, list[dict[str, torch.Tensor]]]]:
-    """The name of a case, and the inputs of its calls, each behind the cache of the one before."""
+    """The name of a case, and the inputs of its calls, each behind the cache of the one before, for `run`."""
     takes = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(1)
     if model.main_input_name == "pixel_values":
@@ -122,15 +123,18 @@ def cases(model: nn.Module) -> Iterator[tuple[str, list[dict[str, torch.Tensor]]
         if "use_cache" in takes and "decoder_input_ids" not in takes:
             turns = [{"input_ids": tokens[:, :40]}, {"input_ids": tokens[:, 40:]}]
             yield "a second turn", turns
+            yield "a second turn, in a static cache", turns
             left = masks["left"]
             padded = [turns[0] | {"attention_mask": left[:, :40]}, turns[1] | {"attention_mask": left}]
             yield "a second turn, padded on the left", padded
 
 
 @torch.no_grad()
-def run(model: nn.Module, calls: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """The first output of the last call, without the rows of padding."""
+def run(model: nn.Module, name: str, calls: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The first output of the last call of a case, without the rows of padding."""
     cache: dict[str, object] = {}
+    if "static" in name:
+        cache["past_key_values"] = StaticCache(config=model.config.get_text_config(), max_cache_len=TOKENS + 20)
     for inputs in calls:
         output = model(**inputs, **cache, **({"use_cache": True} if len(calls) > 1 else {}))
         if len(calls) > 1:

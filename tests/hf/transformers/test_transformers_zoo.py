@@ -23,11 +23,11 @@ def distances(model_type: str, implementation: str) -> dict[str, float]:
     found = {}
     for name, calls in model_zoo.cases(eager) if attention_layers(other) else ():
         try:
-            expected, again = (model_zoo.run(eager, calls) for _ in range(2))
+            expected, again = (model_zoo.run(eager, name, calls) for _ in range(2))
         except Exception:  # of as many kinds: these may be no inputs for the model
             continue
         if torch.equal(expected, again):  # it draws nothing
-            found[name] = ((model_zoo.run(other, calls) - expected).norm() / expected.norm()).item()
+            found[name] = ((model_zoo.run(other, name, calls) - expected).norm() / expected.norm()).item()
     return found
 
 
@@ -38,7 +38,7 @@ def quiet() -> None:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "gpt_oss", "gemma4_text", "bert"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "gpt_oss", "gemma4_text", "doge", "bert"])
 def test_models_of_odd_masks_compute_what_eager_attention_computes(model_type: str, quiet: None) -> None:
     if model_type not in model_zoo.NAMES:
         pytest.skip(f"this transformers has no {model_type}")
