@@ -186,15 +186,25 @@ def test_inputs_are_not_changed():
     assert torch.equal(x, before)
 
 
-def places_one_by_one(query, key, places, scale, valid):
-    """`heavy_places` of one head of K, in a loop; `query` is (rows, head_dim), `valid` has a bool for each key."""
+def scores_one_by_one(query, key, scale, valid):
+    """Scores of one head of K, in loops; `query` is (rows, head_dim), `valid` has a bool for each key."""
     step = -(-len(query) // transforms.HEAVY_QUERIES)
     mean = query[::step].double().mean(0)
     scores = [float(scale * mean @ x.double()) for x in key]
+    for number in range(len(key)):
+        share_its_scale = [x for x in range(len(key)) if x // 64 == number // 64 and x % 8 // 2 == number % 8 // 2]
+        others = sum(abs(scores[x]) for x in share_its_scale if valid[x] and x != number)
+        if abs(scores[number]) > others:
+            scores[number] = abs(scores[number])
+    return scores
+
+
+def places_one_by_one(scores, places, valid):
+    """`heavy_places` of keys with these scores, in a loop."""
     chosen = []
     for place in range(places):
         best, largest = place, scores[place] + transforms.HEAVY_MARGIN
-        for number in range(place + places, len(key), places):
+        for number in range(place + places, len(scores), places):
             if valid[place] and valid[number] and scores[number] > largest:
                 best, largest = number, scores[number]
         chosen.append(best)
@@ -211,7 +221,8 @@ def test_heavy_places_are_taken_by_the_keys_with_the_largest_scores(q_len, kv_le
     for batch in range(2):
         for head in range(2):
             rows = query[batch, 2 * head : 2 * head + 2].flatten(0, 1)
-            expected = places_one_by_one(rows, key[batch, head], 64, 0.5, valid[batch, 0, :, 0])
+            exists = valid[batch, 0, :, 0]
+            expected = places_one_by_one(scores_one_by_one(rows, key[batch, head], 0.5, exists), 64, exists)
             assert chosen[batch, head].tolist() == expected
     assert (chosen % 64 == torch.arange(64)).all()
 
@@ -259,7 +270,9 @@ def test_late_keys_have_the_largest_scores_with_queries_of_the_later_half(q_len,
     for batch in range(2):
         for head in range(2):
             rows = query[batch, 2 * head : 2 * head + 2, q_len // 2 :].flatten(0, 1)
-            expected = places_one_by_one(rows, key[batch, head, 32:], 16, 0.5, valid[batch, 0, 32:, 0])
+            exists = valid[batch, 0, :, 0]
+            scores = scores_one_by_one(rows, key[batch, head], 0.5, exists)
+            expected = places_one_by_one(scores[32:], 16, exists[32:])
             numbers = [transforms.NO_KEY if number < 16 else number + 32 for number in expected]
             assert late[batch, head].tolist() == numbers
     assert (late == transforms.NO_KEY).any() and (late < transforms.NO_KEY).any() == (kv_len > 48)
