@@ -5,12 +5,11 @@ python benchmarks/sparse_quality_table.py benchmarks/results/nvidia-h200-sparse_
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 PROMPTS = 48
@@ -88,4 +87,6 @@ def _table(lines: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=argparse.FileType(encoding="utf-8"), help="JSON of sparse_quality.py")
+    print(markdown(json.load(parser.parse_args().result)))

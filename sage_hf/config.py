@@ -78,7 +78,7 @@ class SageConfig:
             `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
 
     Raises:
-        ValueError: a recipe or fallback is unknown, or a pattern or a range of steps is empty.
+        ValueError: a recipe or fallback is unknown, a rule is no rule, or a pattern or a range of steps is empty.
     """
 
     recipe: str = "sage3"
@@ -99,6 +99,12 @@ class SageConfig:
             raise ValueError(f"note: expected a string, got {self.note!r}")
         if self.sparse not in (None, "model") and not isinstance(self.sparse, Sparse):
             raise ValueError(f'sparse: expected a Sparse or "model", got {self.sparse!r}')
+        for key, kind in (("layers", LayerRule), ("steps", StepRule)):
+            rules = getattr(self, key)
+            if not isinstance(rules, list | tuple) or not all(isinstance(rule, kind) for rule in rules):
+                what = f"expected a tuple of {kind.__name__}, got {rules!r}"
+                raise ValueError(f"{key}: {what} (SageConfig.from_dict reads plain data)")
+            object.__setattr__(self, key, tuple(rules))
         for i, rule in enumerate(self.layers):
             if not isinstance(rule.pattern, str) or not rule.pattern:
                 raise ValueError(f"layers[{i}].pattern: expected a layer name or pattern, got {rule.pattern!r}")

@@ -66,6 +66,21 @@ def test_patterns_match_whole_names_and_their_case():
         assert config.resolve(other) == "sage3"
 
 
+@pytest.mark.parametrize(
+    ("key", "rules"),
+    [
+        ("layers", LayerRule("a", "exact")),
+        ("layers", ({"pattern": "a", "recipe": "exact"},)),
+        ("layers", "abc"),
+        ("steps", (LayerRule("a", "exact"),)),
+    ],
+)
+def test_rules_that_are_none_are_refused_naming_what_is_expected(key, rules):
+    with pytest.raises(ValueError, match=f"{key}: expected a tuple of .*Rule, got .*from_dict reads plain data"):
+        SageConfig("sage3", **{key: rules})
+    assert SageConfig("sage3", layers=[LayerRule("a", "exact")]).layers == (LayerRule("a", "exact"),)
+
+
 def test_patterns_may_be_names_as_explain_prints_them():
     config = SageConfig("sage3", layers=(LayerRule("blocks.0-3.attn1", "exact"), LayerRule("b.1-2.c.10-11.*", "sage2")))
     layers = [f"blocks.{i}.attn1" for i in range(6)] + ["b.2.c.11.d", "b.2.c.1.d", "b.1.c.10.d"]
