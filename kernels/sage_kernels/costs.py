@@ -42,7 +42,6 @@ TRAINING = ", forward and backward"
 # What the host needs for a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
-FA3, FA3_LEAST_US = "fa3", 10.0  # of the fastest other: FlashAttention 3 needs a little more of the host
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
@@ -371,8 +370,6 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
     if SHARING in own and SHARING not in us and _few_queries(request):
         return SHARING
     pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
-    if pytorch_us < FA3_LEAST_US:
-        us.pop(FA3, None)
     fastest = min(us, key=us.__getitem__, default="")
     if fastest and us[fastest] < OWN_MARGINS[request.mask] * pytorch_us:
         return fastest

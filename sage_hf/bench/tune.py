@@ -52,7 +52,7 @@ GRID_KINDS: dict[grid.MaskName, Kind] = {
 MEDIUM, LONG = 2048, 8192
 """Keys from which on a kernel may be another one."""
 
-SECONDS = 55.0
+SECONDS, COMPILE_SECONDS = 55.0, 45.0
 
 # A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.0
@@ -97,7 +97,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
-        seconds: how long to measure, after kernels were compiled; the calls that are left then are left out.
+        seconds: how long to measure, after COMPILE_SECONDS of compiling; the calls that are left then are left out.
         progress: called with a text for each stage.
 
     Raises:
@@ -107,7 +107,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
     todo = points()
     progress("compiling kernels")
-    compile_kernels(device, calls_to_compile(todo))
+    compile_kernels(device, calls_to_compile(todo), COMPILE_SECONDS)
     progress(f"measuring {len(todo)} calls")
     started = time.perf_counter()
     properties = torch.cuda.get_device_properties(device)

@@ -81,7 +81,7 @@ def gpu(monkeypatch):
             yield Measured("sage2 by kernel, quantizer", point.mask, point.causal, point.sizes, us / 2 + 40)
 
     monkeypatch.setattr(tune, "measure_points", measure)
-    monkeypatch.setattr(tune, "compile_kernels", lambda device, calls: None)
+    monkeypatch.setattr(tune, "compile_kernels", lambda device, calls, seconds: None)
 
 
 def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path, capsys):

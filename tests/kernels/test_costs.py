@@ -250,12 +250,6 @@ def test_an_exact_kernel_of_our_own_runs_where_the_table_says_that_it_is_faster(
     assert costs.fastest_exact(replace(request, mask="keys"), ["own"]) == "sdpa"
 
 
-def test_flash_attention_3_runs_where_a_call_takes_longer_than_its_host_time(use_table):
-    use_table(LOW_BIT, CUDNN, curve("fa3", tile=0.3))
-    assert costs.fastest_exact(with_tokens(1024), ["fa3"]) == "fa3"
-    assert costs.fastest_exact(with_tokens(512), ["fa3"]) == "sdpa"
-
-
 @pytest.mark.parametrize(
     ("kind", "facts"),
     [
