@@ -238,6 +238,7 @@ def attend(
     # While something else than Dynamo traces, modes are active, and nothing is known of a call.
     if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
         if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
+            checks.check_memory(query, key, value)
             query, key, value = exact.in_autocast_dtype(query, key, value)
         kind = recipe, chosen_fallback, return_lse, tokens_first
         options = is_causal.__class__, is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
@@ -508,9 +509,8 @@ def _attend_to_blocks(
     checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
-    checks.check_memory(query, key, value, attn_mask)
-    query, key, value = exact.in_autocast_dtype(query, key, value)
     checks.check_memory(query, key, value, attn_mask, blocks.counts, blocks.tiles)
+    query, key, value = exact.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, enable_gqa)
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p} is not supported beside blocks: set the attention dropout to 0")

@@ -397,16 +397,17 @@ def freed(x):
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("options", [{"recipe": "sage2"}, {"recipe": "exact"}, {"recipe": "sage_bwd"}], ids=str)
-def test_a_tensor_whose_memory_was_freed_is_refused_before_any_launch(gpu, gluon, options, known, number):
-    grad = options["recipe"] == "sage_bwd"
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("recipe", ["sage2", "exact", "sage_bwd"])
+def test_a_tensor_whose_memory_was_freed_is_refused_before_any_launch(gpu, gluon, recipe, autocast, known, number):
+    grad = recipe == "sage_bwd"
     tensors = [x.requires_grad_(grad) for x in draw()]
     for _ in range(3 * known):
-        sage_attention(*tensors, **options)
+        sage_attention(*tensors, recipe=recipe)
     gpu.launched.clear()
     tensors[number] = freed(tensors[number].detach()).requires_grad_(grad)
-    with pytest.raises(RuntimeError, match="no memory"):
-        sage_attention(*tensors, **options)
+    with pytest.raises(RuntimeError, match="no memory"), torch.autocast("cpu", torch.float16, enabled=autocast):
+        sage_attention(*tensors, recipe=recipe)
     assert not gpu.launched
 
 
