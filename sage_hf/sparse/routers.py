@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels.blocks import BLOCK_SIZES, BlockList
+from sage_kernels.checks import check_memory
 from sage_kernels.triton.registration import routing_kernels
 
 SCORES_AT_ONCE = 2**25
@@ -301,6 +302,7 @@ def _check_keep(keep: Keep) -> None:
 
 def _kernels(query: torch.Tensor, key: torch.Tensor, block_m: int, block_n: int, parts: int = 1) -> ModuleType | None:
     """Return the module of kernels that take such blocks, of at most that many parts; None: PyTorch computes."""
+    check_memory(query, key)
     taken = block_m in BLOCK_SIZES and block_n in BLOCK_SIZES and parts <= MOST_PARTS
     return routing_kernels(query, key) if taken else None
 
