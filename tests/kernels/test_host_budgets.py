@@ -33,26 +33,26 @@ def check_budget(call, library, *, python, allocated, launched):
 
 def test_a_repeated_call_costs_the_host_little(gpu):
     query, key, value = draw()
-    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=20, allocated=2, launched=3)
+    check_budget(partial(sage_attention, query, key, value, recipe="sage2"), gpu, python=22, allocated=2, launched=3)
 
 
 def test_a_repeated_call_with_a_mask_of_keys_costs_the_host_little(gpu):
     query, key, value = draw()
     mask = (torch.arange(SHAPE[2]) < 150)[None, None, None]
     call = partial(sage_attention, query, key, value, mask, recipe="sage2")
-    check_budget(call, gpu, python=20, allocated=2, launched=3)
+    check_budget(call, gpu, python=22, allocated=2, launched=3)
 
 
 def test_a_repeated_call_of_the_operator_costs_the_host_little(gpu):
     query, key, value = draw()
     call = partial(torch.ops.sage_kernels.attention, query, key, value, None, False, 0, None, "sage2", "native", False)
-    check_budget(call, gpu, python=20, allocated=3, launched=3)
+    check_budget(call, gpu, python=22, allocated=3, launched=3)
 
 
 def test_a_repeated_exact_call_costs_the_host_little(gpu):
     query, key, value = draw()
     own = allocations(partial(F.scaled_dot_product_attention, query, key, value))
-    check_budget(partial(sage_attention, query, key, value, recipe="exact"), gpu, python=13, allocated=own, launched=0)
+    check_budget(partial(sage_attention, query, key, value, recipe="exact"), gpu, python=16, allocated=own, launched=0)
 
 
 def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
@@ -62,7 +62,7 @@ def test_a_repeated_call_with_gradients_costs_the_host_little(gpu, gluon):
     def step():
         torch.autograd.grad(sage_attention(*inputs, recipe="sage_bwd"), inputs, gradient)
 
-    check_budget(step, gpu, python=48, allocated=9, launched=7)
+    check_budget(step, gpu, python=54, allocated=9, launched=7)
 
 
 EXACT = {
@@ -90,7 +90,7 @@ def test_an_exact_call_of_any_kind_is_one_call_of_pytorchs_function(kind, grad):
         output = call()
     assert type(output.grad_fn) is type(own().grad_fn)
     names = python_calls(call)
-    assert len(names) <= 14, names
+    assert len(names) <= 17, names
     assert allocations(call) == allocations(own)
 
 
@@ -101,7 +101,7 @@ def test_an_exact_call_with_padding_reads_a_view_of_the_mask():
     for _ in range(3):
         call()
     names = python_calls(call)
-    assert len(names) <= 17 and "sdpa" not in names, names
+    assert len(names) <= 20 and "sdpa" not in names, names
     assert allocations(call) == allocations(partial(F.scaled_dot_product_attention, *tensors, mask))
 
 
@@ -119,7 +119,7 @@ def test_a_call_of_flash_attention_3_adds_views_alone(monkeypatch):
     for _ in range(3):
         call()
     names = python_calls(call)
-    assert len(names) <= 16, names
+    assert len(names) <= 19, names
     assert allocations(call) == 0
 
 
@@ -133,4 +133,4 @@ def test_transformers_function_adds_little_to_a_step_of_decoding():
     expected = exact.sdpa(query, key, value, scale=0.125, enable_gqa=True)
     assert torch.equal(output, expected.transpose(1, 2))
     names = python_calls(call)
-    assert len(names) <= 24, names
+    assert len(names) <= 28, names
