@@ -24,8 +24,6 @@ from sage_hf.identity import name_in_diffusers, path_of
 from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import is_served, norm_rope
 
-from .stand_in import StandIn
-
 logger = logging.get_logger(__name__)
 
 NORMS = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
@@ -331,13 +329,14 @@ def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tenso
     return _run(norm, None, heads_first, x) if agrees else module(x)
 
 
-def agrees(fused: Fused, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
+def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
     """Return whether a processor attends with the same queries and keys as its own operators make.
 
-    The first call of a kind is run up to its attention both ways. Neither way may call hooks, or have other effects.
+    The first call of a kind is run up to its attention both ways, in a layer inside of which no hooks would see that.
 
     Args:
         fused: the call.
+        attn: the attention module.
         own: runs the processor of diffusers as it is.
         ours: runs what stands for it.
     """
@@ -346,6 +345,8 @@ def agrees(fused: Fused, own: Callable[[], Any], ours: Callable[[], Any]) -> boo
     found = _agreements.get(fused.rotates)
     if found is None:
         if _is_capturing(fused.given["hidden_states"]):
+            return False
+        if any(_has_hooks(module) for name, module in attn.named_modules() if name):
             return False
         with torch.no_grad(), _SeenByPyTorch():
             expected = _first_attended(own)
@@ -429,19 +430,6 @@ def _are_close(expected: Tensor, found: Tensor) -> bool:
     wide = expected.double()
     bound = 2 * torch.finfo(expected.dtype).eps + expected.shape[-1] * torch.finfo(torch.float32).eps
     return bool(((found.double() - wide).norm(dim=-1) <= bound * wide.norm(dim=-1)).all())
-
-
-class Bare(StandIn):
-    """Stand-in for a module that runs its forward pass alone, without hooks."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._original.forward(*args, **kwargs)
-
-
-def bare(attn: nn.Module) -> StandIn:
-    """Return a stand-in for an attention module whose projections and norms call no hooks."""
-    lists = nn.ModuleList, nn.ModuleDict
-    return StandIn(attn, {name: Bare(one, {}) for name, one in attn.named_children() if not isinstance(one, lists)})
 
 
 def _is_capturing(x: Tensor) -> bool:

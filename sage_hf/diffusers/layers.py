@@ -25,7 +25,7 @@ from sage_kernels import tracing
 from .backends import backend_member, choosing
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
-from .heads import agrees, bare, with_own_norms
+from .heads import agrees, with_own_norms
 from .stand_in import StandIn
 from .vsa import NO_SHARDS, VSAProcessor
 
@@ -119,11 +119,12 @@ class Layer:
         fused = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
         if fused is None:
             return run(attn, *args, **kwargs)
-        own = partial(self._run_original, sage, bare(attn), *args, **kwargs)
-        if not agrees(fused, own, lambda: run(StandIn(bare(attn), fused.norms), **fused.given)):
+        own = partial(self._run_original, sage, attn, *args, **kwargs)
+        ours = partial(run, StandIn(attn, fused.norms), **fused.given)
+        if not agrees(fused, attn, own, ours):
             return run(attn, *args, **kwargs)
         record.with_norm_rope.add(attn)
-        return run(StandIn(attn, fused.norms), **fused.given)
+        return ours()
 
     def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the processor of diffusers, with our attention where the processor leaves the choice to diffusers."""

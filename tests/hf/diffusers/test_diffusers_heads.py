@@ -199,16 +199,19 @@ def test_a_kernel_that_disagrees_is_not_used(request, monkeypatch, sage_log, whe
     assert ropes and any("other" in message for message in sage_log)
 
 
-def test_a_first_call_runs_hooks_once(served, monkeypatch):
+def test_a_trial_is_seen_by_no_hook(served, monkeypatch):
     monkeypatch.setattr(heads, "_agreements", {})
     case, seen = family("flux"), []
     model = case.build()
-    module = next(iter(attention_layers(model).values()))
-    for child in (module, module.to_q, module.to_out[0]):
-        child.register_forward_hook(lambda *given: seen.append(given[0]))
+    first, *others = attention_layers(model).values()
+    hooks = [child.register_forward_hook(lambda *given: seen.append(given[0])) for child in (first, first.to_q)]
     model.set_attn_processor(SageAttnProcessor("sage1", "emulate"))
     run(model, case.make_inputs())
-    assert len(seen) == 3 and explain(model).norm_rope > 0
+    assert len(seen) == 2 and explain(model).norm_rope == len(others)
+    for hook in hooks:
+        hook.remove()
+    run(model, case.make_inputs())
+    assert explain(model).norm_rope == len(others) + 1
 
 
 @pytest.mark.parametrize(("tokens", "known"), [(2**17, True), (6, False)])

@@ -276,7 +276,7 @@ def test_apply_chooses_the_recipe_of_the_fine_stage_and_says_so(recipe):
         output = run(model, inputs)
         rows = {row.layer: row for row in sage_hf.explain(model).rows}
         assert rows["blocks.1.attn1"].recipe == recipe
-        assert "blocks.0-1.attn1: VSA: 9 of 18 tiles of 4×4×4 tokens (50.0%)" in str(sage_hf.explain(model))
+        assert "blocks.0-1.attn1: VSA: 9 of 18 tiles of 4x4x4 tokens (50.0%)" in str(sage_hf.explain(model))
         assert rows["blocks.1.attn1"].kernel == ("sdpa of tiles side by side" if recipe == "exact" else "reference")
     assert (output - expected).norm() <= {"exact": 0, "sage2": 0.02, "sage3": 0.1}[recipe] * expected.norm()
     assert torch.equal(run(model, inputs), expected)

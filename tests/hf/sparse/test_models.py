@@ -262,7 +262,7 @@ def test_first_steps_and_chosen_layers_are_dense():
         assert first.calls == 6
         text = str(sage_hf.explain(pipe))
     assert "transformer_blocks.0.attn1: 6 sparse calls by subblock: " in text
-    assert "4×4×4 order; 4 dense: one of the first 2 steps" in text
+    assert "4x4x4 order; 4 dense: one of the first 2 steps" in text
     assert not pipe.transformer._forward_pre_hooks
 
 
