@@ -99,7 +99,8 @@ def quantize_operands(
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
             `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
             LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the
-            balance, and the scales of V are those of all keys. With `recent_keys` all keys are kept for
+            balance, and the scales of V are those of all keys, but beside a balance K's mean and the balance are those
+            of `transforms.quiet_keys`. With `recent_keys` all keys are kept for
             `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
