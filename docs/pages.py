@@ -133,7 +133,7 @@ def unseen() -> str:
     """Return the scores of calls that no table of costs was fitted to, on each GPU that measured them."""
     names = sorted(path.stem for path in RESULTS.glob("*-unseen.json"))
     if not names:
-        return "Calls that no table of costs has seen are not in a results file yet."
+        return ""
     return f"{grid_tables.unseen_markdown(list(map(read_result, names)))}\n\n{sources(*names)}"
 
 

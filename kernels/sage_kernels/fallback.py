@@ -1,4 +1,4 @@
-"""What a caller lets run in place of a recipe that has no native kernel. Imports no torch, so that a parser may ask."""
+"""Names of what a caller lets run where a recipe has no native kernel; no torch is imported, so that parsers may ask."""
 
 from __future__ import annotations
 
