@@ -188,7 +188,7 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            logger.warning("a table of costs is ignored: %s", error)
+            logger.warning("a table of costs is ignored (`sage-hf tune` makes a new one): %s", error)
     return None
 
 
