@@ -62,9 +62,13 @@ UNMEASURED_HEAD_DIMS = (33, 128)
 
 DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next one has another number of keys."""
+FA3 = "fa3"
+NEW_LENGTH_US = 22.0
+"""What the host needs to prepare a kernel of ours for the next length behind a cache that grows, a layer: 0.7 ms for 32
+layers. It hides behind the GPU's work where that takes longer. Operators of others, FlashAttention 3 too, take any
+length."""
 GROWING_CACHE_BYTES = 2**28
-"""Bytes of a layer's K and V below which PyTorch serves steps behind a cache that grows: each length would have to be
-prepared, 0.7 ms of the host for all layers, and sharing the keys gains 20 µs a layer from about there."""
+"""Bytes of a layer's K and V from which it does, without a table."""
 
 NOMINAL_HEADS = 32
 _LENGTHS = tuple(round(2 ** (exponent / 4)) for exponent in range(32, 61))
@@ -184,7 +188,7 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            logger.warning("a table of costs is ignored: %s", error)
+            logger.warning("a table of costs is ignored (`sage-hf tune` makes a new one): %s", error)
     return None
 
 
@@ -362,13 +366,14 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
         request: the facts of the call.
         own: the names of the kernels beside PyTorch's that serve it.
     """
-    sizes = sizes_of(request)
-    if is_growing_step(request):
-        key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
-        own = [SHARING] if SHARING in own and key_value_bytes >= GROWING_CACHE_BYTES else []
+    sizes, grows = sizes_of(request), is_growing_step(request)
     us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, own)}
     if SHARING in own and SHARING not in us and _few_queries(request):
-        return SHARING
+        key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
+        if not grows or key_value_bytes >= GROWING_CACHE_BYTES:
+            return SHARING
+    if grows:
+        us = {name: time if name == FA3 else max(time, EXACT_HOST_US + NEW_LENGTH_US) for name, time in us.items()}
     pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
     fastest = min(us, key=us.__getitem__, default="")
     if fastest and us[fastest] < OWN_MARGINS[request.mask] * pytorch_us:

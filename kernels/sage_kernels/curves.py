@@ -77,11 +77,6 @@ class Between:
         """Return whose time it is."""
         return self.above.runner
 
-    @property
-    def error(self) -> float:
-        """Return the larger error of the two curves."""
-        return max(self.below.error, self.above.error)
-
     def us(self, sizes: Sizes) -> float:
         """Return the time of a call in microseconds."""
         return (1.0 - self.share) * self.below.us(sizes) + self.share * self.above.us(sizes)

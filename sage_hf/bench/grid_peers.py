@@ -17,6 +17,7 @@ from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.grid import Arguments, Point
 from sage_kernels import exact
+from sage_kernels.costs import DECODED_QUERIES
 
 Attend = Callable[[Arguments], Callable[[], Tensor]]
 """Arguments -> a call that computes the output, (batch, q_heads, q_len, head_dim). Either raises if it is refused."""
@@ -126,9 +127,14 @@ def _is_open(point: Point) -> bool:
     return point.mask not in ("none", "causal", "lower_right") or point.operations < LARGE
 
 
+def _has_plans(point: Point) -> bool:
+    """Return whether cuDNN is tried, which makes a plan for each length: steps of decoding have a new one each."""
+    return point.training or point.q_len >= DECODED_QUERIES or point.mask in ("lengths", "keys")
+
+
 # The fastest ones first: others are compared to them before they are measured in full.
 PYTORCH_PROVIDERS: tuple[GridProvider, ...] = (
-    GridProvider("cudnn", _pytorch, _backend(SDPBackend.CUDNN_ATTENTION)),
+    GridProvider("cudnn", _pytorch, _backend(SDPBackend.CUDNN_ATTENTION), _has_plans),
     GridProvider("sdpa_fa2", _flash, _backend(SDPBackend.FLASH_ATTENTION)),
     GridProvider("sdpa_efficient", _pytorch, _backend(SDPBackend.EFFICIENT_ATTENTION), _is_open),
     GridProvider("sdpa_math", _pytorch, _backend(SDPBackend.MATH), _is_small),

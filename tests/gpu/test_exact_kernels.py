@@ -207,12 +207,13 @@ def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
         assert registry.select(replace(request, mask="keys")).kernel == "split_forward"
-        assert registry.select(replace(request, batch=200)).kernel == "split_forward"
-        assert registry.select(request).kernel == "sdpa_without_cudnn"
+        assert registry.select(request).kernel in ("sdpa_without_cudnn", "fa3")  # which take any length
 
 
 def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed, monkeypatch):
     monkeypatch.setattr(costs, "GROWING_CACHE_BYTES", 0)
+    monkeypatch.setattr(costs, "NEW_LENGTH_US", -costs.EXACT_HOST_US)
+    registry.select.cache_clear()
     for kv_len in (1000, 1001, 1002):
         call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
         for _ in range(3):

@@ -226,7 +226,21 @@ def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(u
     assert select(grouped).kernel == "sdpa"  # else PyTorch would have its unfused attention only
 
 
-def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_preparing_each_length():
+@pytest.mark.parametrize(("us", "runs"), [(50.0, costs.SHARING), (40.0, "sdpa_without_cudnn")])
+def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_preparing_each_length(use_table, us, runs):
+    few = {"mask": "none, few queries"}
+    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(costs.SHARING, launch=10.0, **few))
+    assert costs.fastest_exact(replace(REQUEST, q_len=1), [costs.SHARING]) == runs
+
+
+def test_flash_attention_3_takes_any_length_so_steps_run_by_it_where_it_is_faster(use_table):
+    few = {"mask": "none, few queries"}
+    use_table(LOW_BIT, curve("flash", launch=50.0, **few), curve("fa3", launch=40.0, **few))
+    assert costs.fastest_exact(replace(REQUEST, q_len=1), ["fa3"]) == "fa3"
+
+
+def test_without_costs_steps_behind_a_growing_cache_share_the_keys_of_large_ones(use_table):
+    use_table()
     step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
     assert costs.fastest_exact(step, [costs.SHARING]) == "sdpa_without_cudnn"
     assert costs.fastest_exact(replace(step, batch=16), [costs.SHARING]) == costs.SHARING
