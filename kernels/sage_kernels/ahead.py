@@ -1,8 +1,9 @@
-"""Compilation in threads of kernels that a call will need only later: those of its backward pass."""
+"""Compilation in threads: of all kernels of a call at the same time, and of those of its backward pass meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,14 @@ from functools import partial
 import torch
 
 from .call import BackwardCall, Call, Mask
+from .layout import ALIGNMENT, power_of_two
 from .operands import Saved
 from .recipe import get_recipe
 from .registry import Plan, get_backward
 from .rehearsal import rehearsing
 from .saving import empty_saved
+
+logger = logging.getLogger(__name__)
 
 _begun: set[tuple[object, ...]] = set()
 _running: list[threading.Thread] = []
@@ -68,6 +72,44 @@ def compile_backward(call: Call, plan: Plan) -> None:
             thread.join()
 
     _running.append(_begin(compile_all))
+
+
+def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> None:
+    """Compile the kernels that `run(call)` will launch, each in a thread of its own, and wait for them.
+
+    Nothing is compiled twice for one kind of call, nor while a graph is captured, nor for calls with packed sequences
+    or block lists, empty ones, and those off the GPU: these compile what they launch one by one.
+
+    Args:
+        call: that will run.
+        plan: of the call.
+        run: launches the kernels.
+    """
+    if call.query.device.type != "cuda" or call.is_empty or call.lengths is not None or call.mask.blocks is not None:
+        return
+    request, tensors = plan.request, [call.query, call.key, call.value]
+    if call.mask.tensor is not None:
+        tensors.append(call.mask.tensor)
+    layouts = ((x.stride(-1), *(stride % ALIGNMENT == 0 for stride in x.stride())) for x in tensors)
+    sizes = replace(request, batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1)
+    kept = call.heavy_keys, call.late_keys, call.chooses_heavy_keys, tensors[-1].dtype
+    width = power_of_two(call.kv_len) if plan.numerics == "exact" else 0
+    kind = (sizes, plan.recipe, plan.kernel, plan.quantizer, *kept, width, *layouts)
+    if kind in _begun or torch.cuda.is_current_stream_capturing():
+        return
+    _begun.add(kind)
+    device = call.query.device
+    with torch.cuda.device(device), rehearsing(compiles_only=True) as rehearsed:
+        query, key, value, *masks = map(rehearsed.stand_in, tensors)
+        mask = Mask.of(masks[0], call.kv_len) if masks else call.mask
+        try:
+            run(replace(call, query=query, key=key, value=value, mask=mask))
+        except Exception as error:  # the call itself runs next: its failure shows
+            logger.info("kernels of %s are compiled one by one: %s: %s", plan.kernel, type(error).__name__, error)
+    # That of attention comes last and takes longest.
+    threads = [_begin(partial(_compile_on, device, one)) for one in reversed(rehearsed.compilations or ())]
+    for thread in threads:
+        thread.join()
 
 
 def finish() -> None:

@@ -1,9 +1,20 @@
-"""Folder that keeps what was compiled or measured on this machine."""
+"""Folder that keeps what was compiled or measured on this machine, and the line that says when there is nothing yet."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1.0
+"""Seconds, which reading a compiled kernel from a cache does not take."""
+_announced = threading.Event()
+_lock = threading.Lock()
 
 
 def cache_folder() -> Path:
@@ -11,3 +22,30 @@ def cache_folder() -> Path:
     if folder := os.environ.get("SAGE_KERNELS_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sage-hf" / "cuda"
+
+
+def announce_compilation() -> None:
+    """Warn, once in a process, that GPU kernels are being compiled."""
+    with _lock:
+        if not _announced.is_set():
+            logger.warning(
+                "compiling GPU kernels: a first call takes up to half a minute; later calls and processes find them in "
+                "the caches of Triton and of sage-hf (%s)",
+                cache_folder(),
+            )
+            _announced.set()
+
+
+@contextlib.contextmanager
+def announcing_if_slow() -> Iterator[None]:
+    """Warn as `announce_compilation` while the block runs, if it takes longer than reading a compiled kernel."""
+    if _announced.is_set():
+        yield
+        return
+    timer = threading.Timer(PATIENCE, announce_compilation)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -10,7 +10,7 @@ import torch
 
 from .blocks import BlockList
 from .exact import key_mask
-from .layout import Lengths, Sequences, padded_channels, token_axes
+from .layout import Lengths, Sequences, at_aligned_address, padded_channels, token_axes
 from .operands import Saved
 from .recipe import Recipe
 from .transforms import LATE_SHARE, MIN_LATE
@@ -214,14 +214,16 @@ class Call:
         )
 
     def for_kernel(self) -> Call:
-        """Return a call with the same result whose scale is not negative and whose offset fits a kernel's integers.
+        """Return a call with the same result in the form that kernels take.
 
-        The scale must not be negative, because kernels take the largest score of a tile before they scale it.
+        Its scale is not negative, because kernels take the largest score of a tile before they scale it; its offset
+        fits a kernel's integers; addresses are aligned.
         """
         offset = clamped_offset(self.causal_offset, self.q_len, self.kv_len)
+        query, key, value = (at_aligned_address(x) for x in (self.query, self.key, self.value))
         if self.scale < 0:
-            return replace(self, query=-self.query, scale=-self.scale, causal_offset=offset)
-        return self if offset == self.causal_offset else replace(self, causal_offset=offset)
+            query = -query
+        return replace(self, query=query, key=key, value=value, scale=abs(self.scale), causal_offset=offset)
 
     def new_outputs(self, saves_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Allocate the output, laid out as (batch, q_len, q_heads, v_head_dim), and the LSE if it is wanted or saved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from . import ahead, blocks, empty_rows, exact, self_check
 from .call import BackwardCall, Call
 from .checks import check_memory
-from .layout import is_aligned, sequence_slices
+from .layout import at_aligned_address, is_aligned, sequence_slices
 from .operands import Saved
 from .recipe import get_recipe
 from .registry import (
@@ -83,11 +84,14 @@ def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
             return call.new_outputs()
         if plan.numerics == "exact":
             if (own := get_exact(plan.kernel)) is not None:
+                if own.repeats:
+                    ahead.compile_forward(call, plan, own.attend)
                 return own.attend(call), None
             attend_exactly = _attend_exactly if plan.kernel == "sdpa" else _attend_without_cudnn
             return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
+            ahead.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
             return kernel.attend(call, quantizer)
         return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
 
@@ -126,10 +130,14 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
     """Run the forward pass of a call with gradients by the kernels of its plan; see `attend_and_save`."""
     ahead.compile_backward(call, plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
-    kernel = cast(TrainingForward, get_forward(plan.kernel))
+    attend = partial(
+        cast(TrainingForward, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
+    )
+    call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(call.query.device.type, enabled=False):
-        return kernel.attend_and_save(replace(call, recipe=get_recipe(plan.recipe)), get_quantizer(plan.quantizer))
+        ahead.compile_forward(call, plan, attend)
+        return attend(call)
 
 
 def plan_training(request: Request, fallback: Fallback) -> Plan:
@@ -152,8 +160,9 @@ def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tenso
     """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
     check_memory(call.output_gradient, call.value, call.output, *call.saved)
     ahead.finish()
+    gradient, value = at_aligned_address(call.output_gradient), at_aligned_address(call.value)
     with torch.autocast(call.value.device.type, enabled=False):
-        return get_backward(kernel).backward(call)
+        return get_backward(kernel).backward(replace(call, output_gradient=gradient, value=value))
 
 
 def announce(plan: Plan) -> None:

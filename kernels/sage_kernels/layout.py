@@ -49,6 +49,11 @@ def is_aligned(x: torch.Tensor) -> bool:
     return channels == 1 and (batch | heads | tokens | x.shape[3]) % elements == 0 and x.data_ptr() % ALIGNMENT == 0
 
 
+def at_aligned_address(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy of it where its address is no multiple of 16 bytes, which would make all loads narrow."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
 class Lengths(NamedTuple):
     """Lengths of sequences packed one after the other: (1, heads, total tokens, channels).
 

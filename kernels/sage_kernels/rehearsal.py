@@ -274,9 +274,21 @@ def _holds_stand_in(x: object) -> bool:
 
 
 def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> StandIn:
-    """Take a view of a stand-in, or allocate one like it; NotRepeatableError for anything else, before it runs."""
+    """Take a view of a stand-in, or allocate one like it; NotRepeatableError for anything else, before it runs.
+
+    Where kernels are only compiled, it may be filled, converted, copied or negated too.
+    """
     of = args[0] if args else None
     schema, allocates = function._schema, function.overloadpacket in _ALLOCATING
+    rehearsed = current()
+    if isinstance(of, StandIn) and rehearsed is not None and rehearsed.compilations is not None:
+        if function.overloadpacket in _FILLING:
+            return of
+        allocates |= function.overloadpacket is torch.ops.aten.new_zeros
+        if function.overloadpacket in _COMPUTING:
+            allocates, options = True, {"dtype": options.get("dtype", of.dtype)}
+            function, args = torch.ops.aten.new_empty_strided.default, [of, of.shape, of.stride()]
+            schema = function._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     if not isinstance(of, StandIn) or schema.is_mutable or not (allocates or views):
         raise NotRepeatableError(f"{function} is more than a view or an allocation")
@@ -299,6 +311,8 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
 
 
 _ALLOCATING = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)
+_FILLING = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.neg_)
+_COMPUTING = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.neg)
 
 
 def _freed(rehearsal: Rehearsal, memory: Memory) -> None:

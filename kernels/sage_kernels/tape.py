@@ -298,6 +298,18 @@ def _launcher(config: int, function: int, parameters: int) -> Callable[[], int]:
     return partial(driver.library().cuLaunchKernelEx, *pointers)
 
 
+def launch_now(launch: PackedLaunch) -> None:
+    """Launch on the current stream of the current device, whose context the thread has.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    space, [(config, addresses, _)] = _pack([launch])
+    struct.pack_into("<Q", space, config + driver.CONFIG_STREAM, current_stream(current_device()))
+    origin = ctypes.addressof(space)
+    driver.check("cuLaunchKernelEx", _launcher(origin + config, launch.function, origin + addresses)())
+
+
 def current_device() -> int:
     """Return the number of PyTorch's current GPU."""
     return torch._C._cuda_getDevice()

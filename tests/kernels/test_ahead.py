@@ -141,6 +141,47 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypat
     assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
 
 
+@pytest.mark.parametrize("kind", ["none", "keys", "bool"])
+def test_what_a_first_call_launches_is_compiled_in_a_thread_each_before_it_runs(monkeypatch, kind):
+    from sage_kernels.language import launch, rotation
+    from sage_kernels.triton.int8_forward import attend_and_save
+    from sage_kernels.triton.quantize import int8
+    from sage_kernels.triton.registration import Int8Quantizer
+
+    def run(self, grid, warmup, **arguments):
+        assert warmup
+        compiled.append((self.__name__, threading.current_thread()))
+
+    def attend(call):
+        return attend_and_save(call, Int8Quantizer(), (9, 0))
+
+    compiled = []
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch.triton.JITFunction, "run", run)
+    monkeypatch.setattr(launch, "_await_compiler", lambda: None)
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(
+        int8, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
+    )
+    mask = {
+        "keys": torch.ones(1, 1, 1, 192, dtype=torch.bool),
+        "bool": torch.ones(192, 192, dtype=torch.bool)[None, None],
+    }
+    with rehearsal.rehearsing() as rehearsed:
+        call = draw(rehearsed)
+        if kind in mask:
+            call = replace(call, mask=Mask.of(rehearsed.stand_in(mask[kind]), 192))
+    for _ in range(2):  # the second call compiles nothing
+        ahead.compile_forward(call, plan_of(call, "int8_backward"), attend)
+    with rehearsal.rehearsing(compiles_only=True) as rehearsed:
+        attend(call)
+    names = [name for name, _ in compiled]
+    assert names and len(names) == len(rehearsed.compilations)
+    assert {"block_statistics", "quantize_key_int8", "int8_forward"} <= set(names)
+    assert len({thread for _, thread in compiled}) == len(compiled)
+
+
 def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
     """Python's own may say so of parsing in two threads, before 3.12.2: "AST constructor recursion depth mismatch"."""
     from sage_kernels.language import launch

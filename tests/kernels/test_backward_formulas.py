@@ -64,7 +64,7 @@ def unrounded(query, key, lse, scale, lengths, recipe):
     else:
         packed = []
         for x, starts in ((query, lengths.cu_seqlens_q.tolist()), (key, lengths.cu_seqlens_k.tolist())):
-            rows = x.new_full((*x.shape[:2], padded_rows(starts[-1], len(starts) - 1), 32), torch.nan)
+            rows = x.new_full((*x.shape[:2], padded_rows(starts[-1], len(starts) - 1), channels), torch.nan)
             for i, (start, stop) in enumerate(pairwise(starts)):
                 first = padded_rows(start, i)
                 rows[:, :, first : first + padded_rows(stop - start)] = 0

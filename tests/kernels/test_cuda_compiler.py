@@ -62,6 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compiler, "HEADERS", folder)
     monkeypatch.setattr(compiler, "_unstored", {})
     monkeypatch.setattr(compiler, "_unusable", set())
+    monkeypatch.setattr(compiler, "announce_compilation", lambda: None)
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SAGE_KERNELS_COMPILE", raising=False)
     return folder
@@ -424,6 +425,14 @@ def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
         compiler.compile("kernel.cu", {"FACTOR": 3})
         assert len(list((folder / "sage-hf" / "cuda").glob("*.cubin"))) == 1
+
+
+def test_a_compilation_is_announced_and_a_cache_hit_is_not(monkeypatch):
+    announced = []
+    monkeypatch.setattr(compiler, "announce_compilation", lambda: announced.append(None))
+    for count in (1, 1, 2):
+        compiler.compile("kernel.cu", {"FACTOR": count})
+        assert len(announced) == count
 
 
 def test_a_compilation_is_logged_and_a_cache_hit_is_not(caplog):

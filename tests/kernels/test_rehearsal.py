@@ -16,7 +16,8 @@ from sage_kernels.rehearsal import (
     rehearsing,
     relocatable,
 )
-from sage_kernels.tape import ALIGNMENT, Bundle, Tape, place_buffers
+from sage_kernels.tape import ALIGNMENT, Bundle, Tape, launch_now, place_buffers
+from tests.helpers import fake_gpu
 
 
 @pytest.fixture
@@ -118,3 +119,32 @@ def test_tensors_of_a_bundle_lie_one_behind_another(rehearsal):
 def test_what_is_kept_for_all_calls_may_be_allocated():
     with FakeTensorMode(), rehearsing(), keeping():
         torch.ones(4, device="cuda")
+
+
+def test_while_kernels_are_only_compiled_a_call_may_compute_what_they_take():
+    with rehearsing(compiles_only=True) as rehearsal:
+        x = rehearsal.stand_in(torch.empty(3, 4, dtype=torch.bfloat16), torch.device("cuda", 0))
+        made = [-x, x.clone(), x.t().int(), x.new_zeros(5, dtype=torch.uint8), x[1:].zero_()]
+        with pytest.raises(NotRepeatableError):
+            x.sum()
+    assert [(y.shape, y.dtype, y.is_cuda) for y in made[2:]] == [
+        ((4, 3), torch.int32, True),
+        ((5,), torch.uint8, True),
+        ((2, 4), torch.bfloat16, True),
+    ]
+    assert len({y.data_ptr() for y in made}) == 5 and made[4].data_ptr() == x.data_ptr() + 8
+
+
+def test_a_launch_by_itself_gets_its_parameters_and_the_current_stream(monkeypatch):
+    def launch(config, function, parameters, extra):
+        launched = fake_gpu.FakeLibrary.cuLaunchKernelEx(library, config, function, parameters, extra)
+        words.extend(library.launched[-1].word(number) for number in range(2))  # while they are there
+        return launched
+
+    library, words = fake_gpu.install(monkeypatch), []
+    library.cuLaunchKernelEx = launch
+    inputs = {"x": torch.empty(4), "y": torch.empty(4)}
+    launch_now(fake_gpu.pack(None, (3, 2), inputs, {}))
+    assert words == [x.data_ptr() for x in inputs.values()]
+    ((_, grid, stream, _),) = library.launched
+    assert (grid, stream) == ((3, 2, 1), fake_gpu.STREAM)

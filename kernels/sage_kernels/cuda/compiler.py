@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..cache import cache_folder
+from ..cache import announce_compilation, cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ def compile(
         with _file_lock(path.with_suffix(".lock")):
             if cubin := read(path):
                 return cubin
+            announce_compilation()
             start = time.perf_counter()
             cubin = _compile(program)
             logger.info("%s: compiled in %.1f s", program, time.perf_counter() - start)

@@ -100,12 +100,17 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
     function.launch(blocks, parameters, dependent)
 
 
-@lru_cache(maxsize=1024)
 def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     """Compile at the same time, one thread for each source, the kernels that a call is about to launch.
 
-    What does not compile says so when it is launched.
+    What does not compile says so when it is launched. Nothing is compiled by a call that is rehearsed.
     """
+    if rehearsal.current() is None:
+        _compile_together(kernels, device)
+
+
+@lru_cache(maxsize=1024)
+def _compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     arch = architecture(torch.cuda.get_device_capability(device))
     sources = dict.fromkeys(kernel.source for kernel in kernels)
     threads = [threading.Thread(target=_try_to_compile, args=(source, arch)) for source in sources]

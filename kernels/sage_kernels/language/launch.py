@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,9 @@ import triton
 import triton.language as tl
 
 from .. import driver, rehearsal
+from ..cache import announcing_if_slow
+from ..rehearsal import NotRepeatableError
+from ..tape import launch_now
 from .packing import pack
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,10 @@ UNSPECIALIZED = [
     *("lse_stride_batch", "lse_stride_head", "lse_stride_token", "valid_stride", "spans_stride"),
     *("tiles_stride_batch", "tiles_stride_head", "tiles_stride_row"),
 ]
+
+ALIGNED_PARAMETERS = re.compile(r"^channels$|head_dim$|^(?!mask_).*stride_(batch|head|token|row)$")
+"""Parameters that Q, K, V, outputs and gradients decide, and which together decide how wide their tiles are loaded."""
+ALIGNMENT = 16  # of sizes, strides and addresses, of which Triton knows whether they are multiples
 
 TOKEN_AXES = ("batch", "head", "token", "channel")
 MASK_AXES = ("batch", "head", "row", "column")
@@ -132,14 +140,15 @@ def launch(
         "enable_fp_fusion": enable_fp_fusion,
         "maxnreg": maxnreg,
     }
+    if id(kernel) not in _digested:
+        _digest(kernel)
+    kernel = _fitting(kernel, arguments)
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Launch(kernel, grid, arguments, options))
         return
     if 0 in grid:
         return
-    if id(kernel) not in _digested:
-        _digest(kernel)
     if (rehearsed := rehearsal.current()) is not None:
         if rehearsed.compilations is None:
             packed = pack(kernel, grid, arguments, options)
@@ -148,24 +157,58 @@ def launch(
             rehearsed.launched(packed)
         else:
             run = partial(kernel.run, grid=grid, warmup=True, **arguments, **options)
-            rehearsed.compilations.append(partial(_compile, run))
+            rehearsed.compilations.append(partial(compile_now, run))
         return
     device = next(iter(arguments.values())).device
     with _launching(device):
         constants = (value for name, value in arguments.items() if name.isupper())
         key = (kernel, device, *constants, *options.values())
-        if key in _compiled:
-            kernel[grid](**arguments, **options)
-            return
-        start = time.perf_counter()
-        _await_compiler()
-        kernel[grid](**arguments, **options)
+        with contextlib.nullcontext() if key in _compiled else _first_launch(kernel):
+            if device.type != "cuda" or torch.version.hip is not None:
+                kernel[grid](**arguments, **options)
+            else:
+                try:  # Triton's own launcher is made by a C compiler for each signature, which takes a second
+                    launch_now(pack(kernel, grid, arguments, options))
+                except (AttributeError, NotRepeatableError, OSError):  # also where the driver lacks a function
+                    kernel[grid](**arguments, **options)
         _compiled.add(key)
-        logger.info(
-            "%s: first launch took %.1f s with its compilation, which Triton caches on disk",
-            kernel.__name__,
-            time.perf_counter() - start,
-        )
+
+
+@contextlib.contextmanager
+def _first_launch(kernel: triton.JITFunction) -> Iterator[None]:
+    start = time.perf_counter()
+    _await_compiler()
+    with announcing_if_slow():
+        yield
+    logger.info("%s: first launch took %.1f s with its compilation", kernel.__name__, time.perf_counter() - start)
+
+
+def _fitting(kernel: triton.JITFunction, arguments: dict[str, Any]) -> triton.JITFunction:
+    """Return the variant of a kernel for arguments: itself if all that callers decide is aligned, else a general one.
+
+    Triton would compile one for each set of aligned arguments, though one that is not makes all loads narrow.
+    """
+    if not isinstance(kernel, triton.JITFunction):  # interpreted
+        return kernel
+    for name in _aligned_parameters(kernel):
+        if arguments[name] % ALIGNMENT:
+            return _general(kernel)
+    for x in arguments.values():
+        if isinstance(x, torch.Tensor) and x.data_ptr() % ALIGNMENT:
+            return _general(kernel)
+    return kernel
+
+
+@cache
+def _aligned_parameters(kernel: triton.JITFunction) -> tuple[str, ...]:
+    specialized = (x.name for x in kernel.params if not (x.is_constexpr or x.do_not_specialize))
+    return tuple(filter(ALIGNED_PARAMETERS.search, specialized))
+
+
+@cache
+def _general(kernel: triton.JITFunction) -> triton.JITFunction:
+    """Return a kernel that is compiled once for all values of `ALIGNED_PARAMETERS`."""
+    return type(kernel)(kernel.fn, do_not_specialize=[*kernel.do_not_specialize, *_aligned_parameters(kernel)])
 
 
 @contextlib.contextmanager
@@ -225,9 +268,11 @@ def _digest_triton() -> None:
         import_module("triton.runtime.cache").triton_key()
 
 
-def _compile(run: Callable[[], object]) -> None:
+def compile_now(run: Callable[[], object]) -> None:
+    """Compile a kernel by `run`, in any thread."""
     _await_compiler()
-    try:
-        run()
-    except SystemError:  # by Python before 3.12.2, where another thread parses at the same time
-        run()
+    with announcing_if_slow():
+        try:
+            run()
+        except SystemError:  # by Python before 3.12.2, where another thread parses at the same time
+            run()

@@ -87,7 +87,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
         V_CHANNELS=v_channels,
         CAUSAL=call.is_causal,
         MASK=kind,
-        WIDTH=max(config.block_n, power_of_two(kv_len)) if kind == "few keys" else 0,
+        WIDTH=UNLISTED if kind == "few keys" else 0,
         BIAS_ROWS=bias_rows,
         **config.constants,
     )
@@ -351,7 +351,7 @@ def attend_tile(
     return new_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "mask_stride_batch", "mask_stride_head"])
 def exact_forward(
     query,
     key,

@@ -29,7 +29,7 @@ class MaskTiles:
         tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for a block of
             rows, then 2 · tile + (1 if some of its scores are masked or biased) for each, in order. Sizes are 1 where
             the mask is broadcast.
-        valid: int32 (mask batch, kv_len), 0 for keys that count in no mean and no scale
+        valid: uint8 (mask batch, kv_len), 0 for keys that count in no mean and no scale
             (`reference.forward.valid_keys`).
     """
 
@@ -77,14 +77,16 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         CAUSAL=call.is_causal,
         num_warps=max(4, block_m // 16),
     )
+    valid = mask.new_empty((batches, columns), dtype=torch.uint8)
     launch(
         count_keys,
         (ceil_div(columns, 1024), batches),
         keys=keys,
+        valid=valid,
         kv_len=columns,
         BLOCK=1024,
     )
-    return MaskTiles(mask, tiles, keys[:, :columns])
+    return MaskTiles(mask, tiles, valid)
 
 
 @triton.jit
@@ -167,10 +169,11 @@ def list_tiles(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def count_keys(keys, kv_len, BLOCK: tl.constexpr):
-    """Write which keys count: those without padding if every query has such a key, else all that some query may see."""
+def count_keys(keys, valid, kv_len, BLOCK: tl.constexpr):
+    """Write to `valid` which keys count: those without padding if every query has such a key, else all seen ones."""
     keys += tl.program_id(1).to(tl.int64) * (kv_len + 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < kv_len
     bits = tl.load(keys + column, mask=inside, other=0)
-    tl.store(keys + column, tl.where(tl.load(keys + kv_len) == 0, bits & UNPADDED, bits & ALLOWED), mask=inside)
+    counts = tl.where(tl.load(keys + kv_len) == 0, bits & UNPADDED, bits & ALLOWED)
+    tl.store(valid + tl.program_id(1).to(tl.int64) * kv_len + column, counts.to(tl.uint8), mask=inside)

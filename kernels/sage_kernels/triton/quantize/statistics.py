@@ -16,7 +16,7 @@ from ... import transforms
 from ...call import Call
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import operand_row, sequence_range
-from ...layout import BLOCK, Sequences, batch_strides, padded_channels, power_of_two, stride_of
+from ...layout import BLOCK, Sequences, batch_strides, padded_channels, stride_of
 from ...operands import Statistics
 from .choice import choose_keys, is_finite, mean_query, write_scores
 from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, quiet_groups, reduce_block, tokens_of_groups
@@ -92,7 +92,7 @@ def token_statistics(
         )
         return parts
 
-    k_channels, v_channels = padded_channels(key.shape[-1]), max(16, power_of_two(value.shape[-1]))
+    k_channels, v_channels = (padded_channels(x.shape[-1]) for x in (key, value))
     statistics = Statistics(
         new(batch, kv_heads, k_channels),
         new(batch, kv_heads, v_channels),
@@ -265,7 +265,7 @@ def block_statistics(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def key_statistics(
     parts,
     valid,

@@ -17,7 +17,7 @@ from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import operand_row, sequence_range
 from ...language.tiles import operand_token
 from ...language.tokens import load_tokens, tail_source
-from ...layout import BLOCK, Sequences, batch_strides, ceil_div, power_of_two, stride_of
+from ...layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...operands import VALUE_DTYPES, Statistics
 from .heavy import choice_places
 
@@ -30,7 +30,6 @@ MAX_MOVE = tl.constexpr(LARGEST_MOVE)
 ERROR_ROUNDER = tl.constexpr(1.5 * 2**23 * ERROR_STEP)
 SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
 HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
-MIN_CHANNELS = 16
 CHUNK = 64  # channels of a program at most, so that registers allow more programs in flight
 
 
@@ -57,7 +56,7 @@ def quantize_value(
         `language.tiles.operand_token`: a thread's weights are then the operand of P·V where Q·Kᵀ left its scores.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
-    channels = max(MIN_CHANNELS, power_of_two(v_head_dim))
+    channels = padded_channels(v_head_dim)
     operand_batch = 1 if sequences.packed else batch
     shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
     values = value.new_empty((operand_batch, kv_heads, *shape), dtype=VALUE_DTYPES[pv])
