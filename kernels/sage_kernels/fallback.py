@@ -1,4 +1,4 @@
-"""Names of what a caller lets run where a recipe has no native kernel; no torch is imported, so that parsers may ask."""
+"""Names of what a caller lets run where a recipe has no native kernel; importing them imports no torch."""
 
 from __future__ import annotations
 
