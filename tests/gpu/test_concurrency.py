@@ -160,7 +160,8 @@ def test_another_thread_captures_graphs_of_its_own(device, recipe):
         ready.wait()
         while not done.is_set():
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # By default, PyTorch forbids all threads to allocate while one captures.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 y = (x * 2 + 1).sum()
             graph.replay()
             replays.append(y.clone())
