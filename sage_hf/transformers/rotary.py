@@ -54,7 +54,7 @@ _agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
 
 
 class _Replacement(NamedTuple):
-    """Values of an attribute of a modelling file or a layer's class: the original, ours, and the models that need it."""
+    """Values of an attribute of a modelling file or a layer's class, and the models that need ours."""
 
     original: Any
     ours: Any
