@@ -80,7 +80,8 @@ DEVICE float score_of(const Partial& partial, int i) {
 }
 
 // Sum what threads have of tokens of one `scored_row` of 8 and the next, 16 of 64: those that share a scale.
-DEVICE float sum_of_scale(float x) {
+// Inlined, it would spill nine registers of the loop around it.
+__device__ __noinline__ float sum_of_scale(float x) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= distance == 4 ? 4 : 2)
     x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
@@ -436,7 +437,8 @@ DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 
 }
 
 // Return the sharers of K whose tokens are not loud, a bit for each; all of a block's threads call.
-DEVICE uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
+// Not inlined, for the registers of the loop before it.
+__device__ __noinline__ uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
   constexpr int ALL_WARPS = STATISTICS_THREADS / 32;
   __shared__ float sums[ALL_WARPS][SHARERS];
 #pragma unroll
