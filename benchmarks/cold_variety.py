@@ -229,7 +229,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     compiler.why_not, launch._try_to_compile = (lambda *_: ""), lambda *_: None
     tensor_map.relocatable = lambda make, address: bytes(128)
     rehearsal._NoMemory, ahead.compile_forward, ahead.compile_backward = Pretending, *[lambda *_: None] * 2
-    flash3._operator = lambda: print
+    flash3._operator, flash3._row_blocks = (lambda: print), lambda call: 8
     flash3.FlashAttention3.attend = lambda self, call: call.new_outputs()[0]
     properties = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, name="NVIDIA H100 80GB HBM3")
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

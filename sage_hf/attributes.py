@@ -1,8 +1,8 @@
 """The attributes that sage_hf sets on objects of other libraries.
 
 It sets no others, but for methods of diffusers' classes (`diffusers.models`), the forward passes and rotations in
-transformers' modelling files (`transformers.rotary`), and VSA's gates in Wan's blocks, which are modules with weights
-(`diffusers.gates`).
+transformers' modelling files while a model runs a recipe of ours (`transformers.rotary`), and VSA's gates in Wan's
+blocks, which are modules with weights (`diffusers.gates`).
 
 LAYER is set on diffusers' attention modules that a shared processor serves: (that processor, the module's `Layer`).
 The others are set on attention modules of transformers. RECIPE, TRAINING and FALLBACK, which a user may set too, name

@@ -34,6 +34,8 @@ BACKENDS = ("cudnn", "flash", "efficient")
 
 SHARING = "split_forward"
 """Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
+OWN_RUNNERS = (SHARING, "exact_forward")
+"""Exact kernels of ours."""
 KEYS_OF_FEW = 4
 """Keys for each query from which queries are few, without a table."""
 TRAINING = ", forward and backward"
@@ -110,17 +112,20 @@ class Table:
     def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | Between | None:
         """Return the time of a runner's calls of a head_dim; None if it cannot be told from those that were measured.
 
-        A head_dim that was not measured lies between the two next to it. Below all of them, the least one stands for
-        those that kernels pad to the same power of two.
+        Kernels of ours pad a head_dim to a power of two, so one that was not measured takes what the next larger one of
+        the same width takes. Elsewhere it lies between the two next to it.
         """
         curves = self._by_kind.get((runner, mask, causal), ())
         above = next((curve for curve in curves if head_dim <= curve.head_dim), None)
         if above is None or above.head_dim == head_dim:
             return above
         below = next((curve for curve in reversed(curves) if curve.head_dim < head_dim), None)
-        if below is not None:
-            return Between(below, above, (head_dim - below.head_dim) / (above.head_dim - below.head_dim))
-        return above if (head_dim - 1).bit_length() == (above.head_dim - 1).bit_length() else None
+        pads = below is None or " by " in runner or runner in OWN_RUNNERS
+        if pads and (head_dim - 1).bit_length() == (above.head_dim - 1).bit_length():
+            return above
+        if below is None:
+            return None
+        return Between(below, above, (head_dim - below.head_dim) / (above.head_dim - below.head_dim))
 
     def exact(self, mask: str, causal: bool, head_dim: int, runners: Sequence[str] = BACKENDS) -> list[Curve | Between]:
         """Return the curves of those exact runners that were measured for such calls."""

@@ -42,7 +42,7 @@ NO_KEY = 2**31 - 1
 LOUD_GROUPS = 8
 """Groups of K's tokens: block n of 128 tokens belongs to group n modulo this number."""
 LOUD = 32.0
-"""Mean square of a group of K's tokens, in those of the median group, beyond which the group is loud."""
+"""A group of K's tokens is loud if its mean square exceeds that of the median group so many times."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:

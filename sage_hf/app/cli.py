@@ -161,22 +161,21 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not _is_of_machine(error):
+        if (message := _message_of_machine(error)) is None:
             raise
+        print(message, file=sys.stderr)
         return 2
 
 
-def _is_of_machine(error: RuntimeError) -> bool:
-    """Print the error and return True if the GPU lacks memory or a kernel; return False of any other error."""
+def _message_of_machine(error: RuntimeError) -> str | None:
+    """Return what to print if the GPU lacks memory, or a kernel that was asked for; None of any other error."""
     import torch
 
     from sage_kernels.registry import KernelUnavailableError
 
-    if not isinstance(error, torch.OutOfMemoryError | KernelUnavailableError):
-        return False
-    advice = "\nTry less height, width or frames, --cpu-offload or --vae-tiling."
-    print(f"error: {error}{advice if isinstance(error, torch.OutOfMemoryError) else ''}", file=sys.stderr)
-    return True
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"error: {error}\nTry less height, width or frames, --cpu-offload or --vae-tiling."
+    return f"error: {error}" if isinstance(error, KernelUnavailableError) else None
 
 
 def _env(args: argparse.Namespace) -> None:
@@ -323,6 +322,9 @@ def _compare(args: argparse.Namespace) -> None:
         return
     if args.prompt:
         raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
+    rendering = ("steps", "height", "width", "frames", "guidance_scale", "fps", "seed", "cpu_offload", "vae_tiling")
+    if given := [name for name in rendering if getattr(args, name)]:
+        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out beside --text")
     if args.pretrained is None:
         raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")
     from sage_hf.app.generate import torch_dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib import metadata
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def sage_attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask, causality = attention_mask, _causality_of(attention_mask, query.shape[2], key.shape[2])
-    if mask is not None and mask.shape[-1] > key.shape[2] and version("transformers") < "5":
+    if mask is not None and mask.shape[-1] > key.shape[2] and metadata.version("transformers").startswith("4."):
         mask = mask[..., : key.shape[2]]
     if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]
@@ -134,8 +134,9 @@ def _causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> tuple[i
     if mask is None or torch.compiler.is_compiling():
         return None
     offset, keys, version = getattr(mask, CAUSALITY, (None, None, None))
-    known = offset is not None and version == mask._version and mask.shape[2:] == (q_len, kv_len)
-    return (offset, keys) if known else None
+    if offset is None or version != mask._version or mask.shape[2:] != (q_len, kv_len):
+        return None
+    return offset, keys
 
 
 def _attend(

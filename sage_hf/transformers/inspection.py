@@ -43,7 +43,7 @@ def methods(module_class: type) -> Iterator[CodeType]:
     """
     for name in dir(module_class):
         for base in module_class.__mro__:
-            function = inspect.unwrap(vars(base).get(name))
+            function: Any = inspect.unwrap(vars(base).get(name, object.__init__))
             if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
                 yield from _nested(function.__code__)
             if name in vars(base) and "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):

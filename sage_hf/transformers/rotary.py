@@ -54,7 +54,7 @@ _agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
 
 
 class _Replacement(NamedTuple):
-    """What an attribute of a modelling file or of a layer's class was and is, and the models for which it is."""
+    """Values of an attribute of a modelling file or a layer's class, and the models that need ours."""
 
     original: Any
     ours: Any

@@ -184,6 +184,7 @@ def test_what_is_no_language_model_or_no_text_is_refused(folder, language_model,
     assert "no two tokens" in refused(capsys, "compare", "--pretrained", language_model, "--text", text)
     assert "is a diffusers pipeline" in refused(capsys, "compare", "--pretrained", folder, "--text", text)
     assert "needs --pretrained" in refused(capsys, "compare", "--text", text)
+    assert "--steps is for renderings" in refused(capsys, "compare", "--text", text, "--steps", "2")
     assert "give one of them" in refused(capsys, "compare", "--text", text, "--prompt", "a")
     message = refused(capsys, "compare", "--pretrained", language_model, "--prompt", "a", "--output", tmp_path)
     assert "sage-hf compare --text FILE" in message

@@ -152,6 +152,14 @@ def test_a_head_dim_takes_what_the_two_measured_next_to_it_take():
     assert table.curve("flash", "none", False, 257) is None
 
 
+@pytest.mark.parametrize("runner", [RUNNER, "exact_forward"])
+def test_a_kernel_of_ours_takes_as_long_as_for_the_width_to_which_it_pads(runner):
+    table = Table("a GPU", H200, {}, tuple(curve(runner, launch=d, head_dim=d) for d in (64, 128, 192, 256)))
+    sizes = Sizes(1, 8, 8, 1000, 1000, 0)
+    for head_dim, us in ((40, 64), (72, 128), (136, 192), (200, 256)):
+        assert table.curve(runner, "none", False, head_dim).us(sizes) == us
+
+
 @pytest.mark.parametrize(("measured", "served"), [(64, range(40, 65, 8)), (256, range(136, 257, 8))])
 def test_one_head_dim_stands_for_those_that_kernels_pad_alike_and_for_no_other(measured, served):
     table = Table("a GPU", H200, {}, (curve("flash", head_dim=measured),))

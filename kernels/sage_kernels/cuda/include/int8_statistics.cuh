@@ -79,12 +79,15 @@ DEVICE float score_of(const Partial& partial, int i) {
   return score;
 }
 
-// Sum what threads have of tokens of one `scored_row` of 8 and the next, 16 of 64: those that share a scale.
-DEVICE float sum_of_scale(float x) {
+// Return a score, which counts by its magnitude where that exceeds the sum of the other 15 that share a scale: those of
+// a `scored_row` of 8 and the next, of 64 tokens. Inlined, it would spill nine registers of the loop around it.
+__device__ __noinline__ float choice_score(float score) {
+  const float magnitude = is_finite(score) ? fabsf(score) : 0.0f;
+  float sum = magnitude;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= distance == 4 ? 4 : 2)
-    x = __fadd_rn(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
+    sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
+  return magnitude > 0.5f * sum ? magnitude : score;
 }
 
 // Find the parts of the scores of the thread's tokens, by the matrix units: a lane 4g + t has 8 channels of a row of A,
@@ -394,8 +397,7 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
       const int token = block * BLOCK + scored_token(i);
       const float found = __fmul_rn(score_of(partial, i), b.softmax_scale);
       const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
-      const float magnitude = scored ? fabsf(found) : 0.0f;
-      float score = magnitude > 0.5f * sum_of_scale(magnitude) ? magnitude : scored ? found : -INFINITE;
+      float score = choice_score(scored ? found : -INFINITE);
       // First keys stay unless others' scores exceed theirs by the margin, or they have none; only the last may go.
       if (token < FIRST_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
       if (token < FIRST_KEYS - PLACES) score = -INFINITE;
@@ -436,7 +438,8 @@ DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 
 }
 
 // Return the sharers of K whose tokens are not loud, a bit for each; all of a block's threads call.
-DEVICE uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
+// Not inlined, for the registers of the loop before it.
+__device__ __noinline__ uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
   constexpr int ALL_WARPS = STATISTICS_THREADS / 32;
   __shared__ float sums[ALL_WARPS][SHARERS];
 #pragma unroll

@@ -1,0 +1,47 @@
+"""The self-check finds Triton's kernels right, on a GPU that is none of those that its bounds were tried on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels import backends, examination  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.examination import Case
+from sage_kernels.registry import Plan, Request
+from tests.helpers.portable_fp4 import without_inline_assembly
+
+ADA = (8, 9)
+REQUEST = Request("sage2", "cuda", ADA, torch.bfloat16, 2, 2, 2, 200, 333, 64, 64, "none", False, False)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Ada's kernels, and cases that the interpreter runs in seconds."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: ADA)
+    monkeypatch.setattr(examination, "Q_LEN", 72)
+    monkeypatch.setattr(examination, "KV_LEN", 150)
+
+
+@pytest.mark.parametrize(
+    ("case", "backward"),
+    [(Case("sage2", q_heads=4), ""), (Case("sage_bwd", grad=True), "int8_backward")],
+    ids=["sage2", "gradients"],
+)
+def test_a_right_kernel_passes(case, backward):
+    plan = Plan(REQUEST, "int8_forward", case.recipe, "native", (), "int8_quantize", backward)
+    found = examination.examine(plan, case, torch.device("cpu"))
+    assert {one.kernel for one in found} == {"int8_forward", "int8_quantize"} | ({backward} if backward else set())
+    for one in found:
+        assert one.reason == ""
+        assert 0 < one.distance < 1
+
+
+def test_the_native_nvfp4_kernel_passes(monkeypatch):
+    """Of consumer Blackwell, with its tensor cores' products and roundings in portable functions."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    without_inline_assembly(monkeypatch)
+    request = replace(REQUEST, recipe="sage3", capability=(12, 0))
+    plan = Plan(request, "nvfp4_forward", "sage3", "native", (), "nvfp4_quantize")
+    forward, quantizer = examination.examine(plan, Case("sage3"), torch.device("cpu"))
+    assert (forward.kernel, quantizer.kernel) == ("nvfp4_forward", "nvfp4_quantize")
+    assert forward.reason == "" and 0 < forward.distance < 1
