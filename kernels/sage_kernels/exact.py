@@ -18,8 +18,8 @@ ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no
 
 pytorch_sdpa: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 """PyTorch's scaled_dot_product_attention, wherever the name in torch.nn.functional leads by now."""
-_PRIORITY_ORDER = torch._C._get_sdp_priority_order()
-"""PyTorch's own order of the backends, as long as nobody sets one."""
+_LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
+"""Backends besides cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
 
 
 def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
@@ -310,13 +310,14 @@ def without_cudnn(
 ) -> torch.Tensor:
     """Call the operator that PyTorch's function would choose if there were no cuDNN, and touch no switch of PyTorch.
 
-    PyTorch's function runs off the GPU, with dropout or gradients, where the caller has set an order of the backends,
+    PyTorch's function runs off the GPU, with dropout or gradients, where the caller has set another order of them,
     and where the backends that the caller allows do not serve the call. Arguments are those of PyTorch's function, with
     16-bit rows aligned as `sdpa` aligns them.
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
-    if not _on_gpu(query) or dropout_p or grad or torch._C._get_sdp_priority_order() != _PRIORITY_ORDER:
+    order = [x for x in torch._C._get_sdp_priority_order() if x in _LEFT]
+    if not _on_gpu(query) or dropout_p or grad or order != _LEFT:
         return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
     params = SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is None and can_use_flash_attention(params):
