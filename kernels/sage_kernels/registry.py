@@ -392,7 +392,8 @@ def _why_slower(plan: Plan) -> str:
 
 def _exact_kernel(request: Request) -> str:
     """Return the name of the exact kernel for a call that falls back to it."""
-    if not _routing or request.grad or request.device_type != "cuda":
+    sizes = request.batch, request.q_heads, request.kv_heads, request.q_len, request.kv_len
+    if not _routing or request.grad or request.device_type != "cuda" or 0 in sizes:
         return "sdpa"
     return costs.fastest_exact(request, exact_kernels(request))
 
