@@ -288,6 +288,8 @@ def sdpa(
     if _on_gpu(query):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
+        if _misleads_cudnn(query, value):
+            query = query.clone(memory_format=torch.contiguous_format)
         if mask is not None and mask.dtype != torch.bool and not _is_read_in_place(query, key, value, mask, dropout_p):
             mask = _with_aligned_rows(mask)
     if lower_right:
@@ -371,7 +373,9 @@ def takes_as_they_are(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     if 0 in (*query.shape[:3], key.shape[-2]) or (scale is not None and scale <= 0):
         return False
     multiple = ALIGNMENT // query.element_size()
-    return not _on_gpu(query) or all(_aligned(x, multiple) is x for x in (query, key, value))
+    if not _on_gpu(query):
+        return True
+    return not _misleads_cudnn(query, value) and all(_aligned(x, multiple) is x for x in (query, key, value))
 
 
 def nothing_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -467,6 +471,15 @@ def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
     if not _is_aligned(stored):
         stored = stored.clone(memory_format=torch.contiguous_format)
     return stored.expand(*x.shape[:-1], -1)
+
+
+def _misleads_cudnn(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether PyTorch would derive a wrong layout for cuDNN's output from the query's strides.
+
+    With repeated heads or batch elements (stride 0) and another number of channels in V, the layout's last stride is
+    not 1: cuDNN refuses the call or ends the process (PyTorch 2.11).
+    """
+    return query.shape[-1] != value.shape[-1] and 0 in query.stride()[:-1]
 
 
 def _is_aligned(x: torch.Tensor) -> bool:

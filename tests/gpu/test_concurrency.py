@@ -131,6 +131,7 @@ def test_another_thread_works_on_every_stream_of_pytorchs_pool(device, recipe):
 
     def users():
         x = torch.ones(4096, device=device)
+        torch.cuda.current_stream().synchronize()
         while not done.is_set():
             with torch.cuda.stream(torch.cuda.Stream()):
                 sums.append(float((x * 2).sum()))

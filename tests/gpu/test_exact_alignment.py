@@ -148,6 +148,19 @@ def test_scales_of_either_sign_are_honoured(device, scale, dtype):
         assert_right(inputs, mask, is_causal, "exact", True, scale=scale)
 
 
+@pytest.mark.parametrize("v_head_dim", [64, 128])
+def test_heads_that_repeat_one_are_attended_to_rightly(device, v_head_dim):
+    query, value = (
+        draw(device, torch.bfloat16, 1, tokens, size).expand(BATCH, HEADS, -1, -1)
+        for tokens, size in ((5, 128), (129, v_head_dim))
+    )
+    key = draw(device, torch.bfloat16, HEADS, 129, 128, seed=1)
+    for mask in (None, torch.ones(5, 129, dtype=torch.bool, device=device).tril(100)):
+        output = exact.sdpa(query, key, value, mask=mask, scale=0.3)
+        expected = exact.attention(query, key, value, mask=mask, scale=0.3)[0]
+        assert (output - expected).abs().max() <= tolerance(torch.bfloat16, value.abs().max().item())
+
+
 @pytest.mark.parametrize("mask_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", ["exact", "sage1"])

@@ -176,7 +176,7 @@ def test_steps_over_the_same_keys_run_by_one_kernel_and_are_right(device, routed
         with record.observe(lambda one: ran.append(one.plan.kernel)):
             output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
         assert_rounded_twice(call, output)
-    assert ran == ["sdpa_without_cudnn"] * 4
+    assert len(set(ran)) == 1 and ran[0] in ("fa3", "sdpa_without_cudnn", "split_forward")
 
 
 @pytest.mark.parametrize("kind", ["none", "causal none", "lengths", "window", "bias", "key bias"])

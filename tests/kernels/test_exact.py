@@ -77,6 +77,13 @@ def test_what_a_gpu_gets_is_aligned(handed_over, dtype, head_dim, extra, offset)
     assert call["key"].shape == (2, 3, 17, padded)
 
 
+def test_repeated_heads_of_queries_are_stored_beside_another_width_of_values(handed_over):
+    query, key = cuda(2, 1, 5, 128, dtype=torch.bfloat16).expand(2, 4, 5, 128), cuda(2, 4, 9, 128, dtype=torch.bfloat16)
+    for width in (64, 128):
+        exact.sdpa(query, key, cuda(2, 4, 9, width, dtype=torch.bfloat16))
+    assert [call["query"].stride(1) for call in handed_over] == [5 * 128, 0]
+
+
 def test_what_is_aligned_is_handed_over_as_it_is(handed_over):
     tensors = [cuda(2, 3, 17, 64, dtype=torch.float16, row_stride=80, offset=8) for _ in range(3)]
     mask = cuda(2, 1, 17, 17, dtype=torch.float16, row_stride=24)

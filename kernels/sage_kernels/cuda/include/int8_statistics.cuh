@@ -466,8 +466,8 @@ DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair)
 }
 
 // Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean, and how many keys,
-// of the sharers whose bits are set, and queries were counted. Squares are summed in another order than there: where the logarithm lies between two
-// integers it may be the other one.
+// of the sharers whose bits are set, and queries were counted. Squares are summed in another order than there: where
+// the logarithm lies between two integers it may be the other one.
 DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, uint32 sharers, float keys,
                             float queries) {
   float of_key = 0.0f, of_query = 0.0f;
@@ -501,8 +501,9 @@ DEVICE uint16 factor(int exponent, uint32 channel) {
 
 // Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
 // channel that they have in those of the first LANES threads, and the sharers and keys as `balance_exponent` has them.
-DEVICE void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel, float mean,
-                             uint32 sharers, float keys) {
+// Not inlined, for the registers of the loops before it.
+__device__ __noinline__ void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel,
+                                              float mean, uint32 sharers, float keys) {
   uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));
   float queries = 0.0f;
   if (BALANCE && threadIdx.x < 32) queries = sampled_queries(s, b, pair) * (b.q_heads / s.kv_heads);
