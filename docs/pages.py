@@ -27,8 +27,10 @@ BENCHMARKS = "benchmarks"
 """The folder of the benchmarks and their results, relative to the repository."""
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-MODELS = "nvidia-h200-models"
-"""Name of the result with the times of whole models' steps."""
+MODELS = "nvidia-h100-80gb-hbm3-models"
+"""Name of the result with the times of whole models' steps, and of what saves how much of them."""
+ALL_MODELS = "nvidia-h200-models"
+"""Name of the result with the times of more models, and of others' attention in them."""
 SPARSE = "nvidia-h200-sparse"
 """Name of the result with the speed over block lists."""
 SPARSE_QUALITY = "nvidia-h200-sparse_quality"
@@ -39,7 +41,7 @@ PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
 FP4_PREPARATION = "nvidia-h200-sage3"
 """Name of the result with the times of what FP4 attention needs before it attends."""
-HOST = "nvidia-h200-host"
+HOST = "nvidia-h100-80gb-hbm3-host"
 """Name of the result with the host time of calls."""
 NORM_ROPE = "nvidia-h200-norm_rope"
 """Name of the result with the times of norm and rotation of queries."""
@@ -83,11 +85,16 @@ def gain() -> str:
 
 
 def model_gain() -> str:
-    """Return a table of the time of a step of every measured model."""
-    result = read_result(MODELS)
-    every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
+    """Return a table of the time of a step of the models measured with each part of ours left out."""
     drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
-    return "\n\n".join((drawn, tables.model_gain(result), every, tables.model_speed(result), sources(MODELS)))
+    return "\n\n".join((drawn, tables.model_gain(read_result(MODELS)), sources(MODELS)))
+
+
+def all_models() -> str:
+    """Return tables of the time of a step of more models, also with others' attention."""
+    result = read_result(ALL_MODELS)
+    every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
+    return "\n\n".join((tables.model_gain(result), every, tables.model_speed(result), sources(ALL_MODELS)))
 
 
 def arrows() -> str:
@@ -455,6 +462,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sparse-speed": sparse_speed,
     "sparse-quality": sparse_quality,
     "model-gain": model_gain,
+    "all-models": all_models,
     "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(
         (

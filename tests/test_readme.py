@@ -59,8 +59,8 @@ def test_the_gain_is_that_of_whole_models_once_they_are_measured(monkeypatch, tm
     row = {"model": "Tiny", "mode": "eager", "provider": "default", "ms": 3.0}
     ours = row | {"provider": "sage_hf:sage2", "ms": 2.0, "kernels": {"int8_forward": 4}}
     result = {**facts, "date": "2026-01-01", "rows": [row, ours]}
-    (tmp_path / "nvidia-h200-models.json").write_text(json.dumps(result))
-    assert "| Tiny | 3 | 2 | 1.50× | INT8 in 4 of 4 |" in pages.gain()
+    (tmp_path / f"{pages.MODELS}.json").write_text(json.dumps(result))
+    assert "| Tiny | 3 | 2 | – | 1.50× | INT8 in 4 of 4 |" in pages.gain()
 
 
 @each_page

@@ -171,11 +171,16 @@ def low_bit_gain(result: dict[str, Any], most: int) -> str:
     gains = model_gains(result)
     low_bit = [gain for gain in gains if gain.low_bit and gain.mode == "eager"]
     low_bit.sort(key=lambda gain: (gain.name not in PIPELINES, -gain.ratio))
-    header = ["model, eager", "baseline, ms", "with sage-hf, ms", "faster by", "what ran in its attention calls"]
+    header = ["model, eager", "baseline, ms", "with sage-hf, ms", "without FA3, ms", "faster by"]
     table = [
-        [gain.label, _ms(gain.before_ms), _ms(gain.after_ms), f"{gain.ratio:.2f}×", gain.what_ran]
+        [
+            *(gain.label, _ms(gain.before_ms), _ms(gain.after_ms)),
+            MISSING if gain.without_fa3_ms is None else _ms(gain.without_fa3_ms),
+            *(f"{gain.ratio:.2f}×", gain.what_ran),
+        ]
         for gain in low_bit[:most]
     ]
+    header.append("what ran in its attention calls")
     others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in others)
     found = f"{slower} slower" if slower else "none is slower"
