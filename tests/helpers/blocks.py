@@ -9,10 +9,10 @@ def draw_blocks(batch, heads, q_len, kv_len, block_m=128, block_n=128, share=0.5
     """A list in random order; the first of several blocks of rows has no tile, the last one all."""
     generator = torch.Generator().manual_seed(seed)
     row_blocks, tiles = -(-q_len // block_m), -(-kv_len // block_n)
-    kept = torch.rand(batch, heads, row_blocks, tiles, generator=generator) < share
+    kept = torch.rand(batch, heads, row_blocks, tiles, generator=generator, dtype=torch.float32) < share
     kept[:, :, 0] = False
     kept[:, :, -1] = True
-    order = torch.rand(kept.shape, generator=generator).masked_fill(~kept, 2.0).argsort(-1).int()
+    order = torch.rand(kept.shape, generator=generator, dtype=torch.float32).masked_fill(~kept, 2.0).argsort(-1).int()
     return BlockList(kept.sum(-1, dtype=torch.int32), order, block_m, block_n)
 
 
