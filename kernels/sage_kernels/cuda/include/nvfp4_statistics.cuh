@@ -134,7 +134,8 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens, uint32 gr
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       const int block = first + i * 8 + row;
-      x[i] = block < blocks && groups >> row & 1 ? sums[static_cast<int64>(block) * (LINES * CHANNELS) + channel] : 0.0f;
+      x[i] =
+          block < blocks && groups >> row & 1 ? sums[static_cast<int64>(block) * (LINES * CHANNELS) + channel] : 0.0f;
     }
     partial[row][channel] = sum_of_halves(x);
     __syncthreads();
