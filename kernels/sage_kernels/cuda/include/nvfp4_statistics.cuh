@@ -73,8 +73,7 @@ DEVICE void count_keys(const Statistics& s, uint32 batch, int (&numbers)[LOUD_GR
   const int group = threadIdx.x;
   if (group < LOUD_GROUPS) numbers[group] = PADDED ? 0 : tokens_of_group(keys_of(s, batch).length, group);
   __syncthreads();
-  if (!PADDED) return;
-  for (int first = 0; first < s.keys; first += MEANS_THREADS) {
+  for (int first = 0; PADDED && first < s.keys; first += MEANS_THREADS) {
     const int key = first + threadIdx.x;
     const uint32 counted = __ballot_sync(~0u, key < s.keys && counts(s, batch, key));
     if (threadIdx.x % 32 == 0) atomicAdd(&numbers[key / BLOCK % LOUD_GROUPS], __popc(counted));
