@@ -65,9 +65,14 @@ def _attends_in_steps(model: object) -> bool:
     plain: Any = getattr(model, "_orig_mod", model)
     if not isinstance(plain, nn.Module) or _is_transformers(plain) or not diffusers.attention_layers(plain):
         return False
-    if any(base.__module__.startswith("diffusers.models.autoencoders.") for base in type(plain).__mro__):
+    return denoises(type(plain))
+
+
+def denoises(model_class: type) -> bool:
+    """Return whether models of a class are told the time: denoisers, priors and ControlNets, but no autoencoders."""
+    if any(base.__module__.startswith("diffusers.models.autoencoders.") for base in model_class.__mro__):
         return False
-    return any("time" in name for name in inspect.signature(type(plain).forward).parameters)
+    return any("time" in name for name in inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]
 
 
 def _target(name: str, model: nn.Module) -> Target:

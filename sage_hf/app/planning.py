@@ -19,7 +19,7 @@ from sage_hf.explain import Explanation, LayerRow
 from sage_hf.nominal import NOMINAL_HEAD_DIM, NOMINAL_HEADS, nominal_request
 from sage_hf.schedule import timestep_argument
 from sage_hf.sparse.modelopt import settings_for
-from sage_hf.targets import DENOISERS, find_targets
+from sage_hf.targets import DENOISERS, denoises, find_targets
 from sage_kernels.recipe import get_recipe
 from sage_kernels.registry import KernelUnavailableError, select
 
@@ -125,22 +125,26 @@ def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
 
 def _denoisers(pretrained: str) -> dict[str, nn.Module]:
     """Build the denoisers of a diffusers pipeline, by name, without weights; return {} if it is no such pipeline."""
-    from diffusers import DiffusionPipeline
+    import diffusers
 
     if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():
         raise ValueError("the folder holds neither model_index.json nor config.json")
     try:
-        index = DiffusionPipeline.load_config(pretrained)
+        index = diffusers.DiffusionPipeline.load_config(pretrained)
     except OSError:
         if Path(pretrained).is_dir():
             raise
         return {}
-    classes = {
-        name: index[name][1] for name in DENOISERS if isinstance(index.get(name), list | tuple) and index[name][1]
-    }
-    if not classes:
+    parts = {name: part[1] for name, part in index.items() if isinstance(part, list | tuple) and len(part) == 2}
+    classes = {name: getattr(diffusers, kind, None) for name, kind in parts.items() if isinstance(kind, str)}
+    found = [
+        name
+        for name, kind in classes.items()
+        if name in DENOISERS or (isinstance(kind, type) and issubclass(kind, nn.Module) and denoises(kind))
+    ]
+    if not found:
         raise ValueError(f"the pipeline {index.get('_class_name')} has no {', '.join(DENOISERS)}")
-    return {name: _diffusers_model(class_name, pretrained, name) for name, class_name in classes.items()}
+    return {name: _diffusers_model(parts[name], pretrained, name) for name in found}
 
 
 def _diffusers_model(class_name: str, pretrained: str | Path, subfolder: str | None) -> nn.Module:

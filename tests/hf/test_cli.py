@@ -93,6 +93,17 @@ def test_explain_plans_a_pipeline_without_loading_weights(folder, tmp_path, caps
     assert ["transformer_blocks.1.attn1", "exact", "exact", "sdpa", "exact"] in lines
 
 
+def test_explain_plans_every_denoiser_of_a_pipeline(folder, tmp_path, capsys):
+    index = json.loads((folder / "model_index.json").read_text())
+    index["unconditional_transformer"] = index["transformer"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for name in ("transformer", "unconditional_transformer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((folder / "transformer/config.json").read_text())
+    assert main(["explain", "--pretrained", str(tmp_path), "--recipe", "sage2", "--device", "cpu"]) == 0
+    assert "unconditional_transformer.transformer_blocks" in capsys.readouterr().out
+
+
 def test_explain_plans_diffusers_and_transformers_models(folder, tmp_path, capsys):
     assert main(["explain", "--pretrained", str(folder / "transformer"), "--recipe", "sage2", "--device", "cpu"]) == 0
     assert "transformer_blocks.0-2.attn1  sage2  sage2  reference" in capsys.readouterr().out
