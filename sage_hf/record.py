@@ -72,7 +72,7 @@ _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose queries or keys `sage_kernels.norm_rope` has normalised or rotated."""
 passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Why the latest call of a layer with a recipe ran no attention of ours."""
+"""Reason why the latest call of a layer with a recipe ran no attention of ours."""
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []

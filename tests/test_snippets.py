@@ -110,7 +110,7 @@ def processors(pipe: CogVideoXPipeline) -> list[Any]:
 
 
 def trains(model: torch.nn.Module) -> bool:
-    """Whether the model computes gradients by `sage_bwd` in all layers."""
+    """Return whether the model computes gradients by `sage_bwd` in all layers."""
     model.train()
     model(torch.arange(80)[None] % 32).logits.sum().backward()
     rows = sage_hf.explain(model).rows

@@ -66,9 +66,9 @@ DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next one has another number of keys."""
 FA3 = "fa3"
 NEW_LENGTH_US = 22.0
-"""What the host needs to prepare a kernel of ours for the next length behind a cache that grows, a layer: 0.7 ms for 32
-layers. It hides behind the GPU's work where that takes longer. Operators of others, FlashAttention 3 too, take any
-length."""
+"""Time that the host needs, in each layer, to prepare a kernel of ours for the next length behind a cache that grows:
+0.7 ms for 32 layers. It hides behind the GPU's work where that takes longer. Operators of others, FlashAttention 3 too,
+take any length."""
 GROWING_CACHE_BYTES = 2**28
 """Bytes of a layer's K and V from which it does, without a table."""
 

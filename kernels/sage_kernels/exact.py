@@ -16,7 +16,9 @@ ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
 LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where PyTorch's GPU kernels take it
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
 
-pytorch_sdpa: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+pytorch_sdpa: Callable[..., torch.Tensor] = getattr(
+    torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention
+)
 """PyTorch's scaled_dot_product_attention, wherever the name in torch.nn.functional leads by now."""
 _LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
 """Backends besides cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
@@ -318,7 +320,7 @@ def without_cudnn(
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
-    order = [x for x in torch._C._get_sdp_priority_order() if x in _LEFT]
+    order = [x for x in getattr(torch._C, "_get_sdp_priority_order", list)() if x in _LEFT]
     if not _on_gpu(query) or dropout_p or grad or order != _LEFT:
         return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
     params = SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

@@ -40,7 +40,15 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
-_FLOAT32_PRODUCTS: tuple[Callable[[], object], ...] = (torch._C._get_float32_matmul_precision,)
+
+
+def _private(name: str) -> Callable[[], object]:
+    """Return a private function of PyTorch; without it, one whose results never agree, so that no call is found."""
+    found: Callable[[], object] = getattr(torch._C, name, object)
+    return found
+
+
+_FLOAT32_PRODUCTS: tuple[Callable[[], object], ...] = (_private("_get_float32_matmul_precision"),)
 if hasattr(torch._C, "_get_fp32_precision_getter"):  # from PyTorch 2.9 on, where the older one may raise
     _FLOAT32_PRODUCTS = tuple(partial(torch._C._get_fp32_precision_getter, x, "matmul") for x in ("cuda", "mkldnn"))
 _FLAGS: tuple[Callable[[], object], ...] = (
@@ -48,14 +56,15 @@ _FLAGS: tuple[Callable[[], object], ...] = (
     torch.is_inference_mode_enabled,
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,
-    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    _private("_get_cublas_allow_fp16_reduced_precision_reduction"),
+    _private("_get_cublas_allow_bf16_reduced_precision_reduction"),
+    _private("_get_math_sdp_allow_fp16_bf16_reduction"),
 )
+_priority_order = _private("_get_sdp_priority_order")
 
 
 def settings() -> tuple[object, ...]:
@@ -73,7 +82,8 @@ def settings() -> tuple[object, ...]:
     autocast = None
     if torch._C._is_any_autocast_enabled():
         autocast = tuple((torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in _AUTOCAST_DEVICES)
-    order = tuple(torch._C._get_sdp_priority_order())
+    order = _priority_order()
+    order = tuple(order) if isinstance(order, list) else order
     return torch.is_grad_enabled(), autocast, order, *[flag() for flag in _FLAGS]
 
 

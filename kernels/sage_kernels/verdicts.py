@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SWITCH = "SAGE_HF_SELF_CHECK"
 FAILED = "failed its self-check"
 HEADS = "norm_rope"
-"""What stands for a recipe where a kernel normalises and rotates heads."""
+"""Name in the place of a recipe where a kernel normalises and rotates heads."""
 
 Capability = tuple[int, int] | None
 

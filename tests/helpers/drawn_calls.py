@@ -68,7 +68,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a call is made: `grad` is "no_grad", "inference_mode", or the names of the arguments that want gradients."""
+    """Way to make a call: `grad` is "no_grad", "inference_mode", or the names of the arguments that want gradients."""
 
     grad: str | tuple[str, ...]
     autocast: torch.dtype | None
@@ -105,7 +105,7 @@ class Program:
 
 @dataclass
 class Outcome:
-    """What came of a call: tensors by name, and facts that must be equal."""
+    """Outcome of a call: tensors by name, and facts that must be equal."""
 
     tensors: dict[str, torch.Tensor]
     facts: dict[str, object]

@@ -227,6 +227,14 @@ def test_a_slot_is_of_tensors_like_its_own_only():
     assert prepared.look_up(*tensors, None, ("options",)) is not slot
 
 
+def test_no_call_is_found_beside_a_pytorch_that_hides_a_setting(monkeypatch):
+    tensors = draw(1, 2, 192, 64)
+    slot = prepared.look_up(*tensors, None, ("options",))
+    assert prepared.look_up(*tensors, None, ("options",)) is slot
+    monkeypatch.setattr(prepared, "_priority_order", prepared._private("_of_no_pytorch"))
+    assert prepared.look_up(*tensors, None, ("options",)) is not prepared.look_up(*tensors, None, ("options",))
+
+
 @contextlib.contextmanager
 def switched(read, write, value):
     """Another value of one of PyTorch's settings."""
@@ -380,7 +388,7 @@ def test_outputs_are_compared_bit_by_bit():
 
 
 def test_nothing_is_prepared_while_a_graph_is_captured(gpu, monkeypatch):
-    """What a captured launch gives is not known yet."""
+    """Captured launches have given nothing yet."""
     monkeypatch.setattr(prepared, "is_capturing", lambda: True)
     for _ in range(3):
         assert not is_prepared(*draw(), recipe="sage2")

@@ -1,4 +1,4 @@
-"""What models and pipelines of diffusers expect of the processors in their layers."""
+"""Expectations that models and pipelines of diffusers have of the processors in their layers."""
 
 from __future__ import annotations
 
