@@ -24,12 +24,12 @@ import torch
 import triton
 from record import git_commit
 
-from sage_kernels.call import Call
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda import nvfp4_forward as cuda_forward
 from sage_kernels.cuda.launch import architecture
 from sage_kernels.language.launch import recording
-from sage_kernels.recipe import get_recipe
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.registration import NVFP4Quantizer, nvfp4_unsupported

@@ -189,17 +189,21 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from sage_kernels import ahead, backends, dispatch, flash3, ops, rehearsal  # noqa: F401 - `backends` registers the kernels
+    from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
     from sage_kernels.cuda import compiler, launch, tensor_map
+    from sage_kernels.dispatch import precompile
+    from sage_kernels.dispatch import run as dispatch
+    from sage_kernels.external import flash_attention3
     from sage_kernels.language.launch import recording
+    from sage_kernels.replay import trace
     from sage_kernels.testing import aot
 
     kernels: Kernels = defaultdict(Kernel)
     device = torch.device("cuda", 0)
 
     def stand_in(x: torch.Tensor, memory: Any = None) -> torch.Tensor:
-        rehearsed = rehearsal.current()
-        return rehearsal.StandIn(x, memory or rehearsed.new_memory(x), device, rehearsed)
+        rehearsed = trace.current()
+        return trace.StandIn(x, memory or rehearsed.new_memory(x), device, rehearsed)
 
     class Pretending(TorchDispatchMode):
         """Run operators on the meta device, and say that it is a GPU."""
@@ -211,7 +215,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
                 memories[x._meta.untyped_storage()._cdata] = x._memory
                 return x._meta
 
-            args, kwargs = tree_map_only(rehearsal.StandIn, meta_of, (args, kwargs or {}))
+            args, kwargs = tree_map_only(trace.StandIn, meta_of, (args, kwargs or {}))
             given = kwargs.get("device")
             if not memories and (given is None or torch.device(given).type != "cuda"):
                 return function(*args, **kwargs)
@@ -228,9 +232,9 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     knobs.runtime.jit_cache_hook = variant
     compiler.why_not, launch._try_to_compile = (lambda *_: ""), lambda *_: None
     tensor_map.relocatable = lambda make, address: bytes(128)
-    rehearsal._NoMemory, ahead.compile_forward, ahead.compile_backward = Pretending, *[lambda *_: None] * 2
-    flash3._operator, flash3._row_blocks = (lambda: print), lambda call: 8
-    flash3.FlashAttention3.attend = lambda self, call: call.new_outputs()[0]
+    trace._NoMemory, precompile.compile_forward, precompile.compile_backward = Pretending, *[lambda *_: None] * 2
+    flash_attention3._operator, flash_attention3._row_blocks = (lambda: print), lambda call: 8
+    flash_attention3.FlashAttention3.attend = lambda self, call: call.new_outputs()[0]
     properties = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, name="NVIDIA H100 80GB HBM3")
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_properties = lambda device=None: properties
@@ -240,7 +244,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     for one in drawn:
         tensors, options = inputs_of(one, "meta")
         mask, causal, recipe = options["attn_mask"], options["is_causal"], options["recipe"]
-        with recording() as launches, rehearsal.rehearsing(compiles_only=True) as rehearsed:
+        with recording() as launches, trace.rehearsing(compiles_only=True) as rehearsed:
             tensors, mask = [stand_in(x) for x in tensors], None if mask is None else stand_in(mask)
             call = ops.checked_call(*tensors, mask, causal, 0, None, recipe, one.return_lse)
             ran = plan_training(call) if recipe == "sage_bwd" else dispatch.plan_of(call, "native").kernel
@@ -257,11 +261,12 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
 
 def plan_training(call: Any) -> str:
     """Run the host code of both passes of a call; return the kernel's name, or why gradients are exact."""
-    from sage_kernels import exact, training
-    from sage_kernels.call import BackwardCall, Mask
-    from sage_kernels.dispatch import attend_and_save, backward, plan_training, request_of
+    from sage_kernels import training
+    from sage_kernels.dispatch.run import attend_and_save, backward, plan_training, request_of
+    from sage_kernels.exact import sdpa
+    from sage_kernels.spec.call import BackwardCall, Mask
 
-    valid = exact.key_mask(call.mask.tensor, call.kv_len)
+    valid = sdpa.key_mask(call.mask.tensor, call.kv_len)
     if call.mask.tensor is not None and valid is None:
         return "exact gradients"
     call = replace(call, mask=Mask.of_keys(valid))

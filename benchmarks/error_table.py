@@ -17,9 +17,9 @@ import torch
 from record import cpu_facts
 from tensors import Triple, dit_like, gaussian, text_activations, video_activations
 
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES, Recipe
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES, Recipe
 
 PAPER, SAGE3, SAGE2 = RECIPES["sage3_paper"], RECIPES["sage3"], RECIPES["sage2"]
 STEPS = {"scale_steps": SAGE3.scale_steps, "key_scale_steps": SAGE3.key_scale_steps}
@@ -87,7 +87,7 @@ def main() -> None:
     if arguments.text:
         trained[Path(arguments.text).name] = text_activations(arguments.text, TEXT)
     tensors |= trained
-    truths = {name: [exact.attention(*triple)[0] for triple in triples] for name, triples in tensors.items()}
+    truths = {name: [sdpa.attention(*triple)[0] for triple in triples] for name, triples in tensors.items()}
 
     rows = []
     for variant, recipe in VARIANTS.items():

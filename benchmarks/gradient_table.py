@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from record import cpu_facts
 from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
 
-from sage_kernels import transforms
 from sage_kernels.formats import int8
-from sage_kernels.recipe import RECIPES, Backward, Recipe
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.recipe import RECIPES, Backward, Recipe
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 RESULTS = ("O", "dQ", "dK", "dV")

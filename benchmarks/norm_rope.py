@@ -24,8 +24,8 @@ from record import git_commit
 from torch import Tensor, nn
 
 from sage_hf.bench import measure
-from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import norm_rope
+from sage_kernels.spec.heads import Norm, Rope
 
 CALLS = 20
 

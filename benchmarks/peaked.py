@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 
 QUERIES = 256
 """Queries of a drawn call, where they are not as many as its keys: enough to judge by, at any number of keys."""
@@ -130,7 +130,7 @@ class Sinks:
         """Return the length of the sinks' keys in each head of K, (1, kv_heads), by bisection."""
         others = torch.ones(1, 1, 1, self.kv_len, dtype=torch.bool, device=key.device)
         others[..., self.positions] = False
-        rest = exact.log_sum_exp(query, key, mask=others, is_causal=self.causal, causal_offset=self.causal_offset)
+        rest = sdpa.log_sum_exp(query, key, mask=others, is_causal=self.causal, causal_offset=self.causal_offset)
         rows = torch.arange(self.q_len, device=key.device) + self.causal_offset
         seen = rows >= max(self.positions) if self.causal else rows >= 0
         along = (query.unflatten(1, (self.kv_heads, -1)) @ mean.mT.unsqueeze(2)).squeeze(-1).double()

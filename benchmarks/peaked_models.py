@@ -34,10 +34,10 @@ import sage_hf
 from sage_hf import record
 from sage_hf.app.peaks import channel_loudness
 from sage_hf.bench import tables
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES, Recipe, without_remedies
+from sage_kernels.dispatch.registry import select
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import select
+from sage_kernels.spec.recipe import RECIPES, Recipe, without_remedies
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LLAMA, VIDEO = "tiny Llama", "tiny video"
@@ -98,7 +98,7 @@ def head_peaks(layer: Layer) -> list[dict[str, Any]]:
 
     Of a batch, the mean over the samples counts.
     """
-    weights = exact.mean_weights(layer.query, layer.key, is_causal=layer.is_causal, scale=layer.scale).mean(0)
+    weights = sdpa.mean_weights(layer.query, layer.key, is_causal=layer.is_causal, scale=layer.scale).mean(0)
     loudness = channel_loudness(layer.key).mean(0).repeat_interleave(len(weights) // layer.key.shape[1])
     shares, keys = weights.max(-1)
     return [
@@ -117,7 +117,7 @@ def variants(name: str) -> dict[bool, Recipe]:
 def errors(layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Return rows of "provider", "remedies" and "rel_l1" over all layers, Σ|O - O'| / Σ|O|."""
     options = [{"is_causal": layer.is_causal, "scale": layer.scale} for layer in layers]
-    truths = [exact.attention(*layer[:3], **option)[0] for layer, option in zip(layers, options, strict=True)]
+    truths = [sdpa.attention(*layer[:3], **option)[0] for layer, option in zip(layers, options, strict=True)]
     truth = torch.cat([one.flatten() for one in truths])
     rows = []
     for name in OURS:

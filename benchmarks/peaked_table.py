@@ -34,9 +34,11 @@ from torch import Tensor
 from sage_hf.bench import measure, tables
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.warming import call_in_processes
-from sage_kernels import dispatch, exact, ops
-from sage_kernels.recipe import RECIPES, Recipe, without_remedies
-from sage_kernels.registry import Plan
+from sage_kernels import ops
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.registry import Plan
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.recipe import RECIPES, Recipe, without_remedies
 
 OURS = ("sage1", "sage2", "sage3", "sage3_paper")
 PEERS = tuple(
@@ -195,7 +197,7 @@ def run(
             samples = [case.draw(device).to(dtype) for case in group]
             tensors = {name: torch.cat([getattr(one, name) for one in samples]) for name in TENSORS}
             batch = samples[0]._replace(**tensors)
-            truths, _ = exact.attention(*batch[:3], is_causal=batch.is_causal, causal_offset=batch.causal_offset)
+            truths, _ = sdpa.attention(*batch[:3], is_causal=batch.is_causal, causal_offset=batch.causal_offset)
         rows |= {case.name: [] for case in group}
         for peer in peers:
             with timed(peer.name):

@@ -31,10 +31,10 @@ from record import git_commit
 from torch.profiler import ProfilerActivity, profile
 
 from sage_hf.bench import measure
-from sage_kernels.call import Call
 from sage_kernels.cuda import quantize_nvfp4
-from sage_kernels.operands import NVFP4Operands
-from sage_kernels.recipe import get_recipe
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.operands import NVFP4Operands
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.delta_scores import delta_scores
 from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
 

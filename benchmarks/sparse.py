@@ -33,8 +33,9 @@ from sage_hf.bench import tables
 from sage_hf.bench.measure import MIN_CALLS, facts, first_calls, median_ms, reason, require_finite
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_hf.sparse.layer import order_beside_text, permute_tokens
-from sage_kernels import exact, ops, training
-from sage_kernels.blocks import BlockList
+from sage_kernels import ops, training
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.block_list import BlockList
 
 NAME = "sparse"
 ERROR_ROWS = 128
@@ -137,7 +138,7 @@ def error(output: torch.Tensor, inputs: list[torch.Tensor], blocks: BlockList) -
     heads = torch.tensor([0, query.shape[1] - 1], device=query.device)
     kept = blocks.kept(tokens)[:, heads][:, :, rows // blocks.block_m]
     mask = kept.repeat_interleave(blocks.block_n, -1)
-    truth, _ = exact.attention(query[:, heads][:, :, rows], key[:, heads], value[:, heads], mask=mask)
+    truth, _ = sdpa.attention(query[:, heads][:, :, rows], key[:, heads], value[:, heads], mask=mask)
     return float((output[:, heads][:, :, rows] - truth).abs().sum() / truth.abs().sum())
 
 

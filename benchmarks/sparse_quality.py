@@ -40,7 +40,7 @@ from sage_hf.bench.measure import facts, reason
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
-from sage_kernels.registry import set_routing
+from sage_kernels.dispatch.registry import set_routing
 
 NAME = "sparse_quality"
 SPARSITY = 0.75

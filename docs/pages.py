@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_hf.bench import grid_tables, measure_host, models, plots, tables
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = "benchmarks"

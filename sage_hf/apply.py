@@ -20,7 +20,7 @@ from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import Target, find_targets
-from sage_kernels.recipe import get_recipe
+from sage_kernels.spec.recipe import get_recipe
 
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
 

@@ -10,11 +10,15 @@ from typing import Any, Literal, overload
 import torch
 
 from sage_hf import record
-from sage_kernels import checks, dispatch, empty_rows, exact, ops, prepared, prepared_training, training
-from sage_kernels.blocks import BlockList, check_blocks, exact_attention
-from sage_kernels.call import Mask
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
+from sage_kernels import ops, training
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
+from sage_kernels.exact import masked_rows, sdpa
+from sage_kernels.replay import prepared, prepared_training
+from sage_kernels.spec import checks
+from sage_kernels.spec.block_list import BlockList, check_blocks, exact_attention
+from sage_kernels.spec.call import Mask
+from sage_kernels.spec.recipe import get_recipe
 
 
 def set_default_fallback(fallback: str) -> None:
@@ -239,7 +243,7 @@ def attend(
     if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
         if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             checks.check_memory(query, key, value)
-            query, key, value = exact.in_autocast_dtype(query, key, value)
+            query, key, value = sdpa.in_autocast_dtype(query, key, value)
         kind = recipe, chosen_fallback, return_lse, tokens_first
         options = is_causal.__class__, is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
         grad = ops.wants_gradient(query, key, value, attn_mask)
@@ -287,13 +291,13 @@ def _attend(
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask)
-    query, key, value = exact.in_autocast_dtype(query, key, value)
+    query, key, value = sdpa.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
-    valid = exact.key_mask(mask, key.shape[2]) if wants_gradient else None
+    valid = sdpa.key_mask(mask, key.shape[2]) if wants_gradient else None
     reason = DROPOUT if dropout_p and recipe != "exact" else ""
     if wants_gradient and not reason:
         reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback)
@@ -315,7 +319,7 @@ def _attend(
             prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
             slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
         if slot is not None and slot.prepared is not None:
-            dispatch.announce(slot.prepared.plan)
+            run.announce(slot.prepared.plan)
             output, lse = slot.prepared(query, key, value, mask)
         else:
             output, lse = training.attention(
@@ -344,8 +348,8 @@ def _attend(
         )
     else:  # nothing watches operators
         checked = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-        plan = dispatch.plan_of(checked, checked_fallback)
-        output, lse = result = dispatch.run(checked, plan)
+        plan = run.plan_of(checked, checked_fallback)
+        output, lse = result = run.run(checked, plan)
         # The length of a step of decoding is that of each layer, and of no later step.
         at_once = slot.calls == 0 and prepared.is_step(plan)
         slot.prepare(partial(prepared.prepare, checked, plan, mask, result), at_once)
@@ -371,8 +375,8 @@ def _exact(
     Rows that may attend to no key are 0, unless exact attention is the recipe that was asked for.
     """
     if is_causal and mask is not None:
-        mask, is_causal = exact.with_causality(mask, query, key), False
-    attend_exactly = exact.sdpa if recipe == "exact" else empty_rows.attend
+        mask, is_causal = sdpa.with_causality(mask, query, key), False
+    attend_exactly = sdpa.sdpa if recipe == "exact" else masked_rows.attend
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
     output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, **options)
     if not return_lse:
@@ -403,7 +407,7 @@ def _record_exact(
         return None
     request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, grad and bool(reason))
     plan = exact_plan(request, *([] if recipe == "exact" else [("", reason)]))
-    dispatch.announce(plan)
+    run.announce(plan)
     return plan
 
 
@@ -510,7 +514,7 @@ def _attend_to_blocks(
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask, blocks.counts, blocks.tiles)
-    query, key, value = exact.in_autocast_dtype(query, key, value)
+    query, key, value = sdpa.in_autocast_dtype(query, key, value)
     _validate(query, key, value, attn_mask, enable_gqa)
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p} is not supported beside blocks: set the attention dropout to 0")

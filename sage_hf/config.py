@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from sage_hf.patterns import matches
 from sage_hf.sparse.config import Sparse
-from sage_kernels.fallback import FALLBACKS
-from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 
 @dataclass(frozen=True)

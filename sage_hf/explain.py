@@ -20,10 +20,10 @@ from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_hf.text import text_table, to_ascii
-from sage_kernels import costs
-from sage_kernels.call import chooses_heavy_keys, heavy_keys_of
-from sage_kernels.recipe import RECIPES, get_recipe
-from sage_kernels.registry import Outcome, Plan, routing
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.registry import Outcome, Plan, routing
+from sage_kernels.spec.call import chooses_heavy_keys, heavy_keys_of
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 UNATTRIBUTED = "(compiled, or no layer)"
 
@@ -42,7 +42,7 @@ class LayerRow:
         backward: the kernel that computes gradients; "" if none were wanted.
         calls: number of such calls, among the layer's latest 256.
         heavy, chosen, recent: how many of these had heavy keys, chose them among all keys, and had recent ones
-            (`sage_kernels.recipe.Recipe`). Which keys were chosen, only the GPU knows.
+            (`sage_kernels.spec.recipe.Recipe`). Which keys were chosen, only the GPU knows.
         reason: why the recipe asked for did not run, or why nothing is known about this layer.
     """
 
@@ -166,7 +166,7 @@ def _costs(targets: Sequence[Target]) -> tuple[str, ...]:
     layers = (layer for target in targets for layer in target.layers.values())
     requests = [plan.request for layer in layers for plan in record.last_plans(layer)]
     capabilities = dict.fromkeys(request.capability for request in requests if request.device_type == "cuda")
-    return tuple(map(costs.description, capabilities)) if routing() else ()
+    return tuple(map(cost_model.description, capabilities)) if routing() else ()
 
 
 def _target_rows(target: Target) -> Iterator[LayerRow]:

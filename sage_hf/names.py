@@ -6,8 +6,8 @@ A low-bit recipe goes by its own name ("sage3"), with the process's default fall
 
 from __future__ import annotations
 
-from sage_kernels.fallback import FALLBACKS
-from sage_kernels.recipe import RECIPES
+from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.recipe import RECIPES
 
 
 def name_of(recipe: str, fallback: str | None) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request
+from sage_kernels.dispatch.registry import Request
+from sage_kernels.spec.recipe import get_recipe
 
 NOMINAL_TOKENS = 16384  # more than those below which calls are routed to exact attention
 NOMINAL_HEADS = 32

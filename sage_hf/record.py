@@ -20,8 +20,9 @@ import torch
 from huggingface_hub.utils import logging
 from torch import nn
 
-from sage_kernels import dispatch, tracing
-from sage_kernels.registry import Outcome, Plan, Request, exact_plan
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import Outcome, Plan, Request, exact_plan
+from sage_kernels.runtime import dynamo
 
 logger = logging.get_logger(__name__)
 
@@ -223,7 +224,7 @@ def report_exact(request: Request | None, reason: str, recipe: str) -> None:
         file_plan(exact_plan(request, ("", reason)))
 
 
-@tracing.assume_constant_result
+@dynamo.assume_constant_result
 def _log_while_compiling(recipe: str, reason: str) -> None:
     """Call `_log_fallback` while the compiler traces the caller."""
     _log_fallback(recipe, "exact", reason)
@@ -250,4 +251,4 @@ def _log_once(key: tuple[str, ...], message: str) -> None:
         logger.warning(message)
 
 
-dispatch.plan_listeners.append(file_plan)
+run.plan_listeners.append(file_plan)

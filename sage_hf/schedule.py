@@ -15,7 +15,7 @@ from huggingface_hub.utils import logging
 from torch import Tensor, nn
 
 from sage_hf.config import SageConfig
-from sage_kernels import tracing
+from sage_kernels.runtime import dynamo
 
 TIMESTEP_ARGUMENTS = ("timestep", "t")
 PIPELINE_ARGUMENTS = {"self", "components", "pipe", "pipeline"}
@@ -96,7 +96,7 @@ class StepSchedule:
         self._parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
         return denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)
 
-    @tracing.disable
+    @dynamo.disable
     def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         place = self._parameters.index(self._argument)
         pipe = running_pipeline()

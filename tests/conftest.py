@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sage_kernels import registry
+from sage_kernels.dispatch import registry
 from tests.helpers.forks import Forks
 
 

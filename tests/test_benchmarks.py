@@ -15,7 +15,9 @@ from sage_hf.bench.measure import SampledErrors, draw
 from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
-from sage_kernels import exact, ops, registry
+from sage_kernels import ops
+from sage_kernels.dispatch import registry
+from sage_kernels.exact import sdpa
 from tests.helpers.benchmark_results import CPU, FACTS, SMALL, fake_result
 from tests.helpers.kernels import StandInForward, StandInQuantizer, only_the_reference
 
@@ -50,7 +52,7 @@ def test_tensors_are_the_same_every_time_and_biased_ones_have_means(kind):
 def test_sampled_errors_are_those_of_the_whole_output(causal):
     query, key, value = (x.double() for x in draw(SMALL, "biased", CPU))
     errors = SampledErrors(query, key, value, causal)
-    output, _ = exact.attention(query, key, value, is_causal=causal)
+    output, _ = sdpa.attention(query, key, value, is_causal=causal)
     assert errors.of(output)["rel_l1"] < 1e-12
     assert errors.of(output / 4, 4.0)["rel_l1"] < 1e-12
     assert math.isclose(errors.of(output * 1.01)["rel_l1"], 0.01, rel_tol=1e-6)
@@ -63,7 +65,7 @@ def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
     def half(query, key, value, is_causal):
-        return Prepared(lambda: exact.attention(query, key, value, is_causal=is_causal)[0] / 2, "half", 2.0)
+        return Prepared(lambda: sdpa.attention(query, key, value, is_causal=is_causal)[0] / 2, "half", 2.0)
 
     def first_calls(call, row, shape):
         call()

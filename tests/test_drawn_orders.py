@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_kernels import registry
+from sage_kernels.dispatch import registry
 from tests.helpers import drawn_calls
 
 PROGRAMS = 8

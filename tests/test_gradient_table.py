@@ -8,9 +8,9 @@ import pytest
 import torch
 from tensors import Sample
 
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
+from sage_kernels.spec.recipe import RECIPES
 
 RESULT = Path(__file__).parents[1] / "benchmarks/results/cpu-gradient_table.json"
 
@@ -39,7 +39,7 @@ def test_a_recipes_row_is_the_recipe(name, is_causal):
 def test_the_truth_is_exact_attention_and_its_gradient(kv_heads):
     given = sample(kv_heads, is_causal=True)
     leaves = [x.double().requires_grad_() for x in given[:3]]
-    output, _ = exact.attention(*leaves, is_causal=True, scale=0.2)
+    output, _ = sdpa.attention(*leaves, is_causal=True, scale=0.2)
     parts = torch.autograd.grad(output, leaves, given.output_gradient.double())
     for truth, expected in zip(gradient_table.exact(given), (output, *parts), strict=True):
         assert torch.allclose(truth, expected, atol=1e-12)

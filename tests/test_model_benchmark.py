@@ -18,7 +18,8 @@ from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.shapes import SHAPES, Shape
 from sage_hf.sparse import Sparse
-from sage_kernels import norm_rope, registry
+from sage_kernels import norm_rope
+from sage_kernels.dispatch import registry
 from tests.helpers.kernels import registered_kernels
 
 CPU = torch.device("cpu")

@@ -11,16 +11,16 @@ import torch
 from peaked import Inputs, Loud, Sinks
 
 from sage_hf.bench.peers import Provider
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES, without_remedies
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES, without_remedies
 
 
 def mean_mass(case: Sinks, inputs: Inputs) -> float:
     """Weight of all sinks, averaged over the rows that see them all, in float64."""
     group = inputs.query.shape[1] // inputs.key.shape[1]
     scores = inputs.query.double() @ inputs.key.double().repeat_interleave(group, 1).mT * case.head_dim**-0.5
-    scores = exact.apply_mask(scores, None, inputs.is_causal, 0, 0, inputs.causal_offset)
+    scores = sdpa.apply_mask(scores, None, inputs.is_causal, 0, 0, inputs.causal_offset)
     weights = scores.softmax(-1)[..., case.positions].sum(-1)
     if inputs.is_causal:
         weights = weights[..., max(0, max(case.positions) - inputs.causal_offset) :]
@@ -93,7 +93,7 @@ def test_the_table_has_every_recipe_as_shipped_and_without_its_remedies():
     case = Sinks(0.8, 512, causal=True)
     inputs = case.draw()
     options = {"is_causal": True, "causal_offset": 512 - peaked.QUERIES}
-    truth, _ = exact.attention(*inputs[:3], **options)
+    truth, _ = sdpa.attention(*inputs[:3], **options)
     rows = peaked_table.run(torch.device("cpu"), [case], [])
     assert {row["provider"] for row in rows} == set(peaked_table.OURS)
     for row in rows:

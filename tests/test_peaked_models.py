@@ -13,9 +13,9 @@ from peaked_models import Layer
 from source_text import standard_library
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES, without_remedies
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES, without_remedies
 
 FOLDER = train_tiny_llama.DEFAULT_FOLDER
 RESULT = Path(__file__).parents[1] / "benchmarks/results/cpu-peaked_models.json"
@@ -51,10 +51,10 @@ def test_bos_mass_is_read_off_the_layers_own_queries_and_keys(llama):
     mass = train_tiny_llama.bos_mass(llama, windows(2, 63))
     for layer, heads in zip(layers, mass, strict=True):
         scores = layer.query @ layer.key.mT * layer.scale
-        weights = exact.apply_mask(scores, None, True, 0, 0).softmax(-1)
+        weights = sdpa.apply_mask(scores, None, True, 0, 0).softmax(-1)
         assert weights[:, :, 16:, 0].mean((0, 2)).tolist() == pytest.approx(heads, abs=1e-4)
     (head, *_) = peaked_models.head_peaks(layers[0])
-    weights = exact.mean_weights(layers[0].query, layers[0].key, is_causal=True, scale=layers[0].scale)[:, 0].mean(0)
+    weights = sdpa.mean_weights(layers[0].query, layers[0].key, is_causal=True, scale=layers[0].scale)[:, 0].mean(0)
     assert head["share"] == pytest.approx(weights.max().item(), abs=1e-3) and head["key"] == weights.argmax()
     assert head["loudest_channel"] > 1
 
@@ -97,7 +97,7 @@ def test_errors_are_those_of_the_recipe_without_and_with_remedies(remedied):
         error = size = 0.0
         for layer in layers:
             options = {"is_causal": layer.is_causal, "scale": layer.scale}
-            truth, _ = exact.attention(*layer[:3], **options)
+            truth, _ = sdpa.attention(*layer[:3], **options)
             error += (reference.attention(*layer[:3], recipe, **options)[0] - truth).abs().sum().item()
             size += truth.abs().sum().item()
         assert row["rel_l1"] == pytest.approx(error / size, rel=1e-6)

@@ -32,8 +32,8 @@ def test_another_checkout_s_package_runs_beside_ours(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["sage1", "sage2"])
 def test_without_remedies_no_key_is_heavy_and_no_channel_rotated(recipe, monkeypatch):
-    recipes = importlib.import_module("sage_kernels.recipe").RECIPES
-    monkeypatch.setattr("sage_kernels.recipe.RECIPES", dict(recipes))
+    recipes = importlib.import_module("sage_kernels.spec.recipe").RECIPES
+    monkeypatch.setattr("sage_kernels.spec.recipe.RECIPES", dict(recipes))
     query, key, value = torch.randn(3, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0))
     case = price.Case(recipe, 1, 2, 200, 64)
     with_remedies, without = (price.caller(price.PACKAGE, case, on)(query, key, value)[0] for on in (True, False))

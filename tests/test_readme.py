@@ -9,7 +9,7 @@ import pytest
 
 import sage_hf
 from sage_hf.app import cli
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.kernels import preferred_forward
 
 ROOT = Path(__file__).parents[1]
@@ -117,7 +117,7 @@ def test_the_tiny_model_draws_every_held_out_caption_with_exact_attention_and_in
 
 def test_the_recipe_that_the_page_adds_runs(monkeypatch, capsys):
     recipe, use, *_ = python_blocks(ADDING)
-    scope = dict(vars(__import__("sage_kernels.recipe", fromlist=["Recipe"])))
+    scope = dict(vars(__import__("sage_kernels.spec.recipe", fromlist=["Recipe"])))
     added = eval(recipe.partition("\n")[2].strip().rstrip(","), scope)
     monkeypatch.setitem(RECIPES, added.name, added)
     exec(use, {})

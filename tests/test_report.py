@@ -10,7 +10,7 @@ from sage_hf.app.cli import main
 from sage_hf.bench import check, measure, report
 from sage_hf.bench.shapes import Shape
 from sage_kernels.cuda import registration
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 
 CPU = torch.device("cpu")
 

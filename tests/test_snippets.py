@@ -23,8 +23,8 @@ from diffusers import CogVideoXPipeline
 import sage_hf
 from sage_hf.app import cli
 from sage_hf.diffusers.processor import sage_of
-from sage_kernels import call
 from sage_kernels.reference import registration
+from sage_kernels.spec import call
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family
 from tests.kernels.test_registry import HONOURED
@@ -35,7 +35,7 @@ PAGES += sorted(ROOT.glob("examples/*/README.md"))
 
 RUN_ELSEWHERE = {
     # A text that only this snippet has: the test that runs it.
-    "kernels/sage_kernels/recipe.py, in RECIPES": "test_readme.py::test_the_recipe_that_the_page_adds_runs",
+    "kernels/sage_kernels/spec/recipe.py, in RECIPES": "test_readme.py::test_the_recipe_that_the_page_adds_runs",
     'recipe="sage1_v")))': "test_readme.py::test_the_recipe_that_the_page_adds_runs",
     "class PlainForward": "test_readme.py::test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds",
     "def test_the_one_tile": "test_readme.py::test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds",

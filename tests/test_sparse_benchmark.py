@@ -7,7 +7,8 @@ import pytest
 import sparse
 import torch
 
-from sage_kernels import exact, ops
+from sage_kernels import ops
+from sage_kernels.exact import sdpa
 
 RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*-sparse.json"))
 
@@ -81,7 +82,7 @@ def test_the_gradients_error_is_that_against_exact_attention_over_the_list():
     inputs, blocks = sparse.draw(case, torch.device("cpu"))
     gradient = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
     leaves = [x.double().requires_grad_() for x in inputs]
-    output, _ = exact.attention(*leaves, mask=blocks.mask(512, 0, 512))
+    output, _ = sdpa.attention(*leaves, mask=blocks.mask(512, 0, 512))
     truths = torch.autograd.grad(output, leaves, gradient.double())
     for found, truth in zip(sparse.exact_gradients(inputs, gradient, blocks, 1), truths, strict=True):
         assert (found - truth[0, 1]).norm() <= 1e-5 * truth[0, 1].norm()

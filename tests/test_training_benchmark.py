@@ -18,11 +18,11 @@ from sage_hf.bench.measure_training import SampledGradientErrors, Step
 from sage_hf.bench.peers import Prepared, Provider
 from sage_hf.bench.shapes import TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS, prepare_fa3, prepare_sdpa_backward
-from sage_kernels import exact
-from sage_kernels.exact_gradients import Gradients, exact_gradients
-from sage_kernels.recipe import get_recipe
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.exact import sdpa
+from sage_kernels.exact.gradients import Gradients, exact_gradients
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.benchmark_results import CPU, SMALL, fake_training_result
 
 TRAINING_RESULTS = sorted(pages.RESULTS.glob("*-forward_backward.json"))
@@ -41,7 +41,7 @@ def autograd(output_gradient, query, key, value, mask=None, is_causal=False, cau
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": -40, "scale": -0.3}, {"mask": "padding"}])
 def test_exact_gradients_are_those_of_autograd(options, monkeypatch):
-    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 2**17)
+    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2**17)
     query, key, value = draw(SMALL, "biased", CPU)
     output_gradient, value = torch.randn(2, 4, 300, 40), value[..., :40]
     if "mask" in options:
@@ -71,7 +71,7 @@ def test_a_step_gives_the_gradients_for_every_layout_of_the_output():
     output_gradient = torch.randn(2, 4, 300, 64)
 
     def attend(transposed):
-        output = exact.attention(*inputs, is_causal=True)[0]
+        output = sdpa.attention(*inputs, is_causal=True)[0]
         return output.transpose(1, 2).contiguous().transpose(1, 2) if transposed else output
 
     expected = autograd(output_gradient, *inputs, is_causal=True)
@@ -122,7 +122,7 @@ def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
     def plain(query, key, value, is_causal):
-        return Prepared(lambda: exact.attention(query, key, value, is_causal=is_causal)[0], "plain")
+        return Prepared(lambda: sdpa.attention(query, key, value, is_causal=is_causal)[0], "plain")
 
     monkeypatch.setattr(measure_training, "first_calls", lambda call: (0.0, 10**9, 5))
     monkeypatch.setattr(measure_training, "saved_bytes", lambda attend, inputs: attend(*inputs).numel())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .cuda.registration import register_kernels as register_cuda
-from .efficient import register_kernels as register_efficient
-from .flash3 import register_kernels as register_flash3
+from .exact.efficient import register_kernels as register_efficient
+from .external.flash_attention3 import register_kernels as register_flash3
 from .gluon.registration import register_kernels as register_gluon
 from .reference.registration import register_kernels as register_reference
 from .triton.registration import register_kernels as register_triton

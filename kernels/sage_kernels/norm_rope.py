@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from . import backends, registry, self_check  # noqa: F401 - `backends` registers the kernels
-from .checks import check_memory
-from .heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel, plain_kernel
-from .prepared import CALLS, is_capturing, is_plain, modes_are_active, repeatable, settings
-from .rehearsal import Rehearsal
-from .tape import Tape
+from . import backends  # noqa: F401 - `backends` registers the kernels
+from .dispatch import registry, self_check
+from .replay.launch_plan import Tape
+from .replay.prepared import CALLS, is_capturing, is_plain, modes_are_active, repeatable, settings
+from .replay.trace import Rehearsal
+from .spec.checks import check_memory
+from .spec.heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel, plain_kernel
 
 DTYPES = torch.float16, torch.bfloat16
 

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, exact, prepared, prepared_lists  # noqa: F401 - `backends` registers the kernels
-from .blocks import BlockList, check_blocks
-from .call import NO_MASK, Call, Mask, softmax_scale
-from .layout import Lengths
-from .recipe import get_recipe
-from .registry import Fallback
+from . import backends  # noqa: F401 - `backends` registers the kernels
+from .dispatch import run
+from .dispatch.registry import Fallback
+from .exact import sdpa
+from .replay import prepared, prepared_lists
+from .spec import checks
+from .spec.block_list import BlockList, check_blocks
+from .spec.call import NO_MASK, Call, Mask, softmax_scale
+from .spec.layout import Lengths
+from .spec.recipe import get_recipe
 
 _library = torch.library.Library("sage_kernels", "DEF")
 _library.define(
@@ -240,8 +244,8 @@ def _attention(
     if repeated is not None:
         return repeated
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-    plan = dispatch.plan_of(call, fallback)
-    output, lse = dispatch.run(call, plan)
+    plan = run.plan_of(call, fallback)
+    output, lse = run.run(call, plan)
     if slot is not None:
         slot.prepare(partial(prepared.prepare, call, plan, mask, (output, lse), tokens_first=True))
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
@@ -262,7 +266,7 @@ def checked_call(
     """Return a call of `attention` whose tensors fit each other; raise ValueError if they do not."""
     checks.check_tensors(query, key, value, mask)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
-        mask = exact.mask_in_dtype(mask, torch.float32, exact.LARGEST_BIAS)  # kernels add masks in float32
+        mask = sdpa.mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
     return Call(
         query,
         key,
@@ -296,7 +300,7 @@ def _block_attention(
     options = block_m, block_n, is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
     slot = prepared_lists.find(tensors, *options)
     if slot is not None and slot.prepared is not None:
-        dispatch.announce(slot.prepared.plan)
+        run.announce(slot.prepared.plan)
         output, lse = slot.prepared(*tensors)
         return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
@@ -304,8 +308,8 @@ def _block_attention(
     checks.check_memory(counts, tiles)
     check_blocks(blocks, query, key)
     call = replace(call, mask=Mask.of_blocks(blocks, call.mask.tensor, key.shape[2]))
-    plan = dispatch.plan_of(call, fallback)
-    output, lse = dispatch.run(call, plan)
+    plan = run.plan_of(call, fallback)
+    output, lse = run.run(call, plan)
     if slot is not None and call.mask.tensor is mask:
         slot.prepare(call, plan, (output, lse))
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
@@ -362,7 +366,7 @@ def _attend_packed(
         lengths,
         return_lse,
     )
-    output, lse = dispatch.attend(call, fallback)
+    output, lse = run.attend(call, fallback)
     output = output[0].transpose(0, 1).contiguous()
     return output, lse[0] if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
@@ -376,7 +380,7 @@ def _log_sum_exp(
     scale: float | None,
 ) -> torch.Tensor:
     with torch.autocast(query.device.type, enabled=False):
-        return exact.log_sum_exp(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
+        return sdpa.log_sum_exp(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
 
 
 def _fake_log_sum_exp(

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from . import checks, dispatch, ops, tracing, training_routes, transforms
-from .blocks import BlockList, check_blocks
-from .call import BackwardCall, Call, Mask, MaskKind, softmax_scale
-from .layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
-from .operands import Saved
-from .recipe import get_recipe
-from .registry import Fallback, KernelUnavailableError, Plan, Request, select
+from . import ops
+from .dispatch import run, training_choice
+from .dispatch.registry import Fallback, KernelUnavailableError, Plan, Request, select
+from .runtime import dynamo
+from .spec import checks, transforms
+from .spec.block_list import BlockList, check_blocks
+from .spec.call import BackwardCall, Call, Mask, MaskKind, softmax_scale
+from .spec.layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
+from .spec.operands import Saved
+from .spec.recipe import get_recipe
 
 # The fields of `Lengths`; for sequences that are not packed, its tensors are None and its numbers 0.
 _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k"
@@ -164,12 +167,12 @@ def why_exact(
         kind = _mask(valid, blocks).kind
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), kind, *head_dims)
     request = _request(query, key, value, valid, blocks, is_causal, recipe)
-    reason = _reason(request, fallback, dispatch.choose)
+    reason = _reason(request, fallback, run.choose)
     routed = fallback == "native" and blocks is None  # exact attention over a list is no rival
-    return reason or (training_routes.why_exact(select(request)) if routed else "")
+    return reason or (training_choice.why_exact(select(request)) if routed else "")
 
 
-@tracing.assume_constant_result
+@dynamo.assume_constant_result
 def _why_exact_at_any_size(
     recipe: str, fallback: Fallback, device: str, dtype: str, mask: MaskKind, head_dim: int, v_head_dim: int
 ) -> str:
@@ -280,7 +283,7 @@ def _training_attention(
         softmax_scale(scale, query.shape[3]),
         lengths,
     )
-    output, saved = dispatch.attend_and_save(call, fallback)
+    output, saved = run.attend_and_save(call, fallback)
     return _with_tokens_first(output), *(part.contiguous() for part in saved)
 
 
@@ -368,9 +371,9 @@ def _training_attention_backward(
     )
     if not kernel:  # a traced graph, whose sizes are known only now; output and V have the sizes of Q and K
         forward = Call(output, value, value, call.recipe, call.mask, is_causal, lengths=lengths)
-        request = replace(dispatch.request_of(forward, grad=True), head_dim=head_dim)
-        kernel = dispatch.plan_training(request, fallback).backward
-    gradients = dispatch.backward(call, kernel)
+        request = replace(run.request_of(forward, grad=True), head_dim=head_dim)
+        kernel = run.plan_training(request, fallback).backward
+    gradients = run.backward(call, kernel)
     return tuple(_with_tokens_first(gradient) for gradient in gradients)
 
 
@@ -414,7 +417,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
         mask = _mask(valid, _blocks(counts, tiles, *sizes))
         call = Call(query, key, value, get_recipe(recipe), mask, is_causal, lengths=_lengths(*packing))
-        kernel = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback).backward
+        kernel = run.plan_training(run.request_of(call, grad=True), fallback).backward
     ctx.sizes, ctx.longest = sizes, (max_seqlen_q, max_seqlen_k)
     ctx.options = (query.shape[3], kernel, is_causal, causal_offset, scale, recipe, fallback)
 

@@ -16,8 +16,8 @@ import sage_hf
 from sage_hf.config import SageConfig
 from sage_hf.sparse.config import Sparse
 from sage_hf.text import allow_any_text, text_table
-from sage_kernels.fallback import FALLBACKS
-from sage_kernels.recipe import RECIPES
+from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.recipe import RECIPES
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ def _message_of_machine(error: RuntimeError) -> str | None:
     """Return what to print if the GPU lacks memory, or a kernel that was asked for; None of any other error."""
     import torch
 
-    from sage_kernels.registry import KernelUnavailableError
+    from sage_kernels.dispatch.registry import KernelUnavailableError
 
     if isinstance(error, torch.OutOfMemoryError):
         return f"error: {error}\nTry less height, width or frames, --cpu-offload or --vae-tiling."
@@ -184,8 +184,8 @@ def _env(args: argparse.Namespace) -> None:
     from sage_hf.app.report import device_name, package_versions
     from sage_hf.attention import default_fallback
     from sage_hf.nominal import nominal_request
-    from sage_kernels.registry import KernelUnavailableError, select
-    from sage_kernels.toolchain import triton_version
+    from sage_kernels.dispatch.registry import KernelUnavailableError, select
+    from sage_kernels.runtime.toolchain import triton_version
 
     print("  ".join(f"{name} {number}" for name, number in package_versions().items()))
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -216,12 +216,12 @@ def _costs_note(device: torch.device) -> str:
     """Return a line that says by which table of costs calls choose between low bits and exact attention."""
     import torch
 
-    from sage_kernels import costs
-    from sage_kernels.registry import routing
+    from sage_kernels.dispatch import cost_model
+    from sage_kernels.dispatch.registry import routing
 
     if not routing():
         return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel can serve a call"
-    return costs.description(torch.cuda.get_device_capability(device))
+    return cost_model.description(torch.cuda.get_device_capability(device))
 
 
 def _gpu(name: str) -> torch.device:
@@ -243,11 +243,11 @@ def _warmup(args: argparse.Namespace) -> None:
 
 def _tune(args: argparse.Namespace) -> None:
     from sage_hf.bench.tune import SECONDS, tune
-    from sage_kernels import costs
+    from sage_kernels.dispatch import cost_model
 
     seconds = SECONDS if args.seconds is None else args.seconds
     table = tune(_gpu(args.device), seconds, progress=lambda text: print(text, file=sys.stderr))
-    path = args.output or costs.tuned_path(table.gpu)
+    path = args.output or cost_model.tuned_path(table.gpu)
     table.write(path)
     print(f"wrote {path}: {len(table.curves)} curves of {table.gpu}")
 

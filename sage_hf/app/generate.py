@@ -33,7 +33,7 @@ from sage_hf.explain import Explanation, explain
 from sage_hf.files import check_folder, replacing, writable_folder
 from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.dispatch.registry import KernelUnavailableError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -15,10 +15,11 @@ from sage_hf.app.peaks import NO_PEAKS, Peaks, find_peaks
 from sage_hf.metrics import ErrorSums, TensorErrors
 from sage_hf.targets import find_targets
 from sage_hf.text import text_table, to_ascii
-from sage_kernels import dispatch, exact
-from sage_kernels.call import Call, Mask, softmax_scale
-from sage_kernels.recipe import get_recipe, without_remedies
-from sage_kernels.registry import Plan
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import Plan
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.call import Call, Mask, softmax_scale
+from sage_kernels.spec.recipe import get_recipe, without_remedies
 
 logger = logging.get_logger(__name__)
 
@@ -94,7 +95,7 @@ class LayerErrorRecorder:
                 "causal_offset": call.causal_offset,
                 "scale": call.scale,
             }
-            judge, _ = exact.attention(query, key, value, **options, dtype=torch.float32)
+            judge, _ = sdpa.attention(query, key, value, **options, dtype=torch.float32)
             layer.errors.add(judge, call.output[sample])
             layer.plain_errors.add(judge, plain_output[sample])
             peaks = find_peaks(query, key, **options)
@@ -144,7 +145,7 @@ def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True)
     Args:
         pipe_or_model: whose layers to observe.
         without_remedies: also measure the same recipes without their remedies for peaked attention
-            (`sage_kernels.recipe.without_remedies`), where they have any.
+            (`sage_kernels.spec.recipe.without_remedies`), where they have any.
 
     Yields:
         A recorder: `layers()` returns the errors of each layer over the calls so far.
@@ -197,7 +198,7 @@ def _attend_without_remedies(call: record.AttentionCall) -> torch.Tensor:
     if not _has_remedies(call):
         return call.output
     mask = call.attn_mask
-    return dispatch.attend_by_plan(
+    return run.attend_by_plan(
         Call(
             call.query,
             call.key,

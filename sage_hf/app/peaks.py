@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from sage_kernels import exact, transforms
+from sage_kernels.exact import sdpa
 from sage_kernels.reference.forward import valid_keys
+from sage_kernels.spec import transforms
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def find_peaks(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> Peaks:
-    """Return the peaks of one call; arguments as in `sage_kernels.exact.attention`, in memory linear in length."""
+    """Return the peaks of one call; arguments as in `sage_kernels.exact.sdpa.attention`, in memory linear in length."""
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-    weights = exact.mean_weights(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
+    weights = sdpa.mean_weights(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
     if not weights.numel():
         return NO_PEAKS
     share, position = weights.flatten(0, 1).max(-1)

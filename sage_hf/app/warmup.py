@@ -10,8 +10,8 @@ import torch
 from sage_hf.bench.calls import Kind, Point, compile_kernels
 from sage_hf.config import SageConfig
 from sage_hf.nominal import nominal_request
-from sage_kernels.curves import Sizes
-from sage_kernels.registry import get_exact, registered_exact, select
+from sage_kernels.dispatch.curves import Sizes
+from sage_kernels.dispatch.registry import get_exact, registered_exact, select
 
 HEAD_DIMS = (64, 128)
 LENGTHS = (1024, 4096, 16384)

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.bench.warming import call_in_processes
-from sage_kernels import costs, dispatch, empty_rows, ops, training
-from sage_kernels.call import Call, Mask
-from sage_kernels.curves import Sizes
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import KernelUnavailableError, get_exact
+from sage_kernels import ops, training
+from sage_kernels.dispatch import cost_model, run
+from sage_kernels.dispatch.curves import Sizes
+from sage_kernels.dispatch.registry import KernelUnavailableError, get_exact
+from sage_kernels.exact import masked_rows
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
 
 Kind = Literal["none", "causal", "keys", "causal_keys", "bool", "additive"]
 BACKENDS = {
@@ -24,7 +26,7 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-assert tuple(BACKENDS) == costs.BACKENDS
+assert tuple(BACKENDS) == cost_model.BACKENDS
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ def prepare(device: torch.device, point: Point) -> Callable[[str], Callable[[], 
 
     def exactly(backend: SDPBackend) -> None:
         with sdpa_kernel(backend):
-            dispatch.attend(call, "native")
+            run.attend(call, "native")
 
     def of(name: str) -> Callable[[], object]:
         if name in BACKENDS:
             return lambda: exactly(BACKENDS[name])
         if (own := get_exact(name)) is not None:
-            if reason := own.unsupported(dispatch.request_of(call)):
+            if reason := own.unsupported(run.request_of(call)):
                 raise ValueError(f"{name}: {reason}")
             return lambda: own.attend(call)
         causality: dict[str, Any] = {"is_causal": point.causal, "causal_offset": point.causal_offset}
@@ -123,7 +125,7 @@ def prepare_training(
 
     def attend() -> Tensor:
         grouped = point.sizes.kv_heads != point.sizes.q_heads
-        return empty_rows.attend(query, key, value, mask=mask, is_causal=point.causal, enable_gqa=grouped)
+        return masked_rows.attend(query, key, value, mask=mask, is_causal=point.causal, enable_gqa=grouped)
 
     def exactly(backend: SDPBackend) -> None:
         with sdpa_kernel(backend):

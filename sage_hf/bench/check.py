@@ -12,11 +12,12 @@ import torch
 
 from sage_hf.bench.warming import call_in_processes
 from sage_hf.text import text_table
-from sage_kernels import dispatch, examination, registry, self_check, verdicts
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
-from sage_kernels.examination import KV_LEN, Q_LEN, Case, Verdict
-from sage_kernels.recipe import RECIPES, get_recipe
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.dispatch import examination, registry, self_check, verdicts
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 SECONDS = 60.0
 COMPILING = 2 / 3

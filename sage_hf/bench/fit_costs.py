@@ -1,4 +1,4 @@
-"""Fits of the curves of `sage_kernels.curves` to measured times."""
+"""Fits of the curves of `sage_kernels.dispatch.curves` to measured times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 import torch
 
-from sage_kernels.curves import Curve, Sizes, features
+from sage_kernels.dispatch.curves import Curve, Sizes, features
 
 Shape = tuple[int, int, int, bool]
 """Rows, keys, slots and whether rounds are whole: the fields of `Curve` that are tried."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from sage_kernels.curves import Sizes
+from sage_kernels.dispatch.curves import Sizes
 
 MaskName = Literal["none", "causal", "lower_right", "lengths", "keys", "window", "documents", "bias"]
 

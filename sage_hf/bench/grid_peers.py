@@ -16,8 +16,8 @@ from sage_hf import record
 from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.grid import Arguments, Point
-from sage_kernels import exact
-from sage_kernels.costs import DECODED_QUERIES
+from sage_kernels.dispatch.cost_model import DECODED_QUERIES
+from sage_kernels.exact import sdpa
 
 Attend = Callable[[Arguments], Callable[[], Tensor]]
 """Arguments -> a call that computes the output, (batch, q_heads, q_len, head_dim). Either raises if it is refused."""
@@ -50,7 +50,7 @@ class GridProvider:
 def _pytorch(arguments: Arguments) -> Callable[[], Tensor]:
     query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.mask
     options: dict[str, Any] = {"is_causal": arguments.is_causal, "enable_gqa": arguments.grouped}
-    return lambda: exact.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
+    return lambda: sdpa.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
 
 
 def _flash(arguments: Arguments) -> Callable[[], Tensor]:
@@ -58,7 +58,7 @@ def _flash(arguments: Arguments) -> Callable[[], Tensor]:
         return _pytorch(arguments)
     query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.lower_right
     options = {"enable_gqa": True} if arguments.grouped else {}
-    return lambda: exact.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
+    return lambda: sdpa.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
 
 
 def _fa3(arguments: Arguments) -> Callable[[], Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sage_hf.bench.peers import PROVIDERS, Provider, quantizers
 from sage_hf.bench.shapes import SHAPES, Shape
 from sage_hf.metrics import tensor_errors
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 
 PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")
 
@@ -175,7 +175,7 @@ class SampledErrors:
         mask = None
         if is_causal:
             mask = (torch.arange(tokens, device=query.device) <= self._rows[:, None])[None, None]
-        self._truth, _ = exact.attention(self._sample(query), key[:1, kv_heads], value[:1, kv_heads], mask=mask)
+        self._truth, _ = sdpa.attention(self._sample(query), key[:1, kv_heads], value[:1, kv_heads], mask=mask)
 
     def of(self, output: Tensor, scale: float = 1.0) -> dict[str, float]:
         """Return rel_l1 and cosine of output · scale; output (batch, q_heads, tokens, head_dim), any dtype."""

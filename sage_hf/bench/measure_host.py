@@ -15,7 +15,7 @@ from torch import Tensor
 from sage_hf.attention import sage_attention
 from sage_hf.bench.measure import facts, reason
 from sage_hf.text import text_table
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 
 Route = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled"]
 ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled")
@@ -126,7 +126,7 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
     options: dict[str, Any] = {"attn_mask": mask[None, None, None]} if route == "key_mask" else {}
     attend: Callable[..., Tensor]
     if provider == "sdpa":
-        attend = exact.pytorch_sdpa
+        attend = sdpa.pytorch_sdpa
     elif provider == "sage":
         attend = sage_attention
         options["recipe"] = RECIPES.get(route, "sage2")

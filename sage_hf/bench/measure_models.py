@@ -27,8 +27,8 @@ from sage_hf.bench.models import MODELS, Loaded, Model, load
 from sage_hf.explain import explain
 from sage_hf.metrics import tensor_errors
 from sage_hf.targets import find_targets
-from sage_kernels.flash3 import is_installed
-from sage_kernels.registry import get_exact
+from sage_kernels.dispatch.registry import get_exact
+from sage_kernels.external.flash_attention3 import is_installed
 
 # Each provider times one step of a model in each of its turns: in so many turns as take about SECONDS of its steps. The
 # GPU's clock follows its load, and the host's speed changes within seconds where others use it too.

@@ -23,7 +23,7 @@ from sage_hf.bench.peers import Provider
 from sage_hf.bench.shapes import TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
 from sage_hf.metrics import tensor_errors
-from sage_kernels.exact_gradients import Gradients, exact_gradients
+from sage_kernels.exact.gradients import Gradients, exact_gradients
 
 # Names in a row of the errors of `Gradients`.
 ERRORS = ("output", "dq", "dk", "dv")

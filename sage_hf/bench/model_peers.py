@@ -24,8 +24,8 @@ from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
 from sage_hf.sparse.grids import layout_of
 from sage_kernels import norm_rope
-from sage_kernels.flash3 import is_installed
-from sage_kernels.registry import registered_exact, registered_forwards, select, without
+from sage_kernels.dispatch.registry import registered_exact, registered_forwards, select, without
+from sage_kernels.external.flash_attention3 import is_installed
 
 Step = Callable[[], Tensor]
 Kernels = dict[str, int]

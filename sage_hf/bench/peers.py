@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels import exact, ops
-from sage_kernels.call import Call
-from sage_kernels.dispatch import request_of
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Plan, Quantizer, get_forward, get_quantizer, select
+from sage_kernels import ops
+from sage_kernels.dispatch.registry import Plan, Quantizer, get_forward, get_quantizer, select
+from sage_kernels.dispatch.run import request_of
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import get_recipe
 
 E4M3_MAX = 448.0
 QUANTIZERS = {"sage1": "int8_quantize", "sage2": "int8_quantize", "sage3": "nvfp4_quantize"}
@@ -133,7 +134,7 @@ def prepare_sdpa(backend: SDPBackend) -> Prepare:
 
         def call() -> Tensor:
             with sdpa_kernel(backend):
-                return exact.pytorch_sdpa(query, key, value, is_causal=is_causal, enable_gqa=grouped)
+                return sdpa.pytorch_sdpa(query, key, value, is_causal=is_causal, enable_gqa=grouped)
 
         return Prepared(call, f"scaled_dot_product_attention, {backend.name}")
 

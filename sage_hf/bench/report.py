@@ -15,13 +15,14 @@ from sage_hf.bench.shapes import SHAPES, Shape
 from sage_hf.metrics import tensor_errors
 from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
-from sage_kernels import exact, ops
-from sage_kernels.call import Call
+from sage_kernels import ops
 from sage_kernels.cuda.registration import nvfp4_forward_measured
-from sage_kernels.dispatch import request_of
-from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.dispatch.registry import get_quantizer, select
+from sage_kernels.dispatch.run import request_of
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import get_quantizer, select
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 FORWARD_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.qk != "exact" and recipe.backward is None)
 SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
@@ -106,7 +107,7 @@ def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool
     plan = select(request_of(call), "error")
     output, lse = ops.attention(*inputs, is_causal=is_causal, recipe=recipe, fallback="error", return_lse=is_causal)
     expected, _ = reference.attention(*inputs, call.recipe, is_causal=is_causal)
-    truth, true_lse = exact.attention(*(x.double() for x in inputs), is_causal=is_causal)
+    truth, true_lse = sdpa.attention(*(x.double() for x in inputs), is_causal=is_causal)
     found = {
         "kernel": plan.kernel,
         "quantizer": plan.quantizer,

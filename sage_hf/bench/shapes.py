@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sage_kernels.layout import KEY_BLOCK, padded_channels, padded_rows
+from sage_kernels.spec.layout import KEY_BLOCK, padded_channels, padded_rows
 
 
 @dataclass(frozen=True)

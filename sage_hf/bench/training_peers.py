@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from sage_hf.attention import sage_attention
 from sage_hf.bench.peers import Prepare, Prepared, Provider, prepare_sdpa
-from sage_kernels.registry import Request, select
+from sage_kernels.dispatch.registry import Request, select
 
 
 def _ours(recipe: str) -> Prepare:

@@ -1,4 +1,4 @@
-"""Measurement of what attention calls cost on one GPU, for the tables of `sage_kernels.costs`."""
+"""Measurement of what attention calls cost on one GPU, for the tables of `sage_kernels.dispatch.cost_model`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare,
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
-from sage_kernels import costs
-from sage_kernels.costs import Table
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
-from sage_kernels.curves import Sizes
-from sage_kernels.registry import registered_exact, select
-from sage_kernels.toolchain import triton_version
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.cost_model import Table
+from sage_kernels.dispatch.curves import Sizes
+from sage_kernels.dispatch.registry import registered_exact, select
+from sage_kernels.runtime.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
 TRAINING_RECIPE = "sage_bwd"
@@ -125,8 +125,8 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         f"measured {calls} of them by {len(found) / calls:.1f} kernels each in {time.perf_counter() - started:.0f} s"
     )
     curves = fit(found, properties.multi_processor_count)
-    shipped = costs.shipped_path(capability)
-    if shipped.exists() and (known := costs.read_table(shipped)).gpu == properties.name:
+    shipped = cost_model.shipped_path(capability)
+    if shipped.exists() and (known := cost_model.read_table(shipped)).gpu == properties.name:
         there = {curve.kind for curve in curves}
         curves += tuple(curve for curve in known.curves if curve.kind not in there)
     return Table(properties.name, capability, versions(), curves)
@@ -141,8 +141,10 @@ def unseen_points(count: int, seed: int) -> list[grid.Point]:
 def table_in_use(device: torch.device) -> str:
     """Return which table of costs calls on a GPU choose by: "shipped", "tuned" or "none"."""
     capability = torch.cuda.get_device_capability(device)
-    table = costs.table_of(capability)
-    return "none" if table is None else "shipped" if table.origin == str(costs.shipped_path(capability)) else "tuned"
+    table = cost_model.table_of(capability)
+    return (
+        "none" if table is None else "shipped" if table.origin == str(cost_model.shipped_path(capability)) else "tuned"
+    )
 
 
 def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
@@ -201,7 +203,7 @@ def measure_points(
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
-                kind = costs.kind_of(point.mask, point.causal, point.sizes)
+                kind = cost_model.kind_of(point.mask, point.causal, point.sizes)
                 yield Measured(runner, kind, point.causal, point.sizes, us)
 
 
@@ -228,11 +230,15 @@ def runner_of(device: torch.device, point: Point, name: str, backward: bool) -> 
         KernelUnavailableError: the recipe is not native here.
     """
     if name not in RECIPES and name != TRAINING_RECIPE:
-        return name + costs.TRAINING if backward else name
+        return name + cost_model.TRAINING if backward else name
     facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": point.grad}
     plan = select(nominal_request(name, device, **facts), "error")
     phases = plan.kernel, plan.quantizer
-    return costs.training_runner(name, *phases, plan.backward) if backward else costs.low_bit_runner(name, *phases)
+    return (
+        cost_model.training_runner(name, *phases, plan.backward)
+        if backward
+        else cost_model.low_bit_runner(name, *phases)
+    )
 
 
 def gpu_us(call: Callable[[], object]) -> float:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sage_hf.identity import name_in_diffusers, path_of
-from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import is_served, norm_rope
+from sage_kernels.spec.heads import Norm, Rope
 
 logger = logging.get_logger(__name__)
 

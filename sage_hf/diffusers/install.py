@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import logging
 
-from sage_kernels.import_hook import when_imported
+from sage_kernels.runtime.import_hook import when_imported
 
 if TYPE_CHECKING:
     import torch

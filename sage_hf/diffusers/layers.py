@@ -20,7 +20,7 @@ from huggingface_hub.utils import logging
 from sage_hf import record
 from sage_hf.identity import name_in_diffusers
 from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
-from sage_kernels import tracing
+from sage_kernels.runtime import dynamo
 
 from .backends import backend_member, choosing
 from .errors import FixedBackendError, UnsupportedAttentionError
@@ -227,7 +227,7 @@ def _is_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == DISPATCH
 
 
-@tracing.assume_constant_result
+@dynamo.assume_constant_result
 @functools.cache
 def say_that_graphs_leave_choice(family: str) -> None:
     """Log once for each class of processors that names no backend, when it is compiled, that it attends as before."""

@@ -14,7 +14,7 @@ from sage_hf.attention import check_fallback, sage_attention
 from sage_hf.attributes import LAYER
 from sage_hf.record import run_in_layer
 from sage_hf.sparse.layer import SparseLayer
-from sage_kernels.recipe import get_recipe
+from sage_kernels.spec.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve
 from .backends import backend_member

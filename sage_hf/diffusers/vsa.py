@@ -10,7 +10,7 @@ from torch import nn
 from sage_hf.sparse.grids import arguments_of, layout_of
 from sage_hf.sparse.order import TileOrder
 from sage_hf.sparse.vsa import tiles_kept, vsa_attention
-from sage_kernels import tracing
+from sage_kernels.runtime import dynamo
 
 from .errors import UnsupportedAttentionError
 
@@ -34,7 +34,7 @@ class VSAModel:
         self.sparsity = sparsity
         self.order: TileOrder | None = None
 
-    @tracing.disable
+    @dynamo.disable
     def follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the order for a call of the denoiser: a forward pre-hook."""
         layout = layout_of(denoiser)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 
 GATHERED_AT_ONCE = 2**28
 """Number of elements of K, and of V, that are brought together at once."""
@@ -95,7 +95,7 @@ def attend_to_tiles(
         at = listed.flatten(1)
         side_by_side = (-1, 1, kept * size, channels)
         mask = None if exist is None else exist[at.flatten()].view(-1, 1, 1, kept * size)
-        output = exact.pytorch_sdpa(
+        output = sdpa.pytorch_sdpa(
             queries.reshape(-1, 1, size, channels),
             take_tiles(keys, at).view(side_by_side),
             take_tiles(values, at).view(side_by_side),

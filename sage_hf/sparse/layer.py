@@ -16,8 +16,9 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_hf.attention import check_fallback, default_fallback, sage_attention
-from sage_kernels import exact, tracing
-from sage_kernels.registry import KernelUnavailableError, Request, select
+from sage_kernels.dispatch.registry import KernelUnavailableError, Request, select
+from sage_kernels.exact import sdpa
+from sage_kernels.runtime import dynamo
 
 from .config import BLOCK, Sparse
 from .grids import Grid, Layout, arguments_of, layout_of
@@ -69,7 +70,7 @@ class SparseModel:
         """Move to a denoising step, 0 being the first."""
         self.dense_step = step < self.settings.dense_steps
 
-    @tracing.disable
+    @dynamo.disable
     def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         model = getattr(denoiser, "_orig_mod", denoiser)
         self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
@@ -233,7 +234,7 @@ class SparseLayer:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a log-sum-exp that is wanted"
-        if attn_mask is not None and exact.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
+        if attn_mask is not None and sdpa.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
             return "a mask that says more than which keys exist"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
@@ -310,7 +311,7 @@ def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-@tracing.assume_constant_result
+@dynamo.assume_constant_result
 @cache
 def say_that_graphs_are_dense() -> None:
     """Log once, when the first layer with sparse attention is compiled, that such layers attend densely."""

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from sage_kernels.blocks import BLOCK_SIZES, BlockList
-from sage_kernels.checks import check_memory
+from sage_kernels.spec.block_list import BLOCK_SIZES, BlockList
+from sage_kernels.spec.checks import check_memory
 from sage_kernels.triton.registration import routing_kernels
 
 SCORES_AT_ONCE = 2**25

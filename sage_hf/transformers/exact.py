@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels.exact import apply_mask, nothing_attended, rows_per_chunk
+from sage_kernels.exact.sdpa import apply_mask, nothing_attended, rows_per_chunk
 
 
 def exact_attention(

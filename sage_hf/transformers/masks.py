@@ -9,7 +9,7 @@ from transformers import masking_utils
 
 from sage_hf.attributes import CAUSALITY
 from sage_hf.transformers.inspection import asks_for_sdpa, computes_with_masks, models_of
-from sage_kernels import tracing
+from sage_kernels.runtime import dynamo
 
 
 def sage_mask(**kwargs: Any) -> torch.Tensor | None:
@@ -38,7 +38,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     return mask
 
 
-@tracing.assume_constant_result
+@dynamo.assume_constant_result
 def _reading_of(config_class: type) -> str:
     """Return which masks models with a config of the class can read.
 
@@ -117,7 +117,7 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
     return padding if plain and is_causal and _hands_padding_on(type(kwargs.get("config"))) else None
 
 
-@tracing.assume_constant_result
+@dynamo.assume_constant_result
 def _hands_padding_on(config_class: type) -> bool:
     """Return whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
-from sage_kernels.import_hook import when_imported
-from sage_kernels.recipe import get_recipe
+from sage_kernels.runtime.import_hook import when_imported
+from sage_kernels.spec.recipe import get_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,8 +23,8 @@ from sage_hf import record
 from sage_hf.attributes import RECIPE
 from sage_hf.names import NAMES
 from sage_hf.transformers.inspection import built_classes, calls_interface
-from sage_kernels.heads import Rope
 from sage_kernels.norm_rope import is_served, norm_rope
+from sage_kernels.spec.heads import Rope
 
 logger = logging.get_logger(__name__)
 

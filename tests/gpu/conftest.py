@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sage_kernels.cuda import compiler
-from sage_kernels.prepared_calls import TapedCall
+from sage_kernels.replay.prepared_calls import TapedCall
 
 FOLDER = Path(__file__).parent
 MOST_CACHED_BYTES = 2**31

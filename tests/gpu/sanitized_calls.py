@@ -18,7 +18,7 @@ from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
 from sage_kernels.cuda import compiler, nvfp4_forward
 from sage_kernels.cuda.registration import NVFP4Quantizer
-from sage_kernels.recipe import get_recipe
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import LOW_BIT, attend

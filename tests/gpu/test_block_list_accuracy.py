@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
-from sage_kernels import dispatch, exact, ops, prepared_lists, training
+from sage_kernels import ops, training
 from sage_kernels.cuda import compiler
-from sage_kernels.recipe import RECIPES
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import select
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import select
+from sage_kernels.replay import prepared_lists
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.judge_training import Draw, assert_equal, judge_training, train
@@ -67,19 +70,19 @@ def test_the_kernels_error_is_the_references(device, recipe, options, block_m, b
         keys[0, ..., 200:600] = False
         mask = mask & keys
     heard = []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         output, lse = ops.attention(
             *inputs, mask=keys, blocks=blocks, recipe=recipe, fallback="emulate", return_lse=True, **options
         )
     finally:
-        dispatch.plan_listeners.remove(heard.append)
+        run.plan_listeners.remove(heard.append)
     kind = "blocks" if keys is None else "block_keys"
     kernel = "nvfp4_forward" if recipe == "sage3" else int8_kernel(device, (block_m, block_n), head_dim)
     assert [(plan.kernel.removesuffix("_emulated"), plan.recipe, plan.request.mask) for plan in heard] == [
         (kernel, recipe, kind)
     ]
-    truth, _ = exact.attention(*inputs, mask=mask, **options)
+    truth, _ = sdpa.attention(*inputs, mask=mask, **options)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], mask=keys, blocks=blocks, **options)
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert not output[lse == -torch.inf].any()
@@ -139,7 +142,7 @@ def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, monkeypatch, 
 def test_exact_attention_over_a_list_is_exact(device):
     inputs, blocks = draw(device), on(device, draw_blocks(2, 4, 1000, 1100))
     output, lse = ops.attention(*inputs, blocks=blocks, recipe="exact", return_lse=True)
-    truth, truth_lse = exact.attention(*inputs, mask=blocks.mask(1100, 0, 1000))
+    truth, truth_lse = sdpa.attention(*inputs, mask=blocks.mask(1100, 0, 1000))
     assert ((output - truth).norm() / truth.norm()) < 2**-7
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
 
@@ -197,11 +200,11 @@ def test_packed_sequences_have_the_gradients_over_lists_that_they_have_alone(rec
 def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(device):
     inputs = [x.requires_grad_() for x in draw(device)]
     blocks, heard = on(device, draw_blocks(2, 4, 1000, 1100)), []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         outputs = [training.attention(*inputs, blocks=blocks)[0] for _ in range(2)]
     finally:
-        dispatch.plan_listeners.remove(heard.append)
+        run.plan_listeners.remove(heard.append)
     assert {(plan.kernel, plan.backward, plan.request.mask) for plan in heard} == {
         (int8_kernel(device, (128, 128)), "int8_backward", "blocks")
     }
@@ -247,14 +250,14 @@ def test_packed_sequences_have_lists_of_their_own(device, recipe):
     seqused_k = torch.tensor(used, dtype=torch.int32, device=device)
     blocks = on(device, draw_blocks(3, 4, 1000, 1100, share=0.3))
     heard = []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         output, lse = ops.packed_attention(
             *inputs, *starts, 1000, 1100, seqused_k=seqused_k, blocks=blocks, recipe=recipe, fallback="emulate",
             return_lse=True,
         )  # fmt: skip
     finally:
-        dispatch.plan_listeners.remove(heard.append)
+        run.plan_listeners.remove(heard.append)
     kernel = "nvfp4_forward" if recipe == "sage3" else "int8_forward"
     assert [(plan.kernel.removesuffix("_emulated"), plan.request.mask) for plan in heard] == [(kernel, "blocks")]
     for index, (q_len, kv_len) in enumerate(zip(q_lengths, used, strict=True)):
@@ -265,7 +268,7 @@ def test_packed_sequences_have_lists_of_their_own(device, recipe):
             continue
         one = [drawn[index][0], *(x[:, :, :kv_len] for x in drawn[index][1:])]
         part = blocks.of_sequence(index, q_len, kv_len, 1100)
-        truth, _ = exact.attention(*one, mask=part.mask(kv_len, 0, q_len))
+        truth, _ = sdpa.attention(*one, mask=part.mask(kv_len, 0, q_len))
         expected, expected_lse = reference.attention(*one, RECIPES[recipe], blocks=part)
         assert torch.equal(found_lse == -torch.inf, expected_lse == -torch.inf)
         finite = expected_lse != -torch.inf

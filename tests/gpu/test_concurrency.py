@@ -11,10 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import sage_attention
-from sage_kernels import dispatch, prepared
-from sage_kernels.call import Call
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import exact_plan, get_exact
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.registry import exact_plan, get_exact
+from sage_kernels.replay import prepared
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import get_recipe
 
 RECIPES = ("sage2", "sage1", "exact", "sage_bwd")
 CANARY = 0x5A

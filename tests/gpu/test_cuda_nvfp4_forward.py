@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels import exact, prepared
 from sage_kernels.cuda import delta_scores, nvfp4_forward, padding
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
-from sage_kernels.recipe import get_recipe
+from sage_kernels.dispatch.registry import select
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import select
+from sage_kernels.replay import prepared
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.triton_calls import new_call
 
@@ -47,7 +48,7 @@ def check(inputs, recipe, return_lse=False, valid=None, **options):
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if valid is None else valid[:, None, None]
     expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, mask=mask, **options)
-    true, _ = exact.attention(*inputs, mask=mask, **options)
+    true, _ = sdpa.attention(*inputs, mask=mask, **options)
     # A row of heavy and recent keys alone has the rounding of 16 bits, which differs where parts are merged in turn.
     rounding = torch.finfo(output.dtype).eps / 2
     assert error(output, true) <= max(RATIO * error(expected, true), rounding)
@@ -127,7 +128,7 @@ def test_causal_rows_of_recent_keys_alone_are_exact(offset, kind, dtype):
     quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if valid is None else valid[:, None, None]
-    true, true_lse = exact.attention(*(x.double() for x in inputs), mask=mask, is_causal=True, causal_offset=offset)
+    true, true_lse = sdpa.attention(*(x.double() for x in inputs), mask=mask, is_causal=True, causal_offset=offset)
     # Each of so many parts that are merged rounds the sums in float32 a few times.
     merged = 4 * recipe.recent_keys * torch.finfo(torch.float32).eps
     largest = inputs[2].abs().max().item()

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
-from sage_kernels.dispatch import request_of
+from sage_kernels.dispatch.run import request_of
 from sage_kernels.formats import int8
 from sage_kernels.language.padding import read_padding
-from sage_kernels.layout import heavy_order, natural_order, power_of_two, thread_order
-from sage_kernels.operands import MEAN_PARTS
-from sage_kernels.recipe import get_recipe
-from sage_kernels.transforms import balance, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
+from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order
+from sage_kernels.spec.operands import MEAN_PARTS
+from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.spec.transforms import balance, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise

@@ -8,10 +8,10 @@ import torch
 from sage_kernels import backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NVFP4Quantizer
-from sage_kernels.dispatch import request_of
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import select
+from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.run import request_of
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.mask_tiles import mask_tiles
 from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
 from tests.helpers import triton_calls

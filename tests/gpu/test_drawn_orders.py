@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from sage_kernels import registry
+from sage_kernels.dispatch import registry
 from tests.helpers import drawn_calls
 
 SECONDS, PARTS, SEEDS = 180.0, 6, 10_000

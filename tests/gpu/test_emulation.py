@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
-from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES
 
 LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
 FORWARD_ONLY = [name for name in LOW_BIT if RECIPES[name].backward is None]
@@ -50,7 +50,7 @@ def test_emulation_has_the_error_of_the_cpus(recipe, arguments):
     """Sums in another order move a rounding of P now and then, not the error as a whole."""
     inputs = draw()
     options = {"mask": arguments.get("attn_mask"), "is_causal": arguments.get("is_causal", False)}
-    truth, _ = exact.attention(*inputs, **options)
+    truth, _ = sdpa.attention(*inputs, **options)
     expected, _ = reference.attention(*inputs, RECIPES[recipe], **options)
     on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     output = sage_attention(*(x.cuda() for x in inputs), **on_gpu, enable_gqa=True, recipe=recipe, fallback="emulate")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 LENGTHS = [1, 15, 17, 63, 100]
@@ -84,7 +84,7 @@ def assert_right(inputs, mask, is_causal, recipe, grad, scale=None):
     (plan,) = record.last_plans(layer)
     assert plan.kernel == "sdpa"
     doubles = [x.detach().double().requires_grad_(grad) for x in inputs]
-    truth, _ = exact.attention(*doubles, mask=mask, is_causal=is_causal, scale=scale)
+    truth, _ = sdpa.attention(*doubles, mask=mask, is_causal=is_causal, scale=scale)
     assert output.dtype == query.dtype
     assert output.shape == truth.shape
     largest = inputs[2].abs().max().item()
@@ -156,8 +156,8 @@ def test_heads_that_repeat_one_are_attended_to_rightly(device, v_head_dim):
     )
     key = draw(device, torch.bfloat16, HEADS, 129, 128, seed=1)
     for mask in (None, torch.ones(5, 129, dtype=torch.bool, device=device).tril(100)):
-        output = exact.sdpa(query, key, value, mask=mask, scale=0.3)
-        expected = exact.attention(query, key, value, mask=mask, scale=0.3)[0]
+        output = sdpa.sdpa(query, key, value, mask=mask, scale=0.3)
+        expected = sdpa.attention(query, key, value, mask=mask, scale=0.3)[0]
         assert (output - expected).abs().max() <= tolerance(torch.bfloat16, value.abs().max().item())
 
 
@@ -170,7 +170,7 @@ def test_rows_biased_alike_by_the_lowest_number_are_uniform(device, kv_len, reci
     mask = torch.zeros(20, kv_len, dtype=mask_dtype, device=device)
     largest = torch.finfo(mask_dtype).max
     if dtype == mask_dtype:  # a mask that PyTorch reads as it is
-        largest = min(largest, exact.LARGEST_BIAS)
+        largest = min(largest, sdpa.LARGEST_BIAS)
     mask[2], mask[3], mask[4, 5] = largest, -largest, largest
     output = sage_attention(query, key, value, attn_mask=mask, recipe=recipe).double()
     assert output.isfinite().all()

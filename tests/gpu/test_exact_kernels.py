@@ -7,11 +7,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import record, sage_attention
-from sage_kernels import costs, dispatch, empty_rows, exact, prepared, registry
-from sage_kernels.call import Call, Mask
-from sage_kernels.prepared_calls import TapedCall
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import exact_plan, get_exact
+from sage_kernels.dispatch import cost_model, registry
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.registry import exact_plan, get_exact
+from sage_kernels.exact import masked_rows, sdpa
+from sage_kernels.replay import prepared
+from sage_kernels.replay.prepared_calls import TapedCall
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.pairwise import pairwise
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -65,8 +68,8 @@ def assert_rounded_twice(call, output):
     """Weights are rounded relative to their row's largest, and so is the output: no other error shows."""
     options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
     options["mask"] = call.mask.tensor
-    truth, lse = exact.attention(call.query, call.key, call.value, **options)
-    magnitude, _ = exact.attention(call.query, call.key, call.value.abs(), **options)
+    truth, lse = sdpa.attention(call.query, call.key, call.value, **options)
+    magnitude, _ = sdpa.attention(call.query, call.key, call.value.abs(), **options)
     empty = lse == -torch.inf
     assert not output[empty].any()
     bound = 1.1 * ROUNDING[output.dtype] * (magnitude + truth.abs()) + 1e-6
@@ -190,8 +193,8 @@ def test_without_cudnn_the_output_is_that_of_the_backends_that_are_left(device, 
     tensors = call.query, call.key, call.value
     left = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(left):
-        expected = exact.sdpa(*tensors, **options)
-    assert torch.equal(exact.sdpa(*tensors, **options, by=exact.without_cudnn), expected)
+        expected = sdpa.sdpa(*tensors, **options)
+    assert torch.equal(sdpa.sdpa(*tensors, **options, by=sdpa.without_cudnn), expected)
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], ids=lambda x: x.name)
@@ -199,8 +202,8 @@ def test_without_cudnn_the_callers_own_switches_hold(device, backend):
     call = draw_call(device, (2, 4, 4, 77, 300), 64)
     tensors = call.query, call.key, call.value
     with sdpa_kernel(backend):
-        expected = exact.pytorch_sdpa(*tensors, scale=call.scale)
-        assert torch.equal(exact.sdpa(*tensors, scale=call.scale, by=exact.without_cudnn), expected)
+        expected = sdpa.pytorch_sdpa(*tensors, scale=call.scale)
+        assert torch.equal(sdpa.sdpa(*tensors, scale=call.scale, by=sdpa.without_cudnn), expected)
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
@@ -211,8 +214,8 @@ def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
 
 
 def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed, monkeypatch):
-    monkeypatch.setattr(costs, "GROWING_CACHE_BYTES", 0)
-    monkeypatch.setattr(costs, "NEW_LENGTH_US", -costs.EXACT_HOST_US)
+    monkeypatch.setattr(cost_model, "GROWING_CACHE_BYTES", 0)
+    monkeypatch.setattr(cost_model, "NEW_LENGTH_US", -cost_model.EXACT_HOST_US)
     registry.select.cache_clear()
     for kv_len in (1000, 1001, 1002):
         call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
@@ -227,12 +230,12 @@ def test_batch_elements_without_a_key_give_zeros_and_get_no_gradient(device, hea
     call = draw_call(device, (3, q_heads, 4, q_len, 200), head_dim)
     mask = (torch.arange(200, device=device) < torch.tensor([200, 0, 50], device=device)[:, None])[:, None, None]
     inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
-    output = empty_rows.attend(*inputs, mask=mask, enable_gqa=True)
+    output = masked_rows.attend(*inputs, mask=mask, enable_gqa=True)
     weights = torch.randn_like(output)
     gradients = torch.autograd.grad(output, inputs, weights)
     assert not any(x[1].any() for x in (output, *gradients))
     truths = [x.double().detach().requires_grad_() for x in inputs]
-    truth, _ = exact.attention(*truths, mask=mask)
+    truth, _ = sdpa.attention(*truths, mask=mask)
     for found, expected in zip(gradients, torch.autograd.grad(truth, truths, weights.double()), strict=True):
         kept = torch.tensor([0, 2])
         error = (found.double() - expected)[kept].abs().sum() / expected[kept].abs().sum()
@@ -252,26 +255,26 @@ def test_rows_that_a_mask_of_minus_infinity_hides_are_zeros(device, kind, head_d
     inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
     with sdpa_kernel(backend):
         try:
-            exact.sdpa(*inputs, mask=allowed)
+            sdpa.sdpa(*inputs, mask=allowed)
         except RuntimeError as error:
             pytest.skip(f"{backend.name} serves no such call: {str(error).splitlines()[0]}")
-        output = empty_rows.attend(*inputs, mask=allowed)
+        output = masked_rows.attend(*inputs, mask=allowed)
     gradients = torch.autograd.grad(output, inputs, torch.randn_like(output))
     hidden = ~allowed.any(-1).expand(3, 4, 130)
     assert hidden.any() and not output[hidden].any() and not gradients[0][hidden].any()
     assert all(x.isfinite().all() for x in (output, *gradients))
     assert kind != "elements" or not any(x[1].any() for x in gradients)
-    truth, _ = exact.attention(call.query, call.key, call.value, mask=allowed)
+    truth, _ = sdpa.attention(call.query, call.key, call.value, mask=allowed)
     assert (output - truth).abs().max() <= 4 * ROUNDING[dtype] * call.value.abs().max()
 
 
 def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
-    monkeypatch.setattr(empty_rows, "_found", {})
+    monkeypatch.setattr(masked_rows, "_found", {})
     mask = torch.zeros(1, 1, 40, 40, device=device, dtype=torch.bfloat16)
     mask[:, :, 3] = -torch.inf
     call = draw_call(device, (1, 2, 2, 40, 40), 64)
     tensors = call.query, call.key, call.value
-    plain = exact.sdpa
-    monkeypatch.setattr(exact, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
-    output = empty_rows.attend(*tensors, mask=mask)
-    assert set(empty_rows._found.values()) == {False} and not output[:, :, 3].any()
+    plain = sdpa.sdpa
+    monkeypatch.setattr(sdpa, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
+    output = masked_rows.attend(*tensors, mask=mask)
+    assert set(masked_rows._found.values()) == {False} and not output[:, :, 3].any()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels import exact, ops
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.judge import LOW_BIT, attend, attend_and_name, judge, lse_tolerance
 
 pytestmark = pytest.mark.parametrize("recipe", LOW_BIT)
@@ -282,7 +283,7 @@ def test_padding_in_the_middle_does_not_matter(recipe, bias, draw, device):
     error = judge(query, key, value, recipe, mask=allowed)
     error.assert_as_small_as_the_references()
     (output, lse), kernel = attend_and_name(query, key, value, recipe, mask=mask)
-    truth, _ = exact.attention(query, key, value, mask=allowed)
+    truth, _ = sdpa.attention(query, key, value, mask=allowed)
     replace(error, kernel=(output - truth).abs().sum().item()).assert_as_small_as_the_references()
     _, expected_lse = attend(query, key, value, recipe, mask=allowed)
     seen = key * allowed.transpose(-1, -2)

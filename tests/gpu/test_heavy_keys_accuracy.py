@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import attention, exact
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import RECIPES
+from sage_kernels import attention
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.toolchain import triton_version
+from sage_kernels.runtime.toolchain import triton_version
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.registration import nvfp4_unsupported
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.pairwise import pairwise
@@ -37,7 +38,7 @@ def check(inputs, name, result=None, **options):
     recipe = replace(RECIPES[name], heavy_keys=KEYS) if isinstance(name, str) else name
     output, lse = run(inputs, recipe, **options) if result is None else result
     expected, expected_lse = reference.attention(*inputs, recipe, **options)
-    truth, _ = exact.attention(*inputs, **options)
+    truth, _ = sdpa.attention(*inputs, **options)
 
     def per_head(x):
         return x.double().abs().sum((-2, -1))
@@ -72,7 +73,7 @@ def draw(device, dtype, q_len, kv_len, head_dim=64, v_head_dim=64, batch=2, q_he
 def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(recipe, head_dim, dtype, device):
     inputs = [x.to(device, dtype) for x in sink(256, 8192, head_dim, heads=2)]
     error = check(inputs, recipe)
-    truth, _ = exact.attention(*inputs)
+    truth, _ = sdpa.attention(*inputs)
     without, _ = reference.attention(*inputs, replace(RECIPES[recipe], heavy_keys=0))
     times = 2 if recipe == "sage1" else 5  # P in float16 loses less of the others
     output_rounding = torch.finfo(dtype).eps
@@ -103,7 +104,7 @@ def test_the_kernels_that_are_chosen_attend_to_a_sink_anywhere(recipe, at, dtype
     key, value = key[:, ::2].contiguous(), value[:, ::2].contiguous()
     output, _ = attention(query, key, value, recipe=recipe, fallback="emulate")
     expected, _ = reference.attention(query, key, value, RECIPES[recipe])
-    truth, _ = exact.attention(query, key, value)
+    truth, _ = sdpa.attention(query, key, value)
     rounding = torch.finfo(dtype).eps * truth.abs().sum()
     assert (output - truth).abs().sum() <= 1.1 * (expected - truth).abs().sum() + rounding
 
@@ -175,7 +176,7 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(recipe, is_causal, 
             check(alone, recipe, (output[:, :, rows], lse[:, :, rows]), is_causal=is_causal)
             continue
         # All its keys are heavy: what differs from exact attention are roundings to the inputs' dtype.
-        truth, true_lse = exact.attention(*alone, is_causal=is_causal)
+        truth, true_lse = sdpa.attention(*alone, is_causal=is_causal)
         eps = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
         assert (output[:, :, rows] - truth).abs().max() <= eps * inputs[2].double().nan_to_num().abs().max()
         # K without its mean, at most twice as long, is rounded by eps/4 of itself; a score is its product with Q.

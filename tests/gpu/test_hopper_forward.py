@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact
 from sage_kernels.cuda import int8_forward as hopper
+from sage_kernels.exact import sdpa
 from sage_kernels.language.padding import read_padding
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from tests.helpers import triton_calls
 from tests.helpers.judge import Error, judge, lse_tolerance
@@ -131,7 +131,7 @@ def assert_as_accurate(operands, is_causal, offset, mask=None):
     output, lse = operands.attend(hopper, is_causal, offset)
     expected, expected_lse = operands.attend(int8_forward, is_causal, offset)
     inputs = operands.query, operands.key, operands.value
-    truth, _ = exact.attention(*inputs, mask=mask, is_causal=is_causal, causal_offset=offset)
+    truth, _ = sdpa.attention(*inputs, mask=mask, is_causal=is_causal, causal_offset=offset)
     assert output.isfinite().all()
     # Weights are relative to another power of two, so that they round otherwise; as far, on average.
     rounding = torch.finfo(output.dtype).eps * truth.abs().sum().item()
@@ -149,7 +149,7 @@ def test_a_mean_of_v_does_not_add_up_in_the_matrix_units(head_dim):
     operands = Operands((1, 2, 2, 384, 60_000), head_dim, head_dim, torch.bfloat16)
     # As much of a mean as smoothing leaves.
     operands.value = torch.randn_like(operands.value) + 0.05
-    truth, _ = exact.attention(operands.query, operands.key, operands.value)
+    truth, _ = sdpa.attention(operands.query, operands.key, operands.value)
     operands.quantize()
     found, expected = (error(operands.attend(kernel)[0], truth) for kernel in (hopper, int8_forward))
     assert found <= 1.05 * expected
@@ -331,5 +331,5 @@ def test_a_call_selects_it(recipe):
     layer = torch.nn.Identity()
     output = record.run_in_layer(layer, sage_attention, *draw, recipe=recipe)
     assert [plan.kernel for plan in record.last_plans(layer)] == ["int8_forward_hopper"]
-    truth, _ = exact.attention(*draw)
+    truth, _ = sdpa.attention(*draw)
     assert error(output, truth) <= 0.045 * truth.abs().sum().item()

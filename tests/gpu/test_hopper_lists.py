@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.blocks import BlockList
 from sage_kernels.cuda import block_lists
 from sage_kernels.cuda import int8_forward as hopper
+from sage_kernels.exact import sdpa
 from sage_kernels.language.padding import read_padding
-from sage_kernels.layout import padded_channels
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.layout import padded_channels
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from sage_kernels.triton.block_tiles import block_tiles
 from tests.helpers import triton_calls
@@ -115,7 +115,7 @@ def assert_as_accurate(operands, is_causal=False, offset=0):
     mask = kept.repeat_interleave(128, 3)[..., : key.shape[2]]
     if operands.valid is not None:
         mask = mask & operands.valid[:, None, None]
-    truth, _ = exact.attention(*operands.inputs, mask=mask, is_causal=is_causal, causal_offset=offset)
+    truth, _ = sdpa.attention(*operands.inputs, mask=mask, is_causal=is_causal, causal_offset=offset)
     rounding = torch.finfo(expected.dtype).eps * truth.abs().sum().item()
     for return_lse in (True, False):
         output, lse = operands.attend(hopper, is_causal, offset, return_lse)
@@ -248,6 +248,6 @@ def test_a_mean_of_v_does_not_add_up_in_the_matrix_units():
     query, key, value = operands.inputs
     kept = operands.blocks.kept(40_000)[:, :, -1]
     assert kept.all()  # the last block of rows attends to all tiles, and so to V without its mean
-    truth, _ = exact.attention(query[:, :, 128:], key, value)
+    truth, _ = sdpa.attention(query[:, :, 128:], key, value)
     found, expected = (error(operands.attend(kernel)[0][:, :, 128:], truth) for kernel in (hopper, int8_forward))
     assert found <= 1.05 * expected

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.judge import LOW_BIT, attend
 
 BLOCK = reference.BLOCK_M
@@ -30,7 +30,7 @@ def judge_blocks(output, query, key, value, recipe, heads, blocks, mask=None):
             rows = slice(block * BLOCK, (block + 1) * BLOCK)
             own_query = query[:, head : head + 1, rows]
             own_mask = None if mask is None else mask[:, :, rows]
-            truth, _ = exact.attention(own_query, own_key, own_value, mask=own_mask)
+            truth, _ = sdpa.attention(own_query, own_key, own_value, mask=own_mask)
             expected, _ = reference.attention(own_query, own_key, own_value, RECIPES[recipe], mask=own_mask)
             error = (output[:, head : head + 1, rows] - truth).abs().sum()
             assert error <= 1.05 * (expected - truth).abs().sum()

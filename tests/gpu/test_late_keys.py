@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import attention, exact
+from sage_kernels import attention
 from sage_kernels.cuda import compiler, nvfp4_forward
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.cuda.registration import NVFP4Quantizer as CudaNVFP4Quantizer
-from sage_kernels.recipe import RECIPES
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.transforms import NO_KEY, late_keys
+from sage_kernels.spec.recipe import RECIPES
+from sage_kernels.spec.transforms import NO_KEY, late_keys
 from tests.helpers import triton_calls
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.pairwise import pairwise
@@ -64,7 +65,7 @@ def keys_that_exist(kind, sizes):
 def check(inputs, recipe, result, valid, options):
     mask = None if valid is None else valid[:, None, None]
     expected, expected_lse = reference.attention(*inputs, recipe, mask=mask, **options)
-    truth, _ = exact.attention(*inputs, mask=mask, **options)
+    truth, _ = sdpa.attention(*inputs, mask=mask, **options)
     output, lse = result
     size = truth.double().abs().sum()
     rounding = torch.finfo(output.dtype).eps / 2 * size

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from sage_kernels import exact, ops, training
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops, training
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.recipe import RECIPES
 from tests.gpu.test_heavy_keys_accuracy import run
 from tests.helpers.loud import LOUD_DOCUMENT, documents, loud_key
 from tests.helpers.pairwise import pairwise
@@ -13,7 +14,7 @@ FORWARD_ONLY = ("sage1", "sage2", "sage3")
 
 
 def relative_error(output, inputs, **options):
-    truth, _ = exact.attention(*(x.double() for x in inputs), **options)
+    truth, _ = sdpa.attention(*(x.double() for x in inputs), **options)
     return (output.double() - truth).abs().sum() / truth.abs().sum()
 
 

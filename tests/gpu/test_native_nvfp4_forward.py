@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.recipe import get_recipe
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
 from tests.helpers.portable_fp4 import without_fp4_instructions
@@ -100,7 +100,7 @@ def test_the_native_kernel_has_the_recipe_s_error(recipe, options, head_dim):
     call = new_call(*inputs, RECIPES[recipe], return_lse=return_lse, **options)
     output, lse = attend(call, BLACKWELL, native=True)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=128, **options)
-    true, _ = exact.attention(*inputs, **options)
+    true, _ = sdpa.attention(*inputs, **options)
 
     def error(x):
         return ((x.double() - true).abs().sum() / true.abs().sum()).item()

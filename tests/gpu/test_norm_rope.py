@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sage_kernels import norm_rope as door
-from sage_kernels.heads import Norm, Rope, head_kernel
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.reference.norm_rope import norm_rope as reference
+from sage_kernels.spec.heads import Norm, Rope, head_kernel
 from tests.helpers.heads import CASES, HeadCase
 
 LARGE = (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sage_kernels.formats import nvfp4
-from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.judge import LOW_BIT
 from tests.helpers.layouts import LAYOUTS, lay_out

@@ -7,7 +7,7 @@ import torch
 import torch.utils.checkpoint
 
 from sage_hf import record, sage_attention
-from sage_kernels import prepared, prepared_training
+from sage_kernels.replay import prepared, prepared_training
 
 SHAPE = (2, 4, 320, 64)
 

@@ -5,8 +5,10 @@ import torch
 
 from sage_hf.bench.calls import Point, draw
 from sage_hf.bench.tune import gpu_us
-from sage_kernels import costs, exact, ops
-from sage_kernels.curves import Sizes
+from sage_kernels import ops
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.curves import Sizes
+from sage_kernels.exact import sdpa
 
 SLOWER = 1.1  # two runs of one call differ by less, and a wrong choice costs more where it matters
 POINTS = [
@@ -24,7 +26,7 @@ POINTS = [
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
 def test_a_routed_call_is_as_fast_as_the_faster_choice(point, routed, device):
-    if costs.table_of(torch.cuda.get_device_capability(device)) is None:
+    if cost_model.table_of(torch.cuda.get_device_capability(device)) is None:
         pytest.skip("no table of costs for this GPU")
     query, key, value, mask = draw(device, point)
 
@@ -35,7 +37,7 @@ def test_a_routed_call_is_as_fast_as_the_faster_choice(point, routed, device):
     with torch.no_grad():
         fastest = min(us("sage2", "error"), us("exact", "native"))
         # Below the host's time for a call, the GPU's does not count.
-        assert max(us("sage2", "native"), costs.EXACT_HOST_US) <= SLOWER * max(fastest, costs.EXACT_HOST_US)
+        assert max(us("sage2", "native"), cost_model.EXACT_HOST_US) <= SLOWER * max(fastest, cost_model.EXACT_HOST_US)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -55,10 +57,10 @@ def test_exact_attention_behind_a_cache_is_that_with_a_mask(heads, scale, device
     query = torch.randn(2, heads[0], 70, 64, device=device, dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, heads[1], 333, 64, device=device, dtype=torch.bfloat16)
     grouped = heads[0] != heads[1]
-    assert exact.has_lower_right(query, key, value, grouped)
-    output = exact.sdpa(query, key, value, scale=scale, enable_gqa=grouped, lower_right=True)
+    assert sdpa.has_lower_right(query, key, value, grouped)
+    output = sdpa.sdpa(query, key, value, scale=scale, enable_gqa=grouped, lower_right=True)
     options = {"is_causal": True, "causal_offset": 263, "scale": scale}
-    truth, _ = exact.attention(query, key, value, **options)
-    mask = exact.with_causality(None, query, key, 263)
-    masked = exact.sdpa(query, key, value, mask=mask, scale=scale, enable_gqa=grouped)
+    truth, _ = sdpa.attention(query, key, value, **options)
+    mask = sdpa.with_causality(None, query, key, 263)
+    masked = sdpa.sdpa(query, key, value, mask=mask, scale=scale, enable_gqa=grouped)
     assert (output - truth).abs().max() <= 2 * (masked - truth).abs().max()

@@ -9,7 +9,7 @@ import torch
 import sage_hf
 from sage_hf import record
 from sage_hf.bench import check
-from sage_kernels import registry, self_check
+from sage_kernels.dispatch import registry, self_check
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels import training
-from sage_kernels.exact_gradients import Gradients
+from sage_kernels.exact.gradients import Gradients
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, assert_equal, judge_training, of_kernel, train
 from tests.helpers.layouts import LAYOUTS, lay_out
 

@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
-from sage_kernels import dispatch
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer, select
 from sage_kernels.language.launch import recording
-from sage_kernels.layout import natural_order, padded_channels
-from sage_kernels.operands import Saved
-from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.registry import get_backward, get_forward, get_quantizer, select
+from sage_kernels.spec.layout import natural_order, padded_channels
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.judge_training import Draw, TrainingCall, assert_equal, judge_training
 from tests.helpers.layouts import LAYOUTS, lay_out
 from tests.helpers.pairwise import pairwise

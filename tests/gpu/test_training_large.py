@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels.exact_gradients import Gradients
+from sage_kernels.exact.gradients import Gradients
 from tests.helpers.judge_training import (
     TRAINING,
     Draw,

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from sage_kernels.layout import KEY_BLOCK, padded_channels, padded_rows, sequence_slices
+from sage_kernels.spec.layout import KEY_BLOCK, padded_channels, padded_rows, sequence_slices
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, of_kernel, of_reference, rows_of_sequences

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_kernels.blocks import BlockList
+from sage_kernels.spec.block_list import BlockList
 
 
 def draw_blocks(batch, heads, q_len, kv_len, block_m=128, block_n=128, share=0.5, seed=0) -> BlockList:

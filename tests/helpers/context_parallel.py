@@ -25,8 +25,8 @@ from diffusers import ContextParallelConfig
 import sage_hf
 from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import attention_layers
-from sage_kernels.recipe import RECIPES as ALL_RECIPES
-from sage_kernels.registry import select
+from sage_kernels.dispatch.registry import select
+from sage_kernels.spec.recipe import RECIPES as ALL_RECIPES
 from tests.helpers.families import FAMILIES, Family, Inputs, family, run
 
 ROOT = Path(__file__).parents[2]

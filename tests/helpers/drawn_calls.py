@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels import ops, registry, training
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops, training
+from sage_kernels.dispatch import registry
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.layouts import LAYOUTS, lay_out
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from sage_kernels import driver, prepared, rehearsal, tape
 from sage_kernels.cuda import launch, tensor_map
 from sage_kernels.cuda.parameters import packer
+from sage_kernels.replay import driver, launch_plan, prepared, trace
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
@@ -84,26 +84,26 @@ def install(monkeypatch) -> FakeLibrary:
     monkeypatch.setattr(tensor_map, "device_context", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(launch, "_function", FakeFunction)
     monkeypatch.setattr(launch, "_try_to_compile", lambda source, arch: None)
-    monkeypatch.setattr(tape, "current_device", lambda: 0)
-    monkeypatch.setattr(tape, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(launch_plan, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_plan, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(rehearsal.Rehearsal, "stand_in", stand_in)
+    monkeypatch.setattr(trace.Rehearsal, "stand_in", stand_in)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return library
 
 
-def stand_in(rehearsed: rehearsal.Rehearsal, x: torch.Tensor, device: object = None) -> rehearsal.StandIn:
+def stand_in(rehearsed: trace.Rehearsal, x: torch.Tensor, device: object = None) -> trace.StandIn:
     """Return a stand-in for a CPU's tensor that says it is the GPU's."""
     meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
-    return rehearsal.StandIn(meta, rehearsed.new_memory(meta), DEVICE, rehearsed)
+    return trace.StandIn(meta, rehearsed.new_memory(meta), DEVICE, rehearsed)
 
 
-def pack(kernel, grid, arguments, options) -> rehearsal.PackedLaunch:
+def pack(kernel, grid, arguments, options) -> trace.PackedLaunch:
     """Pack a Triton launch without compiling it: its addresses, one after the other."""
     tensors = [getattr(value, "base", value) for value in arguments.values()]
     addresses = [x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)]
     places = tuple(range(0, 8 * len(addresses), 8))
     packed = struct.pack(f"<{len(addresses)}Q", *addresses)
-    return rehearsal.PackedLaunch(1, (*grid, 1, 1)[:3], 128, 0, False, packed, places, places)
+    return trace.PackedLaunch(1, (*grid, 1, 1)[:3], 128, 0, False, packed, places, places)

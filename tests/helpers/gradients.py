@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as subject
+from sage_kernels.spec.recipe import RECIPES
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 SHIPPED = [recipe for recipe in RECIPES.values() if recipe.backward is not None]
@@ -48,7 +48,7 @@ def gradients(query, key, value, gradient, recipe, lengths=None, valid=None, is_
 def autograd(query, key, value, gradient, valid=None, **options):
     """dQ, dK, dV by PyTorch's autograd of exact attention in float64."""
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    output, _ = exact.attention(*leaves, mask=None if valid is None else valid[:, None, None], **options)
+    output, _ = sdpa.attention(*leaves, mask=None if valid is None else valid[:, None, None], **options)
     return torch.autograd.grad(output, leaves, gradient.double())
 
 

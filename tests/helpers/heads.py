@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sage_kernels.heads import Norm, Rope
 from sage_kernels.reference import norm_rope as reference
+from sage_kernels.spec.heads import Norm, Rope
 
 
 @dataclass(frozen=True)

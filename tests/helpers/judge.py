@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact
-from sage_kernels.examination import lse_tolerance, one_code
-from sage_kernels.recipe import RECIPES
+from sage_kernels.dispatch.examination import lse_tolerance, one_code
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.recipe import RECIPES
 
 LOW_BIT = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
 NO_KERNELS = ("reference", "sdpa")
@@ -75,7 +75,7 @@ def judge(query, key, value, recipe, *, mask=None, is_causal=False, scale=None, 
     result, kernel = attend_and_name(query, key, value, recipe, return_lse=return_lse, **options)
     output, lse = result if return_lse else (result, None)
     expected, expected_lse = reference.attention(query, key, value, RECIPES[recipe], **options)
-    truth, _ = exact.attention(query, key, value, **options)
+    truth, _ = sdpa.attention(query, key, value, **options)
     assert output.shape == truth.shape
     assert output.dtype == query.dtype
 
@@ -111,7 +111,7 @@ def distance_of_two_roundings(query, key, value, truth, *, mask, is_causal, scal
         kv_head = head * key.shape[1] // query.shape[1]
         scores = query[batch, head].double() @ key[batch, kv_head].double().T * scale
         of_head = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])[batch, head, None, None]
-        p = exact.apply_mask(scores[None, None], of_head, is_causal, 0, 0)[0, 0].softmax(-1).nan_to_num(0.0)
+        p = sdpa.apply_mask(scores[None, None], of_head, is_causal, 0, 0)[0, 0].softmax(-1).nan_to_num(0.0)
         v, o = value[batch, kv_head].double(), truth[batch, head].double()
         square = v.square().sum(-1)
         of_difference = square - 2 * o @ v.T + o.square().sum(-1, keepdim=True)

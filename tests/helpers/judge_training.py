@@ -13,15 +13,16 @@ from itertools import accumulate
 import torch
 
 from sage_hf import record
-from sage_kernels import dispatch, training
-from sage_kernels.blocks import BlockList
-from sage_kernels.call import BackwardCall, Call
-from sage_kernels.exact_gradients import Gradients, exact_gradients
-from sage_kernels.examination import uncertainty
-from sage_kernels.layout import Lengths, padded_channels, padded_rows, sequence_slices
-from sage_kernels.operands import Saved
-from sage_kernels.recipe import RECIPES
+from sage_kernels import training
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.examination import uncertainty
+from sage_kernels.exact.gradients import Gradients, exact_gradients
 from sage_kernels.reference import backward as reference_backward
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.call import BackwardCall, Call
+from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows, sequence_slices
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
 from tests.helpers.judge import NO_KERNELS, Error
 from tests.helpers.triton_calls import new_backward_call, new_call
@@ -86,11 +87,11 @@ def assert_equal(found, expected):
 
 def of_kernel(call: TrainingCall, backward: str = "") -> tuple[Gradients, Saved]:
     """By the kernels that serve the call, or with gradients by the backward kernel of that name."""
-    plan = dispatch.plan_training(dispatch.request_of(call.forward, grad=True), "emulate")
+    plan = run.plan_training(run.request_of(call.forward, grad=True), "emulate")
     assert plan.recipe == call.recipe
     assert plan.kernel not in NO_KERNELS
-    output, saved = dispatch.attend_and_save(call.forward, "emulate")
-    return Gradients(output, *dispatch.backward(call.backward(output, saved), backward or plan.backward)), saved
+    output, saved = run.attend_and_save(call.forward, "emulate")
+    return Gradients(output, *run.backward(call.backward(output, saved), backward or plan.backward)), saved
 
 
 def of_reference(call: TrainingCall) -> tuple[Gradients, Saved]:

@@ -7,12 +7,13 @@ from unittest import mock
 
 import torch
 
-from sage_kernels import backends, registry  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.call import BackwardCall, Call
-from sage_kernels.operands import KeyPadding, Saved
-from sage_kernels.recipe import Recipe
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.dispatch import registry
+from sage_kernels.dispatch.registry import Kernel, Quantizer, Request
 from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
-from sage_kernels.registry import Kernel, Quantizer, Request
+from sage_kernels.spec.call import BackwardCall, Call
+from sage_kernels.spec.operands import KeyPadding, Saved
+from sage_kernels.spec.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_kernels.layout import Lengths
+from sage_kernels.spec.layout import Lengths
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 LENGTHS = (200, 300, 130)

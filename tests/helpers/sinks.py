@@ -2,8 +2,8 @@
 
 import torch
 
-from sage_kernels import exact
-from sage_kernels.transforms import HEAVY_QUERIES
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.transforms import HEAVY_QUERIES
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -15,7 +15,7 @@ def sink(q_len: int, kv_len: int, head_dim: int, *, heads: int = 1, share: float
     direction = torch.nn.functional.normalize(torch.randn(head_dim, generator=generator), dim=0)
     query += (6 - query @ direction)[..., None] * direction
     key -= (key @ direction)[..., None] * direction
-    _, lse = exact.attention(query, key, value)
+    _, lse = sdpa.attention(query, key, value)
     score = lse.mean().item() + torch.tensor(share / (1 - share)).log().item()
     value += torch.randn(head_dim, generator=generator)
     key[:, :, at] = direction * (score * head_dim**0.5 / 6)

@@ -7,12 +7,12 @@ that they run in Triton's interpreter, and so that what they launch can be recor
 import pytest
 import torch
 
-from sage_kernels.blocks import BlockList
-from sage_kernels.call import BackwardCall, Call, Mask, softmax_scale
-from sage_kernels.layout import Lengths
-from sage_kernels.operands import Int8Operands, NVFP4Operands, Saved
-from sage_kernels.recipe import Recipe, get_recipe
-from sage_kernels.registry import Quantizer
+from sage_kernels.dispatch.registry import Quantizer
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.call import BackwardCall, Call, Mask, softmax_scale
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.operands import Int8Operands, NVFP4Operands, Saved
+from sage_kernels.spec.recipe import Recipe, get_recipe
 from sage_kernels.triton import int8_backward, int8_forward, nvfp4_forward
 from sage_kernels.triton.registration import Int8Quantizer, NVFP4Quantizer
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 import sage_hf
 from sage_hf import attention, record, sage_attention
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.spec.recipe import RECIPES
 
 
 def draw(q_heads=4, kv_heads=4, q_len=70, kv_len=90, head_dim=64, v_head_dim=64, dtype=torch.float32):
@@ -76,7 +76,7 @@ def test_exact_attention_returns_the_exact_lse_whatever_led_to_it(arguments, pat
     recipe = "exact" if path == "exact" else "sage3"
     output, lse = sage_attention(*inputs, **arguments, scale=0.2, enable_gqa=True, recipe=recipe, return_lse=True)
     options = {"mask": arguments.get("attn_mask"), "is_causal": arguments.get("is_causal", False), "scale": 0.2}
-    truth, true_lse = exact.attention(*inputs, **options)
+    truth, true_lse = sdpa.attention(*inputs, **options)
     assert torch.allclose(lse.double(), true_lse, atol=1e-5)
     assert torch.allclose(output.double(), truth, atol=1e-5)
     assert not lse.requires_grad
@@ -84,7 +84,7 @@ def test_exact_attention_returns_the_exact_lse_whatever_led_to_it(arguments, pat
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_rows_that_may_attend_to_nothing_are_zero_whatever_pytorch_makes_of_them(grad, monkeypatch):
-    monkeypatch.setattr(exact, "sdpa", lambda query, key, value, **options: query + 7.0)  # as CUDA kernels may
+    monkeypatch.setattr(sdpa, "sdpa", lambda query, key, value, **options: query + 7.0)  # as CUDA kernels may
     inputs = [x.requires_grad_(grad) for x in draw(q_len=8 if not grad else 70)]
     mask = torch.ones(1, 1, inputs[0].shape[2], 90, dtype=torch.bool)
     mask[:, :, 3] = False
@@ -142,8 +142,8 @@ def test_a_floating_mask_may_have_another_dtype_and_keeps_finite_values_finite(q
     mask[3] = torch.finfo(mask_dtype).min  # a row biased alike: it attends to all
     mask[4, 5:] = -torch.inf
     output = sage_attention(*inputs, attn_mask=mask, recipe=recipe)
-    truth, _ = exact.attention(*inputs, mask=mask.float().clamp(min=torch.finfo(torch.float32).min))
-    truth4, _ = exact.attention(*(x[:, :, :5] if i else x for i, x in enumerate(inputs)))
+    truth, _ = sdpa.attention(*inputs, mask=mask.float().clamp(min=torch.finfo(torch.float32).min))
+    truth4, _ = sdpa.attention(*(x[:, :, :5] if i else x for i, x in enumerate(inputs)))
     assert output.isfinite().all()
     assert output[:, :, 3].abs().sum() > 0
     others = torch.arange(q_len) != 3

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels import exact
-from sage_kernels.blocks import BlockList
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.block_list import BlockList
 from tests.helpers.blocks import as_mask, draw_blocks
 
 
@@ -26,7 +26,7 @@ def test_a_call_attends_to_the_listed_tiles(recipe):
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330, 64, 64)
     options = {"enable_gqa": True, "recipe": recipe, "blocks": blocks, "return_lse": True}
     (output, lse), (plan,) = plans_of(sage_attention, *inputs, **options)
-    truth, truth_lse = exact.attention(*inputs, mask=as_mask(blocks, 300, 330))
+    truth, truth_lse = sdpa.attention(*inputs, mask=as_mask(blocks, 300, 330))
     assert plan.request.mask == "blocks"
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
     assert not output[lse == -torch.inf].any()
@@ -91,7 +91,7 @@ def test_padding_and_a_list_go_together():
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
     keys = torch.arange(330) < 200
     output = sage_attention(*inputs, keys[None, None, None], enable_gqa=True, recipe="sage2", blocks=blocks)
-    truth, _ = exact.attention(*inputs, mask=as_mask(blocks, 300, 330) & keys)
+    truth, _ = sdpa.attention(*inputs, mask=as_mask(blocks, 300, 330) & keys)
     assert (output - truth).norm() / truth.norm() < 0.05
 
 

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels import exact, training
-from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels import training
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.recipe import RECIPES
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 LOW_BIT = [name for name in RECIPES if name != "exact"]
@@ -114,7 +115,7 @@ def test_no_recipe_returns_an_output_without_its_gradient(recipe, mask):
     masks = {"of queries": kept, "of heads": kept[:, :, :1].repeat(1, 4, 1, 1), "additive": kept.float()}
     attn_mask = masks.get(mask, None if mask == "none" else kept[:, :, :1])
     output = sage_attention(*inputs, attn_mask=attn_mask, enable_gqa=True, recipe=recipe)
-    exactly, _ = exact.attention(*(x.detach() for x in inputs), mask=attn_mask)
+    exactly, _ = sdpa.attention(*(x.detach() for x in inputs), mask=attn_mask)
     assert output.requires_grad and (output - exactly).abs().max() < 0.1
     assert all(gradient.abs().sum() > 0 for gradient in gradients_of(output, inputs))
 

@@ -16,7 +16,7 @@ from sage_hf.app import pipelines
 from sage_hf.app.cli import main
 from sage_hf.bench import measure
 from sage_hf.config import SageConfig
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers import tiny_pipelines as tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ from diffusers import CogVideoXTransformer3DModel, HunyuanVideoTransformer3DMode
 
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.diffusers import attention_layers
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 
 FULL = SageConfig(
     recipe="sage3",

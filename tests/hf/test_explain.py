@@ -8,7 +8,7 @@ import sage_hf
 from sage_hf import record
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
-from sage_kernels import costs, registry
+from sage_kernels.dispatch import cost_model, registry
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
 
@@ -139,9 +139,9 @@ def test_the_table_of_costs_by_which_calls_on_a_gpu_were_routed_is_named(monkeyp
     plan = registry.exact_plan(registry.Request(*REQUEST))
     monkeypatch.setattr(record, "last_plans", lambda module: (plan,) * (module is layer))
     monkeypatch.setattr(registry, "_routing", True)
-    assert str(sage_hf.explain(model)).endswith(costs.description((9, 0)))
-    assert "9.0.json (NVIDIA H200, " in costs.description((9, 0))
-    assert "sage-hf tune" in costs.description((8, 6))
+    assert str(sage_hf.explain(model)).endswith(cost_model.description((9, 0)))
+    assert "9.0.json (NVIDIA H200, " in cost_model.description((9, 0))
+    assert "sage-hf tune" in cost_model.description((8, 6))
     monkeypatch.setattr(registry, "_routing", False)
     assert "costs:" not in str(sage_hf.explain(model))
 

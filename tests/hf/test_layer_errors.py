@@ -8,10 +8,10 @@ from sage_hf.app.layer_errors import record_layer_errors, table
 from sage_hf.app.peaks import find_peaks
 from sage_hf.metrics import tensor_errors
 from sage_hf.record import observe
-from sage_kernels import exact
-from sage_kernels.recipe import RECIPES, without_remedies
+from sage_kernels.dispatch.registry import select
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import select
+from sage_kernels.spec.recipe import RECIPES, without_remedies
 from tests.helpers import tiny_pipelines as tiny
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps  # float32 attention against float32 attention, sums of about 80 terms
@@ -140,7 +140,7 @@ def test_errors_without_remedies_are_those_of_the_recipe_without_them(remedied, 
         run(model, padding)
     for call, layer in zip(calls, recorder.layers(), strict=True):
         options = {"mask": call.attn_mask, "is_causal": call.is_causal, "scale": call.scale}
-        truth, _ = exact.attention(call.query, call.key, call.value, **options)
+        truth, _ = sdpa.attention(call.query, call.key, call.value, **options)
         plain, _ = reference.attention(call.query, call.key, call.value, without_remedies(remedied), **options)
         expected = tensor_errors(truth, plain).to_dict()
         assert layer.errors_without_remedies.to_dict() == pytest.approx(expected, rel=1e-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_hf.app.peaks import NO_PEAKS, Peaks, channel_loudness, find_peaks
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 
 HEADS, TOKENS, HEAD_DIM = 4, 60, 16
 SINK = 7
@@ -22,7 +22,7 @@ def inputs(kv_heads: int = HEADS) -> tuple[torch.Tensor, torch.Tensor]:
 def weights(query, key, mask=None, is_causal=False) -> torch.Tensor:
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = (query.double() @ key.double().mT) * HEAD_DIM**-0.5
-    return exact.apply_mask(scores, mask, is_causal, 0, 0).softmax(-1)
+    return sdpa.apply_mask(scores, mask, is_causal, 0, 0).softmax(-1)
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
@@ -38,9 +38,9 @@ def test_a_sink_is_the_heaviest_key_with_its_share_of_all_rows(kv_heads, is_caus
 
 def test_rows_and_chunks_add_up(monkeypatch):
     query, key = inputs()
-    whole = exact.mean_weights(query, key, is_causal=True)
-    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 2 * HEADS * TOKENS * 7)
-    assert torch.allclose(exact.mean_weights(query, key, is_causal=True), whole, atol=1e-6)
+    whole = sdpa.mean_weights(query, key, is_causal=True)
+    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * HEADS * TOKENS * 7)
+    assert torch.allclose(sdpa.mean_weights(query, key, is_causal=True), whole, atol=1e-6)
     assert torch.allclose(whole.sum(-1), torch.ones(2, HEADS))
     assert torch.allclose(whole.double(), weights(query, key, is_causal=True).mean(2), atol=1e-6)
 

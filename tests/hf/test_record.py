@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sage_hf import record, sage_attention
-from sage_kernels.registry import Plan, Request
+from sage_kernels.dispatch.registry import Plan, Request
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from sage_hf.app.cli import main
 from sage_hf.bench import tune
 from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.nominal import nominal_request
-from sage_kernels import costs
-from sage_kernels.costs import Table
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
-from sage_kernels.curves import Curve, Sizes
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.cost_model import Table
+from sage_kernels.dispatch.curves import Curve, Sizes
 
 TRUE = Curve("x", 128, "none", False, 128, 64, 264, True, launch=8, token=0.01, item=1.5, tile=0.3, score=0)
 
@@ -87,15 +87,15 @@ def gpu(monkeypatch):
 def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     assert main(["tune"]) == 0
-    path = costs.tuned_path("NVIDIA RTX 4090")
+    path = cost_model.tuned_path("NVIDIA RTX 4090")
     assert f"wrote {path}" in capsys.readouterr().out
-    table = costs.read_table(path)
+    table = cost_model.read_table(path)
     assert (table.gpu, table.capability, table.versions["torch"]) == ("NVIDIA RTX 4090", (8, 9), torch.__version__)
     short, long = (Sizes(1, 24, 24, n, n, 128) for n in (512, 16384))
     rivals = table.exact("none", False, 128)
     low_bit = table.curve("sage2 by kernel, quantizer", "none", False, 128)
-    assert not costs.is_faster(low_bit, rivals, short)
-    assert costs.is_faster(low_bit, rivals, long)
+    assert not cost_model.is_faster(low_bit, rivals, short)
+    assert cost_model.is_faster(low_bit, rivals, long)
 
 
 @pytest.mark.parametrize("gpu_name", ["NVIDIA RTX 4090", "another GPU"])
@@ -105,7 +105,7 @@ def test_what_there_was_no_time_for_is_as_the_table_that_ships_for_such_a_gpu_ha
     path = tmp_path / "8.9.json"
     flash, fa3 = (replace(TRUE, runner=runner, launch=1e6) for runner in ("flash", "fa3"))
     Table(gpu_name, (8, 9), {"torch": "2.0"}, (flash, fa3)).write(path)
-    monkeypatch.setattr(costs, "shipped_path", lambda capability: path)
+    monkeypatch.setattr(cost_model, "shipped_path", lambda capability: path)
     table = tune.tune(torch.device("cuda"))
     found = {curve.kind: curve for curve in table.curves}
     assert table.versions["torch"] == torch.__version__ and found[flash.kind].launch < 100
@@ -123,14 +123,14 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
             request = replace(request, dtype=torch.bfloat16, aligned=True)
             name = kernel.rival if kernel.unsupported(request) == NOT_FASTER else kernel.name
             for point in points:
-                runner = costs.low_bit_runner("sage3", name, "nvfp4_quantize_cuda")
+                runner = cost_model.low_bit_runner("sage3", name, "nvfp4_quantize_cuda")
                 yield Measured(runner, point.mask, point.causal, point.sizes, 100.0 if name == kernel.rival else 50.0)
 
     monkeypatch.setattr(tune, "measure_points", measure)
     monkeypatch.setattr(compiler, "why_not", lambda *_: "")
     table = tune.tune(torch.device("cuda"))
     request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0), head_dim=128)
-    monkeypatch.setattr(costs, "table_of", lambda capability: table)
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
     assert NVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
 
 
@@ -138,7 +138,7 @@ def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):
     few = [point for point in tune.points() if point.sizes.head_dim == 128 and point.kind == "none"]
     monkeypatch.setattr(tune, "points", lambda: few)
     assert main(["tune", "--output", str(tmp_path / "table.json")]) == 0
-    assert costs.read_table(tmp_path / "table.json").curves
+    assert cost_model.read_table(tmp_path / "table.json").curves
 
 
 def test_a_machine_without_a_gpu_is_told_so(monkeypatch, capsys):

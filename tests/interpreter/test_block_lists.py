@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.blocks import BlockList
-from sage_kernels.call import Call, Mask
-from sage_kernels.layout import Lengths
-from sage_kernels.operands import Saved
-from sage_kernels.recipe import RECIPES
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.block_tiles import block_tiles
 from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
 from sage_kernels.triton.tile_rows import tile_rows
@@ -54,7 +54,7 @@ def test_the_kernels_error_is_the_references(recipe, block_m, block_n, causal_of
         keys[..., :64], keys[..., 128:200] = True, False
     options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0, "scale": 0.125}
     allowed = as_mask(blocks, 150, 330)
-    truth, _ = exact.attention(*inputs, mask=allowed if keys is None else allowed & keys, **options)
+    truth, _ = sdpa.attention(*inputs, mask=allowed if keys is None else allowed & keys, **options)
     expected, expected_lse = reference.attention(
         *inputs, RECIPES[recipe], mask=keys, blocks=blocks, block_n=64, **options
     )
@@ -77,7 +77,7 @@ def test_native_nvfp4_has_the_references_error(block_m, block_n, causal_offset, 
     keys = torch.rand(1, 1, 1, 330, generator=torch.Generator().manual_seed(3)) < 0.8 if padded else None
     options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0, "scale": 0.125}
     allowed = as_mask(blocks, 150, 330) if keys is None else as_mask(blocks, 150, 330) & keys
-    truth, _ = exact.attention(*inputs, mask=allowed, **options)
+    truth, _ = sdpa.attention(*inputs, mask=allowed, **options)
     expected, expected_lse = reference.attention(
         *inputs, RECIPES["sage3"], mask=keys, blocks=blocks, block_n=block_n, **options
     )
@@ -205,7 +205,7 @@ def test_gradients_are_the_references(recipe, case, heads):
     mask = as_mask(blocks, 150, 330)
     if (valid := options.pop("valid", None)) is not None:
         mask = mask & valid[:, None, None]
-    truths = torch.autograd.grad(exact.attention(*leaves, mask=mask, **options)[0], leaves, inputs[3].double())
+    truths = torch.autograd.grad(sdpa.attention(*leaves, mask=mask, **options)[0], leaves, inputs[3].double())
     for actual, wanted, truth in zip(found, expected, truths, strict=True):
         # As for dense gradients: in INT8 an element that is almost a tie may become another integer.
         error, own = (actual - truth).abs().sum(), (wanted - truth).abs().sum()

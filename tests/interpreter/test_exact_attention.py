@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.call import Call, Mask
-from sage_kernels.recipe import get_recipe
+from sage_kernels.exact import sdpa
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import exact_forward, scattered_forward, split_forward
 from sage_kernels.triton.configs import exact_forward_config
 
@@ -31,7 +31,7 @@ def draw_call(heads, q_len, kv_len, head_dim, mask=None, causal_offset=None, sca
 
 def assert_exact(call, output):
     options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
-    truth, lse = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, **options)
+    truth, lse = sdpa.attention(call.query, call.key, call.value, mask=call.mask.tensor, **options)
     # Rounded weights of a row are at most its largest values' share off.
     largest = call.value.abs().max().double()
     assert (output - truth).abs().max() <= ROUNDING * largest
@@ -128,7 +128,7 @@ def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(m
     mask = key_mask(130, 0, 200, 77)
     mask[3, ..., 70:77], mask[3, ..., 190:] = False, True
     call = draw_call((4, 2), 150, 200, 64, mask)
-    truth, _ = exact.attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
+    truth, _ = sdpa.attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
     found = []
 
     def attend_to_first(call, q_lengths, kv_lengths, plan, output):
@@ -186,7 +186,7 @@ def test_keys_that_come_first_are_told_from_others(multiprocessors, keys, first,
     mask[:] = torch.arange(keys) < torch.tensor([keys, keys - 1, 0, keys // 2])[:, None]
     mask[3, keys // 2 + 1] = True
     call = draw_call((2, 1), 20, keys, 64, mask[:, None, None])
-    truth, _ = exact.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)
+    truth, _ = sdpa.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)
     lengths = []
 
     def attend_to_first(call, q_lengths, kv_lengths, plan, output):

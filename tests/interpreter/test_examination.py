@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import backends, examination  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.examination import Case
-from sage_kernels.registry import Plan, Request
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.dispatch import examination
+from sage_kernels.dispatch.examination import Case
+from sage_kernels.dispatch.registry import Plan, Request
 from tests.helpers.portable_fp4 import without_inline_assembly
 
 ADA = (8, 9)

@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 import torch
 
-from sage_kernels import exact, transforms
-from sage_kernels.layout import Lengths, heavy_order
-from sage_kernels.recipe import get_recipe
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.layout import Lengths, heavy_order
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from tests.helpers.sinks import sink, uniform_but_where_sampled
 from tests.helpers.triton_calls import attend, new_call, quantize
@@ -52,7 +53,7 @@ def check(inputs, name, **options):
     recipe = RECIPES[name] if isinstance(name, str) else name
     output, lse = run(inputs, recipe, **options)
     expected, expected_lse = reference.attention(*inputs, recipe, block_n=64, **options)
-    truth, _ = exact.attention(*inputs, **options)
+    truth, _ = sdpa.attention(*inputs, **options)
     assert output.shape == truth.shape and output.dtype == inputs[0].dtype
     assert distance(output, truth) <= 1.05 * distance(expected, truth) + 2**-20 * truth.abs().sum()
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
@@ -148,7 +149,7 @@ def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(mask, heavy_keys):
     inputs = query, key, value.mT.contiguous().mT
     options = {"mask": masks()[mask], "is_causal": True, "causal_offset": 20}
     output, lse = run(inputs, recipe, **options)
-    truth, true_lse = exact.attention(*inputs, **options)
+    truth, true_lse = sdpa.attention(*inputs, **options)
     assert torch.allclose(output.double(), truth, atol=1e-5)
     assert torch.allclose(lse.double(), true_lse.double(), atol=1e-5)
 
@@ -172,7 +173,7 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe
             assert torch.equal(check(alone, recipe, **options), output[:, :, rows])
             continue
         # All its keys are heavy.
-        truth, true_lse = exact.attention(*alone, **options)
+        truth, true_lse = sdpa.attention(*alone, **options)
         assert torch.allclose(output[:, :, rows].double(), truth.double(), atol=1e-5)
         assert torch.allclose(lse[:, :, rows].double(), true_lse.double(), atol=1e-5)
 
@@ -201,7 +202,7 @@ def test_the_operands_are_the_references_bit_for_bit(recipe):
 )
 def test_beside_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe, times):
     inputs, recipe = sink(32, 512, 64), RECIPES[recipe]
-    truth, _ = exact.attention(*inputs)
+    truth, _ = sdpa.attention(*inputs)
     with_heavy, without = (
         distance(run(inputs, one)[0], truth).item() for one in (recipe, replace(recipe, heavy_keys=0))
     )

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from sage_kernels import exact
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import RECIPES
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend_and_save, backward, new_backward_call, new_call
 
@@ -76,7 +76,7 @@ def exact_gradients(inputs, options):
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     mask = None if options["valid"] is None else options["valid"][:, None, None]
     some = {name: options[name] for name in ("is_causal", "causal_offset", "scale")}
-    output, _ = exact.attention(*leaves, mask=mask, **some)
+    output, _ = sdpa.attention(*leaves, mask=mask, **some)
     return torch.autograd.grad(output, leaves, inputs[3].double())
 
 
@@ -132,7 +132,7 @@ def test_the_forward_keeps_what_the_references_keeps(case):
     assert not output[without_key].any()
     mask = None if options["valid"] is None else options["valid"][:, None, None]
     some = {name: options[name] for name in ("is_causal", "causal_offset", "scale")}
-    truth, _ = exact.attention(*(x.double() for x in tensors), mask=mask, **some)
+    truth, _ = sdpa.attention(*(x.double() for x in tensors), mask=mask, **some)
     # Tiles of other sizes round P relative to other maxima; both round the output.
     error, reference_error = ((x - truth).abs().sum() for x in (output, expected))
     assert error <= 1.1 * reference_error + torch.finfo(output.dtype).eps * truth.abs().sum()

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact, ops
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend, new_call, quantize
 
@@ -173,7 +174,7 @@ def test_the_kernels_error_is_the_references(recipe, mask, causal_offset):
         "is_causal": causal_offset is not None,
         "causal_offset": causal_offset or 0,
     }
-    truth, _ = exact.attention(*inputs, **options)
+    truth, _ = sdpa.attention(*inputs, **options)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
     output, lse = attend(new_call(*inputs, recipe, **options, return_lse=True), ADA)
     # Rows whose keys are all heavy have no error but that of float32 sums.
@@ -190,7 +191,7 @@ def test_a_mask_of_one_row_is_causal_for_every_row(q_len, causal_offset):
     options = {"mask": torch.ones(1, 1, 1, 140, dtype=torch.bool), "is_causal": True, "causal_offset": causal_offset}
     expected, expected_lse = reference.attention(*inputs, RECIPES["sage1"], block_n=64, **options)
     output, lse = attend(new_call(*inputs, "sage1", **options, return_lse=True), ADA)
-    truth, _ = exact.attention(*inputs, **options)
+    truth, _ = sdpa.attention(*inputs, **options)
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
     assert torch.allclose(lse, expected_lse, atol=1e-4)
 
@@ -224,7 +225,7 @@ def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(re
     """In INT8 such a weight would be a negative number."""
     inputs = [x * factor for x, factor in zip(draw(), (200, 200, 1), strict=True)]
     options = {"is_causal": is_causal, "causal_offset": 80 if is_causal else 0}
-    truth, lse = exact.attention(*inputs, **options)
+    truth, lse = sdpa.attention(*inputs, **options)
     assert lse.median() > 2**16
     expected, _ = reference.attention(*inputs, RECIPES[recipe], block_n=64, **options)
     output, _ = attend(new_call(*inputs, recipe, **options), ADA)
@@ -236,7 +237,7 @@ def test_any_scale_is_honoured(scale):
     inputs = draw()
     expected, _ = reference.attention(*inputs, RECIPES["sage2"], scale=scale, block_n=64)
     output, _ = attend(new_call(*inputs, "sage2", scale=scale), ADA)
-    truth, _ = exact.attention(*inputs, scale=scale)
+    truth, _ = sdpa.attention(*inputs, scale=scale)
     assert (output - truth).abs().sum() <= 1.05 * (expected - truth).abs().sum()
 
 

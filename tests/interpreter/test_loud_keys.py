@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sage_kernels import transforms
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec import transforms
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.quantize.statistics import token_statistics
 from tests.helpers.loud import loud_key
 from tests.helpers.triton_calls import new_call

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from tests.helpers.portable_fp4 import without_inline_assembly
 from tests.helpers.triton_calls import attend, new_call
@@ -33,6 +33,6 @@ def test_tiles_masks_and_scales_of_the_native_kernel_have_the_recipe_s_error(mon
     options = {"is_causal": options.get("is_causal", False), "mask": mask}
     output, lse = attend(new_call(*inputs, RECIPES[recipe], return_lse=True, **options), (12, 0), native=True)
     expected, expected_lse = reference.attention(*inputs, RECIPES[recipe], block_n=128, **options)
-    true, _ = exact.attention(*inputs, **options)
+    true, _ = sdpa.attention(*inputs, **options)
     assert relative_error(output, true) <= RATIO * relative_error(expected, true)
     torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=2e-5)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 from sage_kernels.language.launch import recording
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
 from sage_kernels.triton.delta_scores import delta_scores
@@ -54,7 +54,7 @@ def check(query, key, value, recipe="sage3", capability=HOPPER, **options):
     assert output.shape == (*query.shape[:3], value.shape[3]) and output.dtype == query.dtype
     block_n = nvfp4_forward.nvfp4_forward_config(capability, 64, False).block_n
     expected, expected_lse = reference.attention(query, key, value, RECIPES[recipe], block_n=block_n, **options)
-    true, _ = exact.attention(query, key, value, **options)
+    true, _ = sdpa.attention(query, key, value, **options)
     assert relative_error(output, true) <= RATIO * relative_error(expected, true)
     # float32 exp2 and log2 of sums of up to 2^10 terms.
     torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=2e-5)
@@ -93,7 +93,7 @@ def test_a_causal_offset_is_a_mask(offset):
     output, lse = run(query, key, value, "first keys", is_causal=True, causal_offset=offset)
     masked, masked_lse = run(query, key, value, "first keys", mask=mask)
     # The keys that no row sees count in the means of one and not of the other: not the same bits.
-    expected, _ = exact.attention(query, key, value, mask=mask)
+    expected, _ = sdpa.attention(query, key, value, mask=mask)
     assert relative_error(output, expected) <= 1.1 * relative_error(masked, expected)
     assert torch.equal(lse == -torch.inf, masked_lse == -torch.inf)
     if offset < 0:
@@ -135,7 +135,7 @@ def test_padding_in_the_middle_hides_what_is_there():
     key[:, :, 100:300], value[:, :, 100:300] = torch.inf, torch.nan
     output = run(query, key, value, mask=mask)[0]
     kept = mask.flatten()
-    expected, _ = exact.attention(query, key[:, :, kept], value[:, :, kept])
+    expected, _ = sdpa.attention(query, key[:, :, kept], value[:, :, kept])
     emulated, _ = reference.attention(query, key, value, RECIPES["sage3"], mask=mask)
     assert relative_error(output, expected) <= RATIO * relative_error(emulated, expected)
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import transforms
 from sage_kernels.formats import nvfp4
-from sage_kernels.layout import Lengths
-from sage_kernels.operands import NVFP4Operands
-from sage_kernels.recipe import get_recipe
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.operands import NVFP4Operands
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.triton_calls import new_call
 from tests.helpers.triton_calls import quantize as quantize_call
 

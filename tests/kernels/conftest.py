@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from sage_kernels import dispatch, prepared, prepared_training
-from sage_kernels.call import Call, Mask
-from sage_kernels.operands import Saved
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Plan
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import Plan
+from sage_kernels.replay import prepared, prepared_training
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers import fake_gpu
 
 HOPPER = {"kernel": "int8_forward_hopper", "quantizer": "int8_quantize_hopper", "backward": "int8_backward_hopper"}
@@ -27,7 +28,7 @@ def gpu(monkeypatch):
     library = fake_gpu.install(monkeypatch)
 
     def plan_of(call, grad):
-        return Plan(dispatch.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
+        return Plan(run.request_of(call, grad), recipe=call.recipe.name, numerics="native", **HOPPER)
 
     def prepare(call, plan, mask, result, tokens_first=False):
         return prepared.prepare_launches(call, plan_of(call, False), result)

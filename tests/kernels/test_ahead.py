@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels import ahead, backends, dispatch, rehearsal  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.call import Call, Mask
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Plan
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.dispatch import precompile
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.registry import Plan
+from sage_kernels.replay import trace
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers import fake_gpu
 
 pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
@@ -33,7 +36,7 @@ def compiled(monkeypatch):
     found = []
     fake_gpu.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(precompile, "_begun", set())
     real = backward_operands.launch
 
     def launch(kernel, grid, **arguments):
@@ -73,11 +76,11 @@ LAUNCHED = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("backward", LAUNCHED)
 def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, backward, padded):
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         call = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None)
     for _ in range(2):  # the second call begins nothing
-        ahead.compile_backward(call, plan_of(call, backward))
-        ahead.finish()
+        precompile.compile_backward(call, plan_of(call, backward))
+        precompile.finish()
     assert sorted(name for name, _ in compiled) == sorted(LAUNCHED[backward] + ["find_spans"] * padded)
     threads = {thread for _, thread in compiled}
     assert len(threads) == len(compiled) and threading.main_thread() not in threads
@@ -97,10 +100,10 @@ def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypat
     for name in ("_build_driver", "_digest_triton"):
         monkeypatch.setattr(launch, name, work)
     monkeypatch.setattr(launch, "_starting", [])
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         call = draw(rehearsed)
-    ahead.compile_backward(call, plan_of(call, "int8_backward_hopper"))
-    ahead.finish()
+    precompile.compile_backward(call, plan_of(call, "int8_backward_hopper"))
+    precompile.finish()
     assert seen == [0, 0] and len(compiled) == 4
 
 
@@ -128,14 +131,14 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypat
     launched, compiled = [], []
     monkeypatch.setattr(launch, "pack", pack)
     monkeypatch.setattr(launch.triton.JITFunction, "run", run)
-    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(precompile, "_begun", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     inputs = [torch.randn(1, 192, 2, 64).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
     mask = (torch.arange(192) < 150)[None, None, None] if padded else None
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         on_gpu = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None, is_causal=causal)
-    ahead.compile_backward(on_gpu, plan_of(on_gpu, "int8_backward_hopper"))
-    ahead.finish()
+    precompile.compile_backward(on_gpu, plan_of(on_gpu, "int8_backward_hopper"))
+    precompile.finish()
     output = sage_attention(*inputs, mask, is_causal=causal, recipe="sage_bwd")
     output.transpose(1, 2).flatten(2).backward(torch.randn(1, 192, 128).bfloat16())
     assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
@@ -160,7 +163,7 @@ def test_what_a_first_call_launches_is_compiled_in_a_thread_each_before_it_runs(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch.triton.JITFunction, "run", run)
     monkeypatch.setattr(launch, "_await_compiler", lambda: None)
-    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(precompile, "_begun", set())
     monkeypatch.setattr(
         int8, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
     )
@@ -168,13 +171,13 @@ def test_what_a_first_call_launches_is_compiled_in_a_thread_each_before_it_runs(
         "keys": torch.ones(1, 1, 1, 192, dtype=torch.bool),
         "bool": torch.ones(192, 192, dtype=torch.bool)[None, None],
     }
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         call = draw(rehearsed)
         if kind in mask:
             call = replace(call, mask=Mask.of(rehearsed.stand_in(mask[kind]), 192))
     for _ in range(2):  # the second call compiles nothing
-        ahead.compile_forward(call, plan_of(call, "int8_backward"), attend)
-    with rehearsal.rehearsing(compiles_only=True) as rehearsed:
+        precompile.compile_forward(call, plan_of(call, "int8_backward"), attend)
+    with trace.rehearsing(compiles_only=True) as rehearsed:
         attend(call)
     names = [name for name, _ in compiled]
     assert names and len(names) == len(rehearsed.compilations)
@@ -193,22 +196,22 @@ def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
                 raise SystemError("AST constructor recursion depth mismatch")
 
     asked = []
-    with rehearsal.rehearsing(compiles_only=True) as rehearsed:
+    with trace.rehearsing(compiles_only=True) as rehearsed:
         launch.launch(Kernel(), (1,), x=rehearsed.stand_in(torch.empty(1)))
     rehearsed.compilations[0]()
     assert asked == [True, True]
 
 
 def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         call = draw(rehearsed)
         plan = plan_of(call, "int8_backward")
-        ahead.compile_backward(replace(call, query=torch.empty(1, 2, 192, 64)), plan)  # on the CPU
-        ahead.compile_backward(replace(call, key=call.key[:, :, :0], value=call.value[:, :, :0]), plan)
+        precompile.compile_backward(replace(call, query=torch.empty(1, 2, 192, 64)), plan)  # on the CPU
+        precompile.compile_backward(replace(call, key=call.key[:, :, :0], value=call.value[:, :, :0]), plan)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        ahead.compile_backward(call, plan)
-    ahead.finish()
-    assert not compiled and not ahead._begun
+        precompile.compile_backward(call, plan)
+    precompile.finish()
+    assert not compiled and not precompile._begun
 
 
 @pytest.mark.parametrize("refused_by", ["the host code", "the compiler"])
@@ -222,13 +225,13 @@ def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compile
     def backward(call):
         if refused_by == "the host code":
             refuse()
-        rehearsal.current().compilations.extend((refuse, refuse))
+        trace.current().compilations.extend((refuse, refuse))
 
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    monkeypatch.setattr(ahead, "get_backward", lambda name: SimpleNamespace(backward=backward))
-    with rehearsal.rehearsing() as rehearsed:
+    monkeypatch.setattr(precompile, "get_backward", lambda name: SimpleNamespace(backward=backward))
+    with trace.rehearsing() as rehearsed:
         call = draw(rehearsed)
-    ahead.compile_backward(call, plan_of(call, "int8_backward"))
-    ahead.finish()
+    precompile.compile_backward(call, plan_of(call, "int8_backward"))
+    precompile.finish()
     assert len(begun) == (1 if refused_by == "the host code" else 2)
     assert not raised and threading.main_thread() not in begun

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import exact, transforms
+from sage_kernels.exact import sdpa
 from sage_kernels.formats import fp8, int8
-from sage_kernels.layout import Lengths, padded_channels, padded_rows
-from sage_kernels.operands import Saved
-from sage_kernels.recipe import RECIPES, Backward
 from sage_kernels.reference import backward as subject
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import RECIPES, Backward
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.gradients import (
     BWD,
@@ -86,7 +87,7 @@ class Unrounded(torch.autograd.Function):
             listed = as_mask(options["blocks"], query.shape[2], key.shape[2])
             mask = listed if mask is None else mask & listed
         if lengths is None:
-            output, lse = exact.attention(query, key, value, mask=mask, scale=scale, **causality)
+            output, lse = sdpa.attention(query, key, value, mask=mask, scale=scale, **causality)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             lse = query.new_full(query.shape[:3], -torch.inf)
@@ -94,7 +95,7 @@ class Unrounded(torch.autograd.Function):
             for i, start in enumerate(q_starts[:-1]):
                 queries, keys = slice(start, q_starts[i + 1]), slice(k_starts[i], k_starts[i + 1])
                 parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
-                output[:, :, queries], lse[:, :, queries] = exact.attention(*parts, scale=scale, **causality)
+                output[:, :, queries], lse[:, :, queries] = sdpa.attention(*parts, scale=scale, **causality)
         ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe))
         ctx.rest = (recipe, scale, lengths, valid, options, tiles)
         return output
@@ -148,7 +149,7 @@ def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
 def test_the_formulas_hold_across_tiles_and_chunks(is_causal, recipe, monkeypatch):
     query, key, value, gradient = draw(2, 4, 2, 300, 270, 6, 5, dtype=torch.float64)
     expected = autograd(query, key, value, gradient, is_causal=is_causal, scale=0.3)
-    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
+    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     options = {"is_causal": is_causal}
     output = Unrounded.apply(*leaves, recipe, 0.3, None, None, options, {"block_m": 64, "block_n": 128})
@@ -171,9 +172,9 @@ def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, opt
     truths = [x.clone().requires_grad_() for x in (query, key, value)]
     causality = {name: x for name, x in options.items() if name != "blocks"}
     allowed = mask if valid is None else mask & valid[:, None, None]
-    truth, _ = exact.attention(*truths, mask=allowed, scale=0.3, **causality)
+    truth, _ = sdpa.attention(*truths, mask=allowed, scale=0.3, **causality)
     expected = torch.autograd.grad(truth, truths, gradient)
-    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
+    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
     for tiles in ((64, 64), (128, 128), (16, 32)):
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         rest = (recipe, 0.3, None, valid, options, dict(zip(("block_m", "block_n"), tiles, strict=True)))

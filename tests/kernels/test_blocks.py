@@ -6,15 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import blocks as block_lists
-from sage_kernels import dispatch, exact, ops
-from sage_kernels.blocks import BlockList
-from sage_kernels.call import Call, Mask
+from sage_kernels import ops
 from sage_kernels.cuda import compiler
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import RECIPES, get_recipe
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import Request, select
+from sage_kernels.spec import block_list as block_lists
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 from sage_kernels.triton import registration
 from tests.helpers.blocks import as_mask, draw_blocks
 
@@ -58,7 +60,7 @@ def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m,
     output, lse = ops.attention(
         *inputs, mask=keys, blocks=blocks, recipe=recipe, return_lse=True, fallback="emulate", **options
     )
-    truth, truth_lse = exact.attention(*inputs, mask=mask, **options)
+    truth, truth_lse = sdpa.attention(*inputs, mask=mask, **options)
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
     assert (lse == -torch.inf)[:, :, :block_m].all()
     assert not output[lse == -torch.inf].any()
@@ -100,7 +102,7 @@ def test_one_tile_kept_attends_to_that_tile(recipe):
     kept = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
     kept[..., 2] = True
     output, _ = ops.attention(query, key, value, blocks=BlockList.of_kept(kept), recipe=recipe)
-    truth, _ = exact.attention(query, key[:, :, 256:], value[:, :, 256:])
+    truth, _ = sdpa.attention(query, key[:, :, 256:], value[:, :, 256:])
     assert (output - truth).norm() / truth.norm() < (0.05 if recipe == "sage2" else 1e-5)
 
 
@@ -131,11 +133,11 @@ def test_one_compiled_graph_serves_all_lengths_without_breaks():
 
 def test_the_plan_shows_the_kind_of_mask():
     heard = []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         ops.attention(*draw(), blocks=draw_blocks(2, 4, 300, 330), recipe="sage2")
     finally:
-        dispatch.plan_listeners.remove(heard.append)
+        run.plan_listeners.remove(heard.append)
     assert [(plan.request.mask, plan.recipe, plan.kernel) for plan in heard] == [("blocks", "sage2", "reference")]
 
 
@@ -195,7 +197,7 @@ def test_exact_attention_in_chunks_is_that_in_one(monkeypatch):
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
     options = {"is_causal": True, "causal_offset": 40, "return_lse": True}
     expected = block_lists.exact_attention(*inputs, blocks, **options)
-    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 1)
+    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 1)
     for actual, wanted in zip(block_lists.exact_attention(*inputs, blocks, **options), expected, strict=True):
         assert torch.allclose(actual, wanted, atol=1e-6)
 

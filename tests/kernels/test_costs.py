@@ -8,19 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import backends, costs, dispatch, exact, ops, registry  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.call import Call
-from sage_kernels.costs import Table
+from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
-from sage_kernels.curves import Curve, Sizes
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request, exact_plan, select
+from sage_kernels.dispatch import cost_model, registry, run
+from sage_kernels.dispatch.cost_model import Table
+from sage_kernels.dispatch.curves import Curve, Sizes
+from sage_kernels.dispatch.registry import Request, exact_plan, select
+from sage_kernels.exact import sdpa as exact
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import registration
 from tests.helpers.kernels import StandInForward, only_the_reference
 
 H200 = (9, 0)
 REQUEST = Request("sage2", "cuda", H200, torch.bfloat16, 1, 32, 32, 8192, 8192, 128, 128, "none", False, False)
-RUNNER = costs.low_bit_runner("sage2", "low_bit", "")
+RUNNER = cost_model.low_bit_runner("sage2", "low_bit", "")
 
 
 def curve(runner, launch=0.0, tile=0.0, **facts):
@@ -47,7 +49,7 @@ def use_table(routed, monkeypatch):
 
     def use(*curves):
         table = Table("a GPU", H200, {}, curves, "here") if curves else None
-        monkeypatch.setattr(costs, "table_of", lambda capability: table)
+        monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
         select.cache_clear()
 
     with only_the_reference():
@@ -188,7 +190,7 @@ def test_a_table_reads_back_as_written(tmp_path):
     table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, CUDNN))
     path = tmp_path / "new" / "table.json"
     table.write(path)
-    assert costs.read_table(path) == replace(table, origin=str(path))
+    assert cost_model.read_table(path) == replace(table, origin=str(path))
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"gpu": "x", "capability": [9, 0], "versions": {}, "curves": [{}]}'])
@@ -196,7 +198,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     path = tmp_path / "table.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="no table of costs"):
-        costs.read_table(path)
+        cost_model.read_table(path)
 
 
 @pytest.fixture
@@ -207,21 +209,21 @@ def tuned(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA RTX 4090")
-    costs.table_of.cache_clear()
-    yield costs.tuned_path("NVIDIA RTX 4090")
-    costs.table_of.cache_clear()
+    cost_model.table_of.cache_clear()
+    yield cost_model.tuned_path("NVIDIA RTX 4090")
+    cost_model.table_of.cache_clear()
 
 
 def test_a_tuned_table_is_found_and_a_broken_one_is_said_and_ignored(tuned, caplog):
     assert tuned.name.startswith("nvidia-rtx-4090-torch2.")
-    assert costs.table_of((8, 9)) is None
+    assert cost_model.table_of((8, 9)) is None
     tuned.parent.mkdir()
     tuned.write_text("{")
-    costs.table_of.cache_clear()
-    assert costs.table_of((8, 9)) is None and "ignored" in caplog.text
+    cost_model.table_of.cache_clear()
+    assert cost_model.table_of((8, 9)) is None and "ignored" in caplog.text
     Table("NVIDIA RTX 4090", (8, 9), {}, (CUDNN,)).write(tuned)
-    costs.table_of.cache_clear()
-    assert costs.table_of((8, 9)).origin == str(tuned)
+    cost_model.table_of.cache_clear()
+    assert cost_model.table_of((8, 9)).origin == str(tuned)
 
 
 def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(use_table):
@@ -234,27 +236,27 @@ def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(u
     assert select(grouped).kernel == "sdpa"  # else PyTorch would have its unfused attention only
 
 
-@pytest.mark.parametrize(("us", "runs"), [(50.0, costs.SHARING), (40.0, "sdpa_without_cudnn")])
+@pytest.mark.parametrize(("us", "runs"), [(50.0, cost_model.SHARING), (40.0, "sdpa_without_cudnn")])
 def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_preparing_each_length(use_table, us, runs):
     few = {"mask": "none, few queries"}
-    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(costs.SHARING, launch=10.0, **few))
-    assert costs.fastest_exact(replace(REQUEST, q_len=1), [costs.SHARING]) == runs
+    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(cost_model.SHARING, launch=10.0, **few))
+    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), [cost_model.SHARING]) == runs
 
 
 def test_flash_attention_3_takes_any_length_so_steps_run_by_it_where_it_is_faster(use_table):
     few = {"mask": "none, few queries"}
     use_table(LOW_BIT, curve("flash", launch=50.0, **few), curve("fa3", launch=40.0, **few))
-    assert costs.fastest_exact(replace(REQUEST, q_len=1), ["fa3"]) == "fa3"
+    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), ["fa3"]) == "fa3"
 
 
 def test_without_costs_steps_behind_a_growing_cache_share_the_keys_of_large_ones(use_table):
     use_table()
     step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
-    assert costs.fastest_exact(step, [costs.SHARING]) == "sdpa_without_cudnn"
-    assert costs.fastest_exact(replace(step, batch=16), [costs.SHARING]) == costs.SHARING
-    assert costs.fastest_exact(replace(step, mask="keys"), [costs.SHARING]) == costs.SHARING
-    assert costs.fastest_exact(replace(step, q_len=64), [costs.SHARING]) == costs.SHARING
-    assert costs.fastest_exact(replace(step, q_len=64, kv_len=64), [costs.SHARING]) != costs.SHARING
+    assert cost_model.fastest_exact(step, [cost_model.SHARING]) == "sdpa_without_cudnn"
+    assert cost_model.fastest_exact(replace(step, batch=16), [cost_model.SHARING]) == cost_model.SHARING
+    assert cost_model.fastest_exact(replace(step, mask="keys"), [cost_model.SHARING]) == cost_model.SHARING
+    assert cost_model.fastest_exact(replace(step, q_len=64), [cost_model.SHARING]) == cost_model.SHARING
+    assert cost_model.fastest_exact(replace(step, q_len=64, kv_len=64), [cost_model.SHARING]) != cost_model.SHARING
 
 
 @pytest.mark.parametrize(("us", "recipe"), [(400.0, "exact"), (600.0, "sage2")])
@@ -267,9 +269,9 @@ def test_an_exact_kernel_of_our_own_runs_where_the_table_says_that_it_is_faster(
     own = [curve("own", tile=0.5, mask=mask) for mask in ("none", "keys")]
     use_table(LOW_BIT, CUDNN, replace(CUDNN, mask="keys", tile=0.4), *own)
     request = with_tokens(512)
-    assert costs.fastest_exact(request, ["own"]) == "own"
-    assert costs.fastest_exact(request, []) == "sdpa"
-    assert costs.fastest_exact(replace(request, mask="keys"), ["own"]) == "sdpa"
+    assert cost_model.fastest_exact(request, ["own"]) == "own"
+    assert cost_model.fastest_exact(request, []) == "sdpa"
+    assert cost_model.fastest_exact(replace(request, mask="keys"), ["own"]) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -284,16 +286,16 @@ def test_calls_behind_a_cache_have_curves_of_their_own(use_table, kind, facts):
     request = replace(REQUEST, **facts)
     causal = request.is_causal
     use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, mask=kind, causal=causal) for name, tile in times))
-    assert costs.fastest_exact(request, ["own"]) == "own"
+    assert cost_model.fastest_exact(request, ["own"]) == "own"
     use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, causal=causal) for name, tile in times))
-    assert costs.fastest_exact(request, ["own"]) in ("sdpa", "sdpa_without_cudnn")
+    assert cost_model.fastest_exact(request, ["own"]) in ("sdpa", "sdpa_without_cudnn")
 
 
 def test_a_step_behind_a_cache_that_may_grow_runs_by_pytorch(use_table):
     use_table(
         LOW_BIT, *(curve(name, tile=tile, mask="none, few queries") for name, tile in (("cudnn", 0.1), ("x", 0.05)))
     )
-    assert costs.fastest_exact(replace(REQUEST, q_len=1, batch=1, kv_heads=1), ["x"]) == "sdpa_without_cudnn"
+    assert cost_model.fastest_exact(replace(REQUEST, q_len=1, batch=1, kv_heads=1), ["x"]) == "sdpa_without_cudnn"
 
 
 def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table):
@@ -307,7 +309,7 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
     query, key, value = (torch.randn(2, heads, n, 32, generator=generator) for heads, n in ((8, 1), (2, 40), (2, 40)))
     mask = (torch.arange(40) >= torch.tensor([[3], [7]]))[:, None, None]
     expected, expected_lse = ops.attention(query, key, value, mask=mask, recipe="exact", return_lse=True)
-    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    monkeypatch.setattr(run, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
     given, sdpa = [], exact.sdpa
     monkeypatch.setattr(
         exact, "sdpa", lambda query, key, value, **options: given.append(key) or sdpa(query, key, value, **options)
@@ -351,7 +353,7 @@ WINNERS = {
 def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(routed, monkeypatch, name):
     monkeypatch.setattr(compiler, "why_not", lambda *_: "")
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
-    costs.table_of.cache_clear()
+    cost_model.table_of.cache_clear()
     select.cache_clear()
     batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal = (LOSERS | WINNERS)[name]
     sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
@@ -368,7 +370,7 @@ def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_
 ):
     monkeypatch.setattr(compiler, "why_not", lambda *_: "" if compiles else "nothing compiles here")
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
-    costs.table_of.cache_clear()
+    cost_model.table_of.cache_clear()
     select.cache_clear()
     lengths, masks = ((24, 32768), (4, 512)), ("none", "keys", "bool", "additive")
     for recipe, mask, causal in itertools.product(("sage3", "sage2", "sage1"), masks, (False, True)):
@@ -377,17 +379,17 @@ def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_
             facts = {"recipe": recipe, "capability": capability, "v_head_dim": head_dim, "mask": mask, "aligned": True}
             plan = select(replace(REQUEST, **sizes, **facts, is_causal=causal))
             assert set(re.findall(r"at head_dim (\d+)", plan.reason)) <= {str(head_dim)}, plan
-            low, high = costs.UNMEASURED_HEAD_DIMS
-            if n > costs.UNMEASURED_KV_LEN and low <= head_dim <= high and mask in ("none", "keys"):
+            low, high = cost_model.UNMEASURED_HEAD_DIMS
+            if n > cost_model.UNMEASURED_KV_LEN and low <= head_dim <= high and mask in ("none", "keys"):
                 assert plan.numerics == "native" or "no costs were measured" not in plan.reason, plan
-    costs.table_of.cache_clear()
+    cost_model.table_of.cache_clear()
     select.cache_clear()
 
 
 def test_on_hopper_without_a_compiler_long_videos_run_in_low_bits(routed, monkeypatch):
     monkeypatch.setattr(compiler, "why_not", lambda *_: "nothing compiles here")
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 5))
-    costs.table_of.cache_clear()
+    cost_model.table_of.cache_clear()
     select.cache_clear()
     for batch, heads, n, head_dim in ((1, 24, 119056, 128), (2, 30, 17776, 64)):  # HunyuanVideo, CogVideoX-2B
         sizes = {"batch": batch, "q_heads": heads, "kv_heads": heads, "q_len": n, "kv_len": n}
@@ -397,12 +399,12 @@ def test_on_hopper_without_a_compiler_long_videos_run_in_low_bits(routed, monkey
 
 
 def test_tables_that_ship_are_read_without_complaint():
-    paths = list(costs.SHIPPED.glob("*.json"))
+    paths = list(cost_model.SHIPPED.glob("*.json"))
     assert paths
     for path in paths:
-        table = costs.read_table(path)
+        table = cost_model.read_table(path)
         assert path.stem == ".".join(map(str, table.capability))
-        assert {curve.runner for curve in table.curves} >= set(costs.BACKENDS)
+        assert {curve.runner for curve in table.curves} >= set(cost_model.BACKENDS)
 
 
 def test_queries_behind_a_cache_are_routed_by_the_backend_that_takes_causality_with_an_offset(use_table):
@@ -419,7 +421,7 @@ def test_queries_behind_a_cache_are_routed_by_the_backend_that_takes_causality_w
 def test_a_call_says_how_its_causality_is_aligned(offset, lower_right, shifted):
     x = torch.zeros(1, 2, 64, 64)
     call = Call(x[:, :, :16], x, x, get_recipe("sage2"), is_causal=True, causal_offset=offset)
-    request = dispatch.request_of(call)
+    request = run.request_of(call)
     assert (request.lower_right, request.shifted) == (lower_right, shifted)
 
 

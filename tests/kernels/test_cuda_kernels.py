@@ -13,14 +13,14 @@ import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
-from sage_kernels.blocks import BlockList
-from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
 from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
-from sage_kernels.operands import KeyPadding
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request, select
+from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.operands import KeyPadding
+from sage_kernels.spec.recipe import get_recipe
 
 # Of `Config.of`: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from sage_kernels import backends, costs, registry  # noqa: F401 - `backends` registers the kernels
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler, delta_scores, nvfp4_forward
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, nvfp4_forward_measured
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request, select
+from sage_kernels.dispatch import cost_model, registry
+from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import machine_code
 from sage_kernels.triton import registration
 
@@ -160,7 +161,7 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
     """Triton's kernel takes 100 µs."""
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))  # whose Triton kernel is native
     measured = {"nvfp4_forward": 100.0} | ({} if ours is None else {"nvfp4_forward_cuda": ours})
-    curves = {costs.low_bit_runner("sage3", name, "nvfp4_quantize_cuda"): us for name, us in measured.items()}
+    curves = {cost_model.low_bit_runner("sage3", name, "nvfp4_quantize_cuda"): us for name, us in measured.items()}
 
     class Curve(NamedTuple):
         fixed: float
@@ -172,7 +173,7 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
         def curve(self, runner, *kind):
             return Curve(curves[runner]) if runner in curves else None
 
-    monkeypatch.setattr(costs, "table_of", lambda capability: Table())
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table())
     registry.set_routing(False)  # exact attention was not measured
     plan = select(request())
     registry.set_routing(True)

@@ -13,10 +13,10 @@ import triton
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.quantize import Features
 from sage_kernels.cuda.registration import HopperQuantizer
-from sage_kernels.layout import is_aligned
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request
-from sage_kernels.transforms import rotation_signs
+from sage_kernels.dispatch.registry import Request
+from sage_kernels.spec.layout import is_aligned
+from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.spec.transforms import rotation_signs
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 REGISTERS = 65536  # of a multiprocessor

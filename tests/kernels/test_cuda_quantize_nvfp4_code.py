@@ -12,11 +12,11 @@ import triton
 from sage_kernels.cuda import compiler, quantize_nvfp4
 from sage_kernels.cuda.launch import architecture
 from sage_kernels.cuda.registration import NVFP4_CAPABILITIES, NVFP4Quantizer
+from sage_kernels.dispatch.registry import Request
 from sage_kernels.formats.nvfp4 import BINS, FIRST_BIN, search_table
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request
+from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.spec.transforms import LATE_SHARE
 from sage_kernels.testing.aot import machine_code
-from sage_kernels.transforms import LATE_SHARE
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 SAGE3, PAPER = get_recipe("sage3"), get_recipe("sage3_paper")

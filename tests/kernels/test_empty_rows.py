@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from sage_kernels import empty_rows, exact
+from sage_kernels.exact import masked_rows
+from sage_kernels.exact import sdpa as exact
 
 
 @pytest.fixture(params=["zeros chosen afterwards", "zeros given"])
 def on_gpu(request, monkeypatch):
     """Have the call run as without a GPU, and as on one whose kernels give zeros where masks are -inf."""
     if request.param == "zeros given":
-        monkeypatch.setattr(empty_rows, "_gives_zeros", lambda *tensors: True)
+        monkeypatch.setattr(masked_rows, "_gives_zeros", lambda *tensors: True)
 
 
 def draw(wanted=(True, True, True)):
@@ -28,7 +29,7 @@ MASK = (torch.arange(40) < torch.tensor([40, 0, 7])[:, None])[:, None, None]
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, False, True)], ids=str)
 def test_output_and_gradients_are_those_of_rows_that_have_a_key(on_gpu, wanted):
     inputs = draw(wanted)
-    output = empty_rows.attend(*inputs, mask=MASK, enable_gqa=True)
+    output = masked_rows.attend(*inputs, mask=MASK, enable_gqa=True)
     expected, _ = exact.attention(*inputs, mask=MASK)
     torch.testing.assert_close(output, expected)
     there = [x for x in inputs if x.requires_grad]
@@ -44,15 +45,15 @@ def test_output_and_gradients_are_those_of_rows_that_have_a_key(on_gpu, wanted):
 def test_without_gradients_the_output_is_the_same(on_gpu):
     inputs = draw((False, False, False))
     expected, _ = exact.attention(*inputs, mask=MASK)
-    torch.testing.assert_close(empty_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
+    torch.testing.assert_close(masked_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
     with torch.no_grad():
-        torch.testing.assert_close(empty_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
+        torch.testing.assert_close(masked_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
 
 
 def test_without_a_mask_it_is_pytorchs_attention():
     inputs = draw()
     expected = exact.sdpa(*inputs, enable_gqa=True)
-    assert torch.equal(empty_rows.attend(*inputs, enable_gqa=True), expected)
+    assert torch.equal(masked_rows.attend(*inputs, enable_gqa=True), expected)
 
 
 def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
@@ -60,7 +61,7 @@ def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
     mask = torch.rand(50, 40, generator=torch.Generator().manual_seed(2)) < 0.3
     mask[3] = False
     expected, _ = exact.attention(query, key, value, mask=mask[None, None])
-    torch.testing.assert_close(empty_rows.attend(query, key, value, mask=mask, enable_gqa=True), expected)
+    torch.testing.assert_close(masked_rows.attend(query, key, value, mask=mask, enable_gqa=True), expected)
 
 
 @pytest.mark.parametrize("size", [(2, 1, 1, 13), (1, 3, 7, 16), (7, 13)], ids=str)
@@ -81,13 +82,13 @@ def test_an_additive_mask_is_taken_as_it_is():
 
 def test_a_backend_is_tried_forwards_and_backwards(monkeypatch):
     kind = torch.device("cpu"), torch.bfloat16, 40, 64
-    assert empty_rows._gives_zeros_by(empty_rows._math, *kind)
-    assert empty_rows._gives_zeros_by(empty_rows._cudnn, *kind)  # serves no calls here
+    assert masked_rows._gives_zeros_by(masked_rows._math, *kind)
+    assert masked_rows._gives_zeros_by(masked_rows._cudnn, *kind)  # serves no calls here
     sdpa, mean = exact.sdpa, lambda value: value.mean(2, keepdim=True)
 
     def given(change):
         monkeypatch.setattr(exact, "sdpa", change)
-        return empty_rows._gives_zeros_by(empty_rows._math, *kind)
+        return masked_rows._gives_zeros_by(masked_rows._math, *kind)
 
     def fails(*inputs, **options):
         raise RuntimeError("out of memory")

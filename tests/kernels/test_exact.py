@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from sage_kernels import exact
+from sage_kernels.exact import sdpa as exact
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 
-from sage_kernels.call import Call, Mask
 from sage_kernels.language.launch import recording
-from sage_kernels.recipe import get_recipe
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import exact_forward, scattered_forward, split_forward
 

@@ -6,11 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sage_kernels import backends, dispatch, exact, flash3, prepared  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.call import Call
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import Request, exact_plan, get_exact
-from sage_kernels.rehearsal import rehearsing
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import Request, exact_plan, get_exact
+from sage_kernels.exact import sdpa
+from sage_kernels.external import flash_attention3
+from sage_kernels.replay import prepared
+from sage_kernels.replay.trace import rehearsing
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import registration
 
 REQUEST = Request(
@@ -27,10 +31,10 @@ def operator(monkeypatch):
         calls.append((softmax_scale, is_causal, num_splits))
         tensors = (x.transpose(1, 2) for x in (query, key, value))
         options = {"is_causal": is_causal, "causal_offset": key.shape[1] - query.shape[1], "scale": softmax_scale}
-        output, lse = exact.attention(*tensors, **options)
+        output, lse = sdpa.attention(*tensors, **options)
         return output.transpose(1, 2).to(query.dtype), lse
 
-    monkeypatch.setattr(flash3, "_operator", lambda: attend)
+    monkeypatch.setattr(flash_attention3, "_operator", lambda: attend)
     return calls
 
 
@@ -71,13 +75,13 @@ def test_beside_masks_it_serves_those_of_keys(operator, monkeypatch, facts, part
 
 
 def test_a_build_without_float16_serves_none(operator, monkeypatch):
-    config = SimpleNamespace(CONFIG={"build_flags": {flash3.WITHOUT_FLOAT16: True}})
-    monkeypatch.setattr(flash3, "find_spec", lambda module: module == "fa3_fwd_config")
-    monkeypatch.setattr(flash3, "import_module", lambda module: config)
-    flash3._takes_float16.cache_clear()
+    config = SimpleNamespace(CONFIG={"build_flags": {flash_attention3.WITHOUT_FLOAT16: True}})
+    monkeypatch.setattr(flash_attention3, "find_spec", lambda module: module == "fa3_fwd_config")
+    monkeypatch.setattr(flash_attention3, "import_module", lambda module: config)
+    flash_attention3._takes_float16.cache_clear()
     assert "float16" in get_exact("fa3").unsupported(replace(REQUEST, dtype=torch.float16))
     assert get_exact("fa3").unsupported(REQUEST) == ""
-    flash3._takes_float16.cache_clear()
+    flash_attention3._takes_float16.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -88,21 +92,21 @@ def test_it_serves_calls_without_a_mask(operator, facts):
 
 
 def test_without_a_package_it_serves_nothing(monkeypatch):
-    monkeypatch.setattr(flash3, "find_spec", lambda package: None)
-    flash3._operators.cache_clear()
+    monkeypatch.setattr(flash_attention3, "find_spec", lambda package: None)
+    flash_attention3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash3._operators.cache_clear()
+    flash_attention3._operators.cache_clear()
 
 
 def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
     def fail(module):
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(flash3, "find_spec", lambda package: package)
-    monkeypatch.setattr(flash3, "import_module", fail)
-    flash3._operators.cache_clear()
+    monkeypatch.setattr(flash_attention3, "find_spec", lambda package: package)
+    monkeypatch.setattr(flash_attention3, "import_module", fail)
+    flash_attention3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash3._operators.cache_clear()
+    flash_attention3._operators.cache_clear()
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
@@ -111,9 +115,9 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 130, 64)
     options = {"is_causal": causal, "causal_offset": 30 if causal else 0, "scale": scale}
     call = Call(query, key, key, get_recipe("exact"), **options)
-    plan = exact_plan(dispatch.request_of(call), kernel="fa3")
-    expected, _ = exact.attention(query, key, key, **options)
-    output, _ = dispatch.run(call, plan)
+    plan = exact_plan(run.request_of(call), kernel="fa3")
+    expected, _ = sdpa.attention(query, key, key, **options)
+    output, _ = run.run(call, plan)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     repeated, _ = prepared.prepare(call, plan, None, (output, None))(query, key, key, None)
     assert torch.equal(repeated, output)
@@ -176,28 +180,32 @@ def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch,
     operators = SimpleNamespace(fwd=attend)
     if planned_by is not None:
         operators.get_scheduler_metadata = planned_by
-    monkeypatch.setattr(flash3, "_operators", lambda: operators)
+    monkeypatch.setattr(flash_attention3, "_operators", lambda: operators)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(flash3, "_row_blocks_found", {})
-    flash3._takes_plans.cache_clear()
+    monkeypatch.setattr(flash_attention3, "_row_blocks_found", {})
+    flash_attention3._takes_plans.cache_clear()
     query, key = torch.randn(2, 128, 200, 64), torch.randn(2, 64, 10, 64)
     others = Others()
-    output = flash3.PaddedFlashAttention3(others).attend(Call(query, key, key, get_recipe("exact"), scale=0.1))
+    output = flash_attention3.PaddedFlashAttention3(others).attend(
+        Call(query, key, key, get_recipe("exact"), scale=0.1)
+    )
     assert others.row_blocks == row_blocks
     assert options["seqused_k"].tolist() == [5, 0] and options["num_splits"] == 1
     assert ("scheduler_metadata" in options) == bool(row_blocks) != ("seqused_q" in options)
     assert output[0].any() and not output[1].any()
-    flash3._takes_plans.cache_clear()
+    flash_attention3._takes_plans.cache_clear()
 
 
 def test_beside_padding_a_rehearsed_call_notes_the_operator(monkeypatch):
     written = []
-    monkeypatch.setattr(flash3, "_operator", lambda: lambda *tensors, out, **options: written.append((out, options)))
+    monkeypatch.setattr(
+        flash_attention3, "_operator", lambda: lambda *tensors, out, **options: written.append((out, options))
+    )
     call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=0.1)
     with rehearsing() as rehearsal:
         _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
         lengths, output = stand_in.query.new_empty(1, dtype=torch.int32), stand_in.query.new_empty(1, 1, 5, 16)
-        flash3._attend_to_first(stand_in, lengths, lengths, None, output)
+        flash_attention3._attend_to_first(stand_in, lengths, lengths, None, output)
     (operator,) = rehearsal.steps
     assert not written
     tensors = [torch.zeros(x.shape) for x in operator.arguments]

@@ -5,7 +5,7 @@ import heapq
 import pytest
 import torch
 
-from sage_kernels.operands import Saved
+from sage_kernels.spec.operands import Saved
 from tests.helpers.triton_calls import new_backward_call
 
 gluon_backward = pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)  # Triton 3.6

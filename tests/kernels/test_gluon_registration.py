@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_kernels.dispatch.registry import Request
 from sage_kernels.gluon import registration
-from sage_kernels.registry import Request
 
 SERVED = Request(
     *("sage_bwd", "cuda", (9, 0), torch.bfloat16, 2, 8, 4, 1000, 1000, 128, 128, "none", False, False), grad=True

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 
 from sage_hf import record, sage_attention
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_kernels import dispatch, exact, flash3, registry
+from sage_kernels.dispatch import registry, run
+from sage_kernels.exact import sdpa
+from sage_kernels.external import flash_attention3
 from tests.helpers.host_cost import allocations, python_calls
 
 SHAPE = (1, 2, 192, 64)
@@ -112,8 +114,8 @@ def test_a_call_of_flash_attention_3_adds_views_alone(monkeypatch):
     def select(request, fallback):
         return registry.exact_plan(request, kernel="fa3")
 
-    monkeypatch.setattr(flash3, "_operator", lambda: operator)
-    monkeypatch.setattr(dispatch, "select", select)
+    monkeypatch.setattr(flash_attention3, "_operator", lambda: operator)
+    monkeypatch.setattr(run, "select", select)
     query, key, value = draw()
     call = partial(sage_attention, query, key, value, recipe="sage2")
     for _ in range(3):
@@ -130,7 +132,7 @@ def test_transformers_function_adds_little_to_a_step_of_decoding():
     call = partial(sage_attention_forward, layer, query, key, value, None, **options)
     for _ in range(3):
         output, _ = call()
-    expected = exact.sdpa(query, key, value, scale=0.125, enable_gqa=True)
+    expected = sdpa.sdpa(query, key, value, scale=0.125, enable_gqa=True)
     assert torch.equal(output, expected.transpose(1, 2))
     names = python_calls(call)
     assert len(names) <= 28, names

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sage_kernels import import_hook
-from sage_kernels.import_hook import when_imported
+from sage_kernels.runtime import import_hook
+from sage_kernels.runtime.import_hook import when_imported
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import exact, ops, training, transforms
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops, training
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.loud import LOUD_DOCUMENT, documents, loud_key
 
 FORWARD_ONLY = ("sage1", "sage2", "sage3")
@@ -15,7 +17,7 @@ WITH_GRADIENTS = ("sage_bwd", "sage_bwd_int8")
 
 def relative_error(inputs, recipe, **options):
     output, _ = reference.attention(*inputs, RECIPES[recipe], **options)
-    truth, _ = exact.attention(*(x.double() for x in inputs), **options)
+    truth, _ = sdpa.attention(*(x.double() for x in inputs), **options)
     return (output.double() - truth).abs().sum() / truth.abs().sum()
 
 

@@ -15,13 +15,13 @@ import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
-from sage_kernels.blocks import BlockList
-from sage_kernels.call import NO_MASK, Mask
+from sage_kernels.dispatch.registry import Request, get_backward, get_forward
 from sage_kernels.language.launch import Launch, recording
-from sage_kernels.layout import Lengths, padded_channels, padded_rows
-from sage_kernels.operands import Saved
-from sage_kernels.recipe import RECIPES
-from sage_kernels.registry import Request, get_backward, get_forward
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.call import NO_MASK, Mask
+from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
 from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels import norm_rope as door
-from sage_kernels import rehearsal
-from sage_kernels.heads import Norm, Rope
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.reference import norm_rope as reference
+from sage_kernels.replay import trace
+from sage_kernels.spec.heads import Norm, Rope
 from sage_kernels.triton.registration import HeadKernel
 from tests.helpers import fake_gpu
 from tests.helpers.heads import CASES, HeadCase
@@ -128,10 +128,10 @@ class Rehearsed(HeadKernel):
     """The kernel, which runs in rehearsals alone: otherwise, what it returns holds anything."""
 
     def forward(self, x, norm, rope):
-        return super().forward(x, norm, rope) if rehearsal.current() else torch.empty(x.shape, dtype=x.dtype)
+        return super().forward(x, norm, rope) if trace.current() else torch.empty(x.shape, dtype=x.dtype)
 
     def backward(self, gradient, x, norm, rope):
-        if rehearsal.current():
+        if trace.current():
             return super().backward(gradient, x, norm, rope)
         return tuple(torch.empty_like(one) for one in (x, norm.weight, norm.bias))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_kernels.formats import nvfp4
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 
 SAGE3_STEPS = RECIPES["sage3"].key_scale_steps
 

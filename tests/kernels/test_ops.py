@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import dispatch, exact, ops, training
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops, training
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.spec.recipe import RECIPES
 
 
 def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):
@@ -59,12 +61,12 @@ def test_one_compiled_graph_serves_all_lengths_without_breaks():
 
 def test_listeners_hear_the_plan_also_of_compiled_calls():
     heard = []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         ops.attention(*draw())
         torch.compile(lambda *tensors: ops.attention(*tensors)[0], fullgraph=True, backend="aot_eager")(*draw())
     finally:
-        dispatch.plan_listeners.remove(heard.append)
+        run.plan_listeners.remove(heard.append)
     assert [plan.kernel for plan in heard] == ["reference", "reference"]
 
 
@@ -92,7 +94,7 @@ def test_a_causal_offset_moves_the_diagonal(recipe, offset):
     inputs = draw()
     seen = torch.ones(70, 90, dtype=torch.bool).tril(offset)
     output, lse = ops.attention(*inputs, is_causal=True, causal_offset=offset, recipe=recipe, return_lse=True)
-    truth, truth_lse = exact.attention(*inputs, mask=seen[None, None])
+    truth, truth_lse = sdpa.attention(*inputs, mask=seen[None, None])
     expected, _ = (
         reference.attention(*inputs, RECIPES[recipe], is_causal=True, causal_offset=offset)
         if recipe != "exact"
@@ -224,12 +226,12 @@ def test_packed_calls_without_elements_give_nothing_in_querys_dtype(recipe, q_le
 def test_a_head_dim_of_no_recipe_runs_exactly(recipe):
     query, key, value = (x[..., :8] for x in draw(q_heads=2))
     heard = []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         output, _ = ops.attention(query, key, value, recipe=recipe)
     finally:
-        dispatch.plan_listeners.remove(heard.append)
-    assert torch.allclose(output.double(), exact.attention(query, key, value)[0], atol=1e-5)
+        run.plan_listeners.remove(heard.append)
+    assert torch.allclose(output.double(), sdpa.attention(query, key, value)[0], atol=1e-5)
     assert [(plan.kernel, plan.reason) for plan in heard] == [("sdpa", "head_dim outside 16…256")]
     with pytest.raises(KernelUnavailableError, match="head_dim outside"):
         training.attention(query, key, value)

@@ -15,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels import dispatch, driver, exact, prepared, registry, rehearsal, tape
-from sage_kernels.call import Call, Mask
 from sage_kernels.cuda import quantize, quantize_nvfp4
-from sage_kernels.prepared_calls import TapedCall
-from sage_kernels.recipe import get_recipe
+from sage_kernels.dispatch import registry
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.exact import sdpa as exact
+from sage_kernels.replay import driver, launch_plan, prepared, trace
+from sage_kernels.replay.prepared_calls import TapedCall
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.host_cost import python_calls
 from tests.helpers.kernels import registrations_undone
 
@@ -60,7 +63,7 @@ def test_calls_of_one_layout_are_prepared_together_and_others_apart(gpu):
 def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeypatch):
     assert is_prepared(*draw(), recipe="sage2")
     for stream in (7, 11, 7):
-        monkeypatch.setattr(tape, "current_stream", lambda index, stream=stream: stream)
+        monkeypatch.setattr(launch_plan, "current_stream", lambda index, stream=stream: stream)
         query, key, value = draw()
         gpu.launched.clear()
         output = sage_attention(query, key, value, recipe="sage2")
@@ -77,7 +80,7 @@ def test_the_launches_of_each_call_get_its_addresses_and_its_stream(gpu, monkeyp
 def test_a_rehearsal_sees_every_buffer_of_a_quantiser(quantizer, monkeypatch):
     """Others would be freed behind it, and read and written by every call."""
     recipe = get_recipe("sage3" if quantizer is quantize_nvfp4 else "sage2")
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         table = rehearsed.stand_in(torch.zeros(1))
         monkeypatch.setattr(quantize_nvfp4, "search_table", lambda steps, device: table)
         tensors = [rehearsed.stand_in(x) for x in draw()]
@@ -88,7 +91,7 @@ def test_a_rehearsal_sees_every_buffer_of_a_quantiser(quantizer, monkeypatch):
         struct.unpack_from("<Q", launch.parameters, place)[0] for launch in launches for place in launch.addresses
     ]
     assert len(launches) == (3 if quantizer is quantize_nvfp4 else 2)
-    assert all(address == 0 or rehearsal.is_stand_in(address) for address in addresses)
+    assert all(address == 0 or trace.is_stand_in(address) for address in addresses)
 
 
 def test_each_call_allocates_its_output_and_its_buffers_anew(gpu):
@@ -326,7 +329,7 @@ def test_causality_is_a_bool_as_for_pytorchs_attention(given, before):
 
 def test_launches_that_give_another_output_are_not_repeated(gpu, monkeypatch, caplog):
     monkeypatch.setattr(prepared, "are_same", ARE_SAME)  # the GPU runs nothing, so its outputs hold anything
-    caplog.set_level("INFO", "sage_kernels.prepared")
+    caplog.set_level("INFO", "sage_kernels.replay.prepared")
     assert not is_prepared(*draw(), recipe="sage2")
     assert [record.getMessage() for record in caplog.records] == [
         "a call is not repeated but run anew each time: its repetition gives another output"
@@ -432,7 +435,7 @@ def test_a_launch_may_prefer_shared_memory(gpu, gluon):
     from sage_kernels.triton import scattered_forward
 
     mask = torch.ones(1, 1, 1, SHAPE[2], dtype=torch.bool)
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         query, key, value, mask = (rehearsed.stand_in(x) for x in (*draw(), mask))
         call = Call(query, key, value, get_recipe("exact"), Mask.of(mask, SHAPE[2]))
         scattered_forward.attend(call, lambda *arguments: None)
@@ -517,11 +520,11 @@ def test_an_operator_among_launches_gets_the_tensors_of_each_call(gpu):
         lengths.fill_(3)
         y.copy_(x * lengths[4])
 
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         x = rehearsed.stand_in(torch.empty(2, 8, 4).transpose(0, 1))
         y, lengths = x.new_empty(8, 2, 4), x.new_empty(5, dtype=torch.int32)
         rehearsed.ran(attend, x, y, lengths)
-        repeated = tape.Tape(rehearsed, [x], [y], torch.device("cpu"))
+        repeated = launch_plan.Tape(rehearsed, [x], [y], torch.device("cpu"))
     for _ in range(2):
         given = torch.randn(2, 8, 4).transpose(0, 1)
         (found,) = repeated.run(given.data_ptr(), arguments=(given, None))
@@ -535,11 +538,11 @@ def test_an_operator_among_launches_gets_tensors_laid_out_as_they_were_rehearsed
     def attend(query, key, value, output):
         output.copy_(query * key.sum(2, keepdim=True) + value)
 
-    with rehearsal.rehearsing() as rehearsed:
+    with trace.rehearsing() as rehearsed:
         inputs = [rehearsed.stand_in(drawn.transpose(1, 2)) for _ in range(3)]
         output = inputs[0].new_empty(1, 2, 5, 16)
         rehearsed.ran(attend, *inputs, output)
-        recorded = tape.Tape(rehearsed, inputs, [output], torch.device("cpu"))
+        recorded = launch_plan.Tape(rehearsed, inputs, [output], torch.device("cpu"))
     run = TapedCall(None, recorded, return_lse=False).shortcut(tokens_first)
     given = drawn if tokens_first else drawn.transpose(1, 2)
     expected = drawn * drawn.sum(1, keepdim=True) + drawn
@@ -548,10 +551,10 @@ def test_an_operator_among_launches_gets_tensors_laid_out_as_they_were_rehearsed
 
 @pytest.mark.parametrize("argument", [lambda x: x[1:], lambda x: x.transpose(0, 1), lambda x: torch.empty(2)])
 def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(gpu, argument):
-    with rehearsal.rehearsing() as rehearsed, pytest.raises(rehearsal.NotRepeatableError):
+    with trace.rehearsing() as rehearsed, pytest.raises(trace.NotRepeatableError):
         x = rehearsed.stand_in(torch.empty(8, 4))
         rehearsed.ran(lambda x: None, argument(x))
-        tape.Tape(rehearsed, [x], [], torch.device("cpu"))
+        launch_plan.Tape(rehearsed, [x], [], torch.device("cpu"))
 
 
 def test_a_plan_depends_on_the_call_and_on_settings_alone():

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from sage_kernels import dispatch, ops, prepared_lists
-from sage_kernels.blocks import BlockList
+from sage_kernels import ops
 from sage_kernels.cuda import block_lists, int8_forward
 from sage_kernels.cuda.parameters import layout
-from sage_kernels.registry import Plan, select
+from sage_kernels.dispatch import run
+from sage_kernels.dispatch.registry import Plan, select
+from sage_kernels.replay import prepared_lists
+from sage_kernels.spec.block_list import BlockList
 from tests.helpers import fake_gpu
 from tests.helpers.blocks import draw_blocks
 
@@ -21,7 +23,7 @@ def gpu(monkeypatch):
     """The driver of a GPU on which calls with tensors of the CPU are prepared, with Hopper's kernels."""
 
     def prepare(call, plan, result):
-        plan = Plan(dispatch.request_of(call), recipe=call.recipe.name, numerics="native", **HOPPER)
+        plan = Plan(run.request_of(call), recipe=call.recipe.name, numerics="native", **HOPPER)
         return prepared_lists.prepare_launches(call, plan, result)
 
     monkeypatch.setattr(prepared_lists, "prepare", prepare)

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import exact, transforms
+from sage_kernels.exact import sdpa
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
-from sage_kernels.recipe import RECIPES, Backward, Recipe, get_recipe
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.recipe import RECIPES, Backward, Recipe, get_recipe
 
 
 def draw(tokens=256, head_dim=64):
@@ -217,7 +218,7 @@ def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denomin
     expected = expected / total
     output, _ = reference.attention(query, key, value, recipe)
     # P may round the other way where two orders of float32 arithmetic meet a tie: one step of one element in a row.
-    truth, _ = exact.attention(query, key, value)
+    truth, _ = sdpa.attention(query, key, value)
     assert (output - expected).abs().sum() <= 0.01 * (expected - truth).abs().sum()
 
 
@@ -226,7 +227,7 @@ def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denomin
 def test_keeping_the_sums_of_v_makes_sage2_more_accurate(seed, head_dim, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(1, 1, length, head_dim, generator=generator) for length in (128, 1024, 1024))
-    truth, _ = exact.attention(query, key, value)
+    truth, _ = sdpa.attention(query, key, value)
 
     def error():
         output, _ = reference.attention(query, key, value, RECIPES["sage2"])

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_kernels import exact, transforms
-from sage_kernels.blocks import BlockList
-from sage_kernels.recipe import RECIPES, Recipe
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec import transforms
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.recipe import RECIPES, Recipe
 from tests.helpers.sinks import uniform_but_where_sampled
 
 LOW_BIT = [recipe for recipe in RECIPES.values() if recipe.qk != "exact"]
@@ -168,7 +169,7 @@ def test_strides_and_scale_do_not_matter(recipe):
 def test_chunks_of_rows_do_not_change_the_result(recipe, monkeypatch):
     query, key, value = draw(1, 2, 1, 700, 300, 32, 32)
     whole = reference.attention(query, key, value, recipe, is_causal=True)
-    monkeypatch.setattr(exact, "ELEMENTS_PER_CHUNK", 2 * 128 * 128)
+    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 128 * 128)
     chunked = reference.attention(query, key, value, recipe, is_causal=True)
     assert torch.allclose(whole[0], chunked[0], atol=1e-6)
     assert torch.allclose(whole[1], chunked[1], atol=1e-6)
@@ -244,7 +245,7 @@ def test_each_block_of_queries_gets_its_own_correction(recipe):
     for start in range(0, 512, 128):
         block = slice(start, start + 128)
         alone, _ = reference.attention(query[:, :, block], key, value, recipe)
-        truth, _ = exact.attention(query[:, :, block], key, value)
+        truth, _ = sdpa.attention(query[:, :, block], key, value)
         # Products of other shapes sum in another order, which moves a rounding of P now and then.
         assert (together[:, :, block] - alone).abs().sum() <= 0.02 * (alone - truth).abs().sum()
 
@@ -298,7 +299,7 @@ def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(q_len, kv_len, off
     inputs = draw(2, 4, 2, q_len, kv_len, 40, 24)
     options = {"mask": masked(mask, q_len, kv_len), "is_causal": True, "causal_offset": offset}
     output, lse = reference.attention(*inputs, recipe, **options)
-    truth, true_lse = exact.attention(*inputs, **options)
+    truth, true_lse = sdpa.attention(*inputs, **options)
     assert torch.allclose(output.double(), truth, atol=1e-5)
     assert torch.allclose(lse.double(), true_lse, atol=1e-5)
 
@@ -389,7 +390,7 @@ def test_the_default_dtype_does_not_matter():
 def test_an_expanded_mask_costs_what_it_stores():
     mask = torch.zeros(1, 1, 1, 2**20).expand(1, 8, 2**20, 2**20)  # 8 TiB if it were materialised
     assert reference.valid_keys(mask).shape == (1, 1, 2**20, 1)
-    assert exact.attended_rows(mask).shape == (1, 1, 1, 1)
+    assert sdpa.attended_rows(mask).shape == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("recipe", LOW_BIT, ids=lambda recipe: recipe.name)
@@ -423,7 +424,7 @@ def test_empty_and_single_token_calls_have_the_right_shape(shape):
 
 def test_smaller_recipes_are_more_accurate_in_the_order_of_their_bits():
     query, key, value = draw(1, 2, 2, 512, 512, 64, 64)
-    truth, _ = exact.attention(query, key, value)
+    truth, _ = sdpa.attention(query, key, value)
 
     def error(name):
         return (
@@ -439,7 +440,7 @@ def test_smoothing_v_costs_nothing_where_v_has_no_mean_and_the_sequence_is_long(
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, n, 64, generator=generator).bfloat16() for n in (64, 16384, 16384))
     smooth = replace(RECIPES[recipe], scale_steps=(), key_scale_steps=())
-    truth, _ = exact.attention(query, key, value)
+    truth, _ = sdpa.attention(query, key, value)
     errors = [
         (reference.attention(query.float(), key.float(), value.float(), variant)[0] - truth).abs().sum()
         for variant in (smooth, replace(smooth, smooth_v=False))
@@ -451,11 +452,11 @@ def test_the_judge_agrees_with_torch_in_float64():
     query, key, value = (x.double() for x in draw(2, 4, 2, 33, 57, 40, 24))
     mask = torch.rand(2, 1, 33, 57, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[0, 0, 3] = False
-    output, lse = exact.attention(query, key, value, mask=mask)
+    output, lse = sdpa.attention(query, key, value, mask=mask)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     assert torch.allclose(output, expected, atol=1e-12)
     assert (lse[0, :, 3] == -torch.inf).all()
-    causal, _ = exact.attention(query, key, value, is_causal=True)
+    causal, _ = sdpa.attention(query, key, value, is_causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert torch.allclose(causal, expected, atol=1e-12)
 

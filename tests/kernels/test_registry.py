@@ -5,13 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels import backends, dispatch, ops, registry  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.call import Call
+from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
+from sage_kernels.dispatch import registry, run
+from sage_kernels.dispatch.registry import (
+    KernelUnavailableError,
+    Request,
+    get_backward,
+    get_forward,
+    get_quantizer,
+    select,
+)
 from sage_kernels.gluon import registration as gluon
-from sage_kernels.recipe import RECIPES
 from sage_kernels.reference import forward as reference
-from sage_kernels.registry import KernelUnavailableError, Request, get_backward, get_forward, get_quantizer, select
+from sage_kernels.spec.call import Call
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import registration
 from tests.helpers.kernels import (
     StandInBackward,
@@ -469,4 +477,4 @@ def test_a_variant_of_a_recipe_runs_by_the_kernels_of_a_plan_or_by_the_reference
     expected, _ = reference.attention(query, key, value, variant, is_causal=True, scale=0.2)
     for plan in (emulated, foreign):
         call = Call(query, key, value, variant, is_causal=True, scale=0.2)
-        assert torch.equal(dispatch.attend_by_plan(call, plan), expected)
+        assert torch.equal(run.attend_by_plan(call, plan), expected)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from sage_kernels.rehearsal import (
+from sage_kernels.replay.launch_plan import ALIGNMENT, Bundle, Tape, launch_now, place_buffers
+from sage_kernels.replay.trace import (
     FIRST_ADDRESS,
     Memory,
     NotRepeatableError,
@@ -16,7 +17,6 @@ from sage_kernels.rehearsal import (
     rehearsing,
     relocatable,
 )
-from sage_kernels.tape import ALIGNMENT, Bundle, Tape, launch_now, place_buffers
 from tests.helpers import fake_gpu
 
 

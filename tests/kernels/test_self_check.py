@@ -8,10 +8,11 @@ import torch
 
 import sage_hf
 from sage_hf import record
-from sage_kernels import dispatch, examination, heads, registry, self_check, verdicts
-from sage_kernels.recipe import get_recipe
+from sage_kernels.dispatch import examination, registry, run, self_check, verdicts
+from sage_kernels.dispatch.registry import Request, select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel
-from sage_kernels.registry import Request, select
+from sage_kernels.spec import heads
+from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import (
     StandInBackward,
     StandInForward,
@@ -91,60 +92,60 @@ def test_a_wrong_kernel_is_found_passed_over_and_explained(kind, why, ran, caplo
     register(kind, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
     with caplog.at_level(logging.WARNING):
-        plan = dispatch.choose(REQUEST, "native")
+        plan = run.choose(REQUEST, "native")
     assert (plan.recipe, plan.kernel) == ("sage2", "right")
     (who, reason), *_ = plan.passed_over
     assert who == "sage3 by wrong" and reason.startswith("failed its self-check: ") and why in reason
     (warning,) = caplog.messages
     assert "\n" not in warning and "wrong" in warning
     ran.clear()
-    assert dispatch.choose(REQUEST, "native") == plan
+    assert run.choose(REQUEST, "native") == plan
     assert ran == []  # no kernel is checked twice
 
 
 def test_verdicts_outlive_the_process_until_something_changes(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
-    dispatch.choose(REQUEST, "native")
+    run.choose(REQUEST, "native")
     ran.clear()
     self_check.forget()  # as a new process begins
     assert select(REQUEST).kernel == "right"
-    assert dispatch.choose(REQUEST, "native").kernel == "right"
+    assert run.choose(REQUEST, "native").kernel == "right"
     assert ran == []
     monkeypatch.setattr(verdicts, "_source_digest", lambda: "other")
     self_check.forget()
     assert select(REQUEST).kernel == "wrong"
-    assert dispatch.choose(REQUEST, "native").kernel == "right"
+    assert run.choose(REQUEST, "native").kernel == "right"
     assert "wrong" in ran
 
 
 def test_a_file_that_cannot_be_read_holds_no_verdict(ran, tmp_path):
     register(StandInForward, "right", "sage3", ran)
     for content in ("", "[]", '{"verdicts": 1}', '{"verdicts": {"x": 1}}'):
-        dispatch.choose(REQUEST, "native")
+        run.choose(REQUEST, "native")
         (path,) = tmp_path.rglob("*.json")
         path.write_text(content)
         self_check.forget()
         ran.clear()
-        assert dispatch.choose(REQUEST, "native").kernel == "right"
+        assert run.choose(REQUEST, "native").kernel == "right"
         assert ran == ["right"]
 
 
 def test_switched_off_nothing_is_checked_and_no_verdict_counts(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
-    assert dispatch.choose(REQUEST, "native").kernel == "wrong"
+    assert run.choose(REQUEST, "native").kernel == "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "1")
-    assert dispatch.choose(REQUEST, "native").kernel != "wrong"
+    assert run.choose(REQUEST, "native").kernel != "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
     select.cache_clear()
-    assert dispatch.choose(REQUEST, "native").kernel == "wrong"
+    assert run.choose(REQUEST, "native").kernel == "wrong"
 
 
 def test_a_tested_gpu_checks_nothing(ran):
     register(StandInForward, "right", "sage3", ran)
     for capability in self_check.TESTED:
-        assert dispatch.choose(replace(REQUEST, capability=capability), "native").kernel == "right"
+        assert run.choose(replace(REQUEST, capability=capability), "native").kernel == "right"
     assert ran == []
 
 
@@ -152,7 +153,7 @@ def test_the_quantizer_is_passed_over_where_another_makes_the_kernel_right(ran):
     registry.register_quantizer(DoubledValues("wrong", "sage3", ran=ran.append))
     registry.register_quantizer(StandInQuantizer("right", "sage3", ran=ran.append))
     register(OfOperands, "forward", "sage3", ran)
-    plan = dispatch.choose(REQUEST, "native")
+    plan = run.choose(REQUEST, "native")
     assert (plan.kernel, plan.quantizer) == ("forward", "right")
     ((who, reason),) = plan.other_phases
     assert who == "wrong" and "self-check" in reason
@@ -162,7 +163,7 @@ def test_a_wrong_backward_kernel_gives_way_to_the_next(ran):
     register(StandInTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     registry.register_backward(StandInBackward("right", "sage_bwd", ran=ran.append))
-    plan = dispatch.choose(TRAINING, "native")
+    plan = run.choose(TRAINING, "native")
     assert (plan.kernel, plan.backward) == ("forward", "right")
     assert not plan.is_fallback and plan.reason.startswith("wrong: failed its self-check")
 
@@ -172,7 +173,7 @@ def test_it_checks_gradients_in_any_mode(mode, ran):
     register(StandInTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     with mode(), torch.autocast("cpu", torch.bfloat16):
-        assert dispatch.choose(TRAINING, "native").backward != "wrong"
+        assert run.choose(TRAINING, "native").backward != "wrong"
         assert examination.examine_heads(64, torch.device("cpu")).reason == ""
 
 
@@ -183,7 +184,7 @@ def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
     register(StandInForward, "right", "sage3", ran)
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceForward, "attend", fails)
-        assert dispatch.choose(REQUEST, "native").kernel == "right"
+        assert run.choose(REQUEST, "native").kernel == "right"
     self_check.forget()
     assert not verdicts.is_known(verdicts.subject("right", "sage3", 64), UNTESTED)
 
@@ -193,9 +194,9 @@ def test_it_waits_while_a_mode_sees_operators(ran):
 
     register(StandInForward, "right", "sage3", ran)
     with TorchDispatchMode():
-        dispatch.choose(REQUEST, "native")
+        run.choose(REQUEST, "native")
     assert ran == []
-    dispatch.choose(REQUEST, "native")
+    run.choose(REQUEST, "native")
     assert ran == ["right"]
 
 
@@ -215,7 +216,7 @@ def test_the_check_is_a_call_like_the_one_that_waits(facts, ran):
     asked = replace(REQUEST, aligned=True, **facts)
     plan = registry.Plan(asked, "kernel", "sage3", "native")
     call = examination.Case.like(plan).draw(torch.device("cpu"))
-    found = dispatch.request_of(call)
+    found = run.request_of(call)
     names = ("dtype", "head_dim", "mask", "is_causal", "lower_right", "packed", "return_lse", "list_sizes")
     assert [getattr(found, name) for name in names] == [getattr(asked, name) for name in names]
     assert (found.q_heads > found.kv_heads) == (asked.q_heads > asked.kv_heads)
@@ -226,8 +227,8 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
         request = original(call, grad)
         return replace(request, device_type="cuda", capability=UNTESTED)
 
-    original = dispatch.request_of
-    monkeypatch.setattr(dispatch, "request_of", on_untested_gpu)
+    original = run.request_of
+    monkeypatch.setattr(run, "request_of", on_untested_gpu)
     register(DoubledScale, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
     layer = torch.nn.Identity()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_kernels.layout import TokenRows
+from sage_kernels.spec.layout import TokenRows
 
 BATCH, HEADS, TOKENS, CHANNELS = 3, 4, 5, 64
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from sage_kernels import dispatch, exact, ops, registry, training
-from sage_kernels.layout import Lengths
-from sage_kernels.recipe import RECIPES
+from sage_kernels import ops, training
+from sage_kernels.dispatch import registry, run
+from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.registry import KernelUnavailableError
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
@@ -369,11 +371,11 @@ def another_choice(ran):
 
 def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran):
     heard = []
-    dispatch.plan_listeners.append(heard.append)
+    run.plan_listeners.append(heard.append)
     try:
         training.attention(*draw())[0].sum().backward()
     finally:
-        dispatch.plan_listeners.remove(heard.append)
+        run.plan_listeners.remove(heard.append)
     assert ran == ["fast", "fast_backward"]
     facts = [(plan.kernel, plan.backward, plan.numerics, plan.request.grad) for plan in heard]
     assert facts == [("fast", "fast_backward", "native", True)]
@@ -453,8 +455,8 @@ def test_the_gradient_points_where_exact_attentions_does():
     """A wiring mistake (a swapped gradient, a lost scale) is an error of order 1; the recipe's own is below .02."""
     inputs = draw(q_len=256, kv_len=256)
     gradients, expected = [], []
-    for attend, found in ((training.attention, gradients), (exact.sdpa, expected)):
-        options = {"enable_gqa": True} if attend is exact.sdpa else {}
+    for attend, found in ((training.attention, gradients), (sdpa.sdpa, expected)):
+        options = {"enable_gqa": True} if attend is sdpa.sdpa else {}
         output = attend(*inputs, is_causal=True, **options)
         output = output if isinstance(output, torch.Tensor) else output[0]
         found += torch.autograd.grad(output, inputs, output_gradient(output))

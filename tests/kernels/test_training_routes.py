@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels import costs, registry, training_routes
-from sage_kernels.costs import Table
-from sage_kernels.curves import Curve
-from sage_kernels.registry import Plan, Request
+from sage_kernels.dispatch import cost_model, registry, training_choice
+from sage_kernels.dispatch.cost_model import Table
+from sage_kernels.dispatch.curves import Curve
+from sage_kernels.dispatch.registry import Plan, Request
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")
 REQUEST = Request(
@@ -25,14 +25,14 @@ def curve(runner, launch, tile):
 @pytest.fixture(autouse=True)
 def table(routed, monkeypatch):
     """32 heads of n tokens are n / 4 items of n / 64 tiles: the recipe is faster from about 5,000 tokens on."""
-    curves = curve(costs.training_runner(*KERNELS), 600.0, 0.4), curve(f"cudnn{costs.TRAINING}", 0.0, 0.6)
-    monkeypatch.setattr(costs, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
+    curves = curve(cost_model.training_runner(*KERNELS), 600.0, 0.4), curve(f"cudnn{cost_model.TRAINING}", 0.0, 0.6)
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
 
 
 def why(tokens=8192, numerics="native", **facts):
     request = replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
     recipe, kernel, quantizer, backward = KERNELS
-    return training_routes.why_exact(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
+    return training_choice.why_exact(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
 def test_each_call_is_judged_by_its_own_size_whatever_ran_before():
@@ -47,10 +47,10 @@ def test_what_was_not_measured_runs_the_recipe():
 
 def measure_forwards(monkeypatch, low_bit, exact):
     """Have the table say how long forward passes take, in µs a round and tile."""
-    before = costs.table_of(None).curves
-    runner = costs.low_bit_runner(*KERNELS[:3])
+    before = cost_model.table_of(None).curves
+    runner = cost_model.low_bit_runner(*KERNELS[:3])
     curves = (*before, curve(runner, 0.0, low_bit), curve("cudnn", 0.0, exact))
-    monkeypatch.setattr(costs, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -78,8 +78,8 @@ def test_a_forward_pass_that_was_not_measured_counts_as_without_a_checkpoint():
 
 def test_tensors_that_are_kept_elsewhere_are_no_checkpoint():
     with torch.autograd.graph.save_on_cpu():
-        assert not training_routes.is_checkpointed()
-    assert not training_routes.is_checkpointed()
+        assert not training_choice.is_checkpointed()
+    assert not training_choice.is_checkpointed()
 
 
 def test_emulation_and_calls_without_routing_run_the_recipe():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_kernels import transforms
+from sage_kernels.spec import transforms
 
 
 def random(*shape, seed=0):

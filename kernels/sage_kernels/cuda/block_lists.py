@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from ..call import Call
-from ..layout import ceil_div
-from ..operands import KeyPadding
+from ..spec.call import Call
+from ..spec.layout import ceil_div
+from ..spec.operands import KeyPadding
 from .launch import Kernel, Source, launch
 from .parameters import ConstInts, Int, Int64, Ints
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..cache import announce_compilation, cache_folder
+from ..runtime.cache_folder import announce_compilation, cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from ..call import Call
-from ..layout import BLOCK
-from ..operands import NVFP4Operands
+from ..spec.call import Call
+from ..spec.layout import BLOCK
+from ..spec.operands import NVFP4Operands
 from . import tokens
 from .launch import Kernel, Source, launch
 from .parameters import ConstFloats, ConstInts, Floats, Int

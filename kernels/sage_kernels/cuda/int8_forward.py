@@ -11,14 +11,14 @@ from functools import cache, partial
 
 import torch
 
-from ..call import Call, late_keys_of
+from ..dispatch.registry import Quantizer, Request
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
-from ..layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
-from ..recipe import get_recipe
-from ..registry import Quantizer, Request
-from ..saving import saving
+from ..spec.call import Call, late_keys_of
+from ..spec.layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
+from ..spec.operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..spec.recipe import get_recipe
+from ..spec.saved import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
 from .item_order import heads_at_once, heads_in_cache, last_parts

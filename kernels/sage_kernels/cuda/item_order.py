@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..call import Call
-from ..layout import BLOCK, ceil_div, power_of_two
+from ..spec.call import Call
+from ..spec.layout import BLOCK, ceil_div, power_of_two
 
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
 LONG_KV_LEN = 8192  # keys

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import rehearsal
+from ..replay import trace
 from . import compiler
 from .compiler import CompileError, Cubin, Macro, checked
 from .context import device_context
@@ -86,7 +86,7 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
         RuntimeError: the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    rehearsed = rehearsal.current()
+    rehearsed = trace.current()
     if rehearsed is not None and rehearsed.compilations is not None:
         arch = architecture(torch.cuda.get_device_capability(device))
         rehearsed.compilations.append(partial(kernel.source.compile, arch))
@@ -105,7 +105,7 @@ def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
 
     What does not compile says so when it is launched. Nothing is compiled by a call that is rehearsed.
     """
-    if rehearsal.current() is None:
+    if trace.current() is None:
         _compile_together(kernels, device)
 
 
@@ -191,10 +191,10 @@ class _Function:
             threads, shared = kernel.threads, kernel.shared_bytes
             self.checked(f"{blocks} blocks of {threads} threads, {shared} bytes of dynamic shared memory", answer)
 
-    def packed(self, blocks: int, parameters: Any, dependent: bool) -> rehearsal.PackedLaunch:
+    def packed(self, blocks: int, parameters: Any, dependent: bool) -> trace.PackedLaunch:
         """Return the launch as the driver takes it; parameters as of the function `launch`, with stand-ins."""
         packed = self.packer.pack(parameters, self.index).raw
-        return rehearsal.PackedLaunch(
+        return trace.PackedLaunch(
             function=int(self.handle),
             grid=(blocks, 1, 1),
             threads=self.kernel.threads,
@@ -228,7 +228,7 @@ def _tensors_with_memory(parameters: Any) -> Iterator[torch.Tensor]:
         value = getattr(parameters, field.name)
         if is_dataclass(value):
             yield from _tensors_with_memory(value)
-        elif isinstance(value, torch.Tensor) and not isinstance(value, rehearsal.StandIn):
+        elif isinstance(value, torch.Tensor) and not isinstance(value, trace.StandIn):
             yield value
 
 

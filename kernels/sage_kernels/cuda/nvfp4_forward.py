@@ -12,13 +12,13 @@ from itertools import product
 
 import torch
 
-from ..call import Call, chooses_heavy_keys, late_keys_of
+from ..dispatch.registry import Quantizer, Request
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
-from ..layout import BLOCK, ceil_div, power_of_two
-from ..operands import KeyPadding, NVFP4Operands
-from ..recipe import get_recipe
-from ..registry import Quantizer, Request
+from ..spec.call import Call, chooses_heavy_keys, late_keys_of
+from ..spec.layout import BLOCK, ceil_div, power_of_two
+from ..spec.operands import KeyPadding, NVFP4Operands
+from ..spec.recipe import get_recipe
 from . import delta_scores, padding, tokens
 from .launch import Kernel, Source, architecture, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float, Floats, HalfWords, Int, Int64, Map

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from ..operands import KeyPadding
+from ..spec.operands import KeyPadding
 from .launch import Kernel, Source, launch
 from .parameters import ConstBytes, Int, Ints
 

@@ -8,14 +8,14 @@ from functools import cache
 
 import torch
 
-from ..call import Call, MaskKind, chooses_heavy_keys, heavy_keys_of
+from ..dispatch.registry import Request
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
-from ..layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..operands import MEAN_PARTS, VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
-from ..recipe import Recipe, get_recipe
-from ..registry import Request
-from ..transforms import (
+from ..spec.call import Call, MaskKind, chooses_heavy_keys, heavy_keys_of
+from ..spec.layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
+from ..spec.operands import MEAN_PARTS, VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
+from ..spec.recipe import Recipe, get_recipe
+from ..spec.transforms import (
     BALANCE_QUERIES,
     HEAVY_MARGIN,
     HEAVY_QUERIES,

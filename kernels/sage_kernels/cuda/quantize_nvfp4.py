@@ -7,14 +7,14 @@ from functools import cache
 
 import torch
 
-from ..call import Call, chooses_heavy_keys, heavy_keys_of, late_keys_of
+from ..dispatch.registry import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
-from ..layout import BLOCK, ceil_div, power_of_two, stride_of
-from ..operands import HeavyKeys, NVFP4Operands
-from ..operands import Statistics as FoundStatistics
-from ..recipe import Recipe, get_recipe
-from ..registry import Request
-from ..transforms import (
+from ..spec.call import Call, chooses_heavy_keys, heavy_keys_of, late_keys_of
+from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
+from ..spec.operands import HeavyKeys, NVFP4Operands
+from ..spec.operands import Statistics as FoundStatistics
+from ..spec.recipe import Recipe, get_recipe
+from ..spec.transforms import (
     BALANCE_QUERIES,
     HEAVY_MARGIN,
     HEAVY_QUERIES,

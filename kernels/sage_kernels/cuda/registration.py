@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from .. import costs
-from ..call import Call
+from ..dispatch import cost_model
+from ..dispatch.registry import Quantizer, Request, register_forward, register_quantizer, select
 from ..formats.nvfp4 import MAX_STEPS
-from ..layout import BLOCK, ceil_div, power_of_two
-from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
-from ..recipe import Recipe, get_recipe
-from ..registry import Quantizer, Request, register_forward, register_quantizer, select
+from ..spec.call import Call
+from ..spec.layout import BLOCK, ceil_div, power_of_two
+from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
+from ..spec.recipe import Recipe, get_recipe
 from . import block_lists, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
@@ -186,8 +186,10 @@ class NVFP4Forward:
             return "more than 2³¹ rows of Q, or of K for each head of Q"
         if reason := nvfp4_forward.unavailable(request):
             return reason
-        runners = (costs.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival))
-        return "" if _measures_nvfp4_forward or costs.is_measured_faster(request, *runners) else NOT_FASTER
+        runners = (
+            cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
+        )
+        return "" if _measures_nvfp4_forward or cost_model.is_measured_faster(request, *runners) else NOT_FASTER
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `nvfp4_forward.attend`."""

@@ -6,8 +6,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from .. import driver
-from ..rehearsal import relocatable
+from ..replay import driver
+from ..replay.trace import relocatable
 from .context import device_context
 from .parameters import TensorMap
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..call import BackwardCall
 from ..language.backward_launch import BackwardLaunch
 from ..language.backward_operands import key_operands, query_operands
 from ..language.launch import launch, overlapping, strides
-from ..layout import TokenRows, ceil_div
-from ..operands import Saved
+from ..spec.call import BackwardCall
+from ..spec.layout import TokenRows, ceil_div
+from ..spec.operands import Saved
 from .backward_keys import hopper_backward_key
 from .backward_queries import hopper_backward_query
 from .stages import ROWS, stage_tiles

@@ -7,11 +7,11 @@ from importlib import import_module
 
 import torch
 
-from ..call import BackwardCall
-from ..layout import MAX_GRID, padded_channels
-from ..recipe import Recipe
-from ..registry import Request, register_backward
-from ..toolchain import triton_version
+from ..dispatch.registry import Request, register_backward
+from ..runtime.toolchain import triton_version
+from ..spec.call import BackwardCall
+from ..spec.layout import MAX_GRID, padded_channels
+from ..spec.recipe import Recipe
 
 CAPABILITY = (9, 0)
 VERSIONS = ((3, 6), (3, 9))

@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import driver, rehearsal
-from ..cache import announcing_if_slow
-from ..rehearsal import NotRepeatableError
-from ..tape import launch_now
+from ..replay import driver, trace
+from ..replay.launch_plan import launch_now
+from ..replay.trace import NotRepeatableError
+from ..runtime.cache_folder import announcing_if_slow
 from .packing import pack
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
-    if (rehearsed := rehearsal.current()) is not None:
+    if (rehearsed := trace.current()) is not None:
         with rehearsed.overlapping() as beside:
             yield beside
         return
@@ -149,7 +149,7 @@ def launch(
         return
     if 0 in grid:
         return
-    if (rehearsed := rehearsal.current()) is not None:
+    if (rehearsed := trace.current()) is not None:
         if rehearsed.compilations is None:
             packed = pack(kernel, grid, arguments, options)
             if shared_percent is not None:

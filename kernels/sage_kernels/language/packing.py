@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import triton
 
-from .. import driver
-from ..driver import MAP_ALIGNMENT, MAP_BYTES
-from ..rehearsal import NotRepeatableError, PackedLaunch, StandIn, relocatable
+from ..replay import driver
+from ..replay.driver import MAP_ALIGNMENT, MAP_BYTES
+from ..replay.trace import NotRepeatableError, PackedLaunch, StandIn, relocatable
 
 WARP = 32
 SCALARS = {

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import rehearsal
-from ..transforms import rotation_signs
+from ..replay import trace
+from ..spec.transforms import rotation_signs
 
 
 @lru_cache(maxsize=16)
@@ -21,7 +21,7 @@ def sign_bits(size: int) -> int:
 @lru_cache(maxsize=16)
 def rotation_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the rotation times size ** 0.5, (size, size) of ±1: x @ matrix is x rotated."""
-    with rehearsal.keeping():
+    with trace.keeping():
         index = torch.arange(size, device="cpu")
         matrix = torch.ones(size, size, device="cpu")
         for bit in range(size.bit_length() - 1):

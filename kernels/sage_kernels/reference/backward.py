@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import transforms
-from ..blocks import BlockList
-from ..exact import rows_per_chunk
+from ..exact.sdpa import rows_per_chunk
 from ..formats import fp8, int8
-from ..layout import KEY_BLOCK, Lengths, natural_order, padded_channels, padded_rows, thread_order
-from ..operands import Saved
-from ..recipe import Recipe
+from ..spec import transforms
+from ..spec.block_list import BlockList
+from ..spec.layout import KEY_BLOCK, Lengths, natural_order, padded_channels, padded_rows, thread_order
+from ..spec.operands import Saved
+from ..spec.recipe import Recipe
 from .forward import (
     BLOCK_M,
     THREAD_TOKENS,

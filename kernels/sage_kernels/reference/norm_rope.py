@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..heads import Norm, Rope
+from ..spec.heads import Norm, Rope
 
 
 def norm_rope(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..call import BackwardCall, Call
-from ..heads import Norm, Rope, register_head_kernel
-from ..operands import Saved
-from ..recipe import Recipe
-from ..registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
+from ..dispatch.registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
+from ..spec.call import BackwardCall, Call
+from ..spec.heads import Norm, Rope, register_head_kernel
+from ..spec.operands import Saved
+from ..spec.recipe import Recipe
 from . import backward, forward, norm_rope
 
 _SERVED_BY_FORWARD = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import transforms
-from ..exact import apply_mask
+from ..exact.sdpa import apply_mask
+from ..spec import transforms
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.sequences import operand_row, sequence_range
 from ..language.tokens import load_tokens, tail_source
-from ..layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
-from ..operands import NVFP4Operands
+from ..spec.call import Call
+from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
+from ..spec.operands import NVFP4Operands
 from .quantize.heavy import choice_places
 
 BLOCK_ROWS = tl.constexpr(BLOCK)

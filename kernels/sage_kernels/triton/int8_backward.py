@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import BackwardCall
 from ..language.backward_launch import BackwardLaunch
 from ..language.backward_operands import key_operands, query_operands
 from ..language.launch import MASK_AXES, launch, strides
-from ..operands import Saved
+from ..spec.call import BackwardCall
+from ..spec.operands import Saved
 from .backward_keys import int8_backward_key
 from .backward_queries import int8_backward_query
 from .block_tiles import block_tiles

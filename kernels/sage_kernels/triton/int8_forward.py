@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import Call, MaskKind
+from ..dispatch.registry import Quantizer
 from ..language.heavy import attend_heavy_keys
 from ..language.int8_softmax import masked_softmax_tile, p_scale_log2, scale_scores, softmax_tile, weigh_values
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
@@ -24,10 +24,10 @@ from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import load_key, load_key_scale, load_value, opaque
-from ..layout import batch_strides, ceil_div, padded_channels, power_of_two
-from ..operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
-from ..registry import Quantizer
-from ..saving import saving
+from ..spec.call import Call, MaskKind
+from ..spec.layout import batch_strides, ceil_div, padded_channels, power_of_two
+from ..spec.operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..spec.saved import saving
 from .block_tiles import BlockTiles, block_tiles
 from .configs import Config, int8_forward_config, limit_to_list
 from .mask_tiles import MaskTiles, mask_tiles

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..heads import Norm, Rope
 from ..language.launch import UNSPECIALIZED, launch, strides
-from ..layout import ceil_div
+from ..spec.heads import Norm, Rope
+from ..spec.layout import ceil_div
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048  # of a block's heads, padding included (measured on an H200)
 WARPS = 4

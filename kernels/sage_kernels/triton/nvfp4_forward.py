@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import Call, MaskKind
+from ..dispatch.registry import Quantizer
 from ..language.formats import GROUP, join_by_8, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
@@ -30,9 +30,9 @@ from ..language.recent import attend_recent_keys
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import opaque
-from ..layout import BLOCK, batch_strides, ceil_div, power_of_two
-from ..operands import NVFP4Operands
-from ..registry import Quantizer
+from ..spec.call import Call, MaskKind
+from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two
+from ..spec.operands import NVFP4Operands
 from .block_tiles import BlockTiles, block_tiles
 from .configs import Config, limit_to_list, nvfp4_forward_config
 from .delta_scores import delta_scores

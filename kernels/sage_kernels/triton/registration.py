@@ -8,12 +8,7 @@ from types import ModuleType
 
 import torch
 
-from ..call import BackwardCall, Call
-from ..heads import Norm, Rope, register_head_kernel
-from ..layout import MAX_GRID
-from ..operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
-from ..recipe import Recipe, get_recipe
-from ..registry import (
+from ..dispatch.registry import (
     MAX_HEAD_DIM,
     SUPPORTED_DTYPES,
     AttendToFirst,
@@ -24,7 +19,12 @@ from ..registry import (
     register_forward,
     register_quantizer,
 )
-from ..toolchain import triton_version
+from ..runtime.toolchain import triton_version
+from ..spec.call import BackwardCall, Call
+from ..spec.heads import Norm, Rope, register_head_kernel
+from ..spec.layout import MAX_GRID
+from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
+from ..spec.recipe import Recipe, get_recipe
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
 HEAVY_KEYS = 64  # of recipes that have any

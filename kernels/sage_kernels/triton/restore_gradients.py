@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import BackwardCall
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.rotation import channel_factor, sign_bits, unrotate
 from ..language.sequences import sequence_range
 from ..language.tokens import load_tokens
-from ..layout import Sequences, batch_strides, ceil_div
+from ..spec.call import BackwardCall
+from ..spec.layout import Sequences, batch_strides, ceil_div
 
 BLOCK_ROWS = tl.constexpr(32)
 

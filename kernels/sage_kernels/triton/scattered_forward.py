@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import Call
+from ..dispatch.registry import AttendToFirst
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
-from ..layout import ceil_div, power_of_two, stride_of
-from ..registry import AttendToFirst
+from ..spec.call import Call
+from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import scattered_forward_config
 from .exact_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
 from .split_forward import multiprocessors

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import Call
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
-from ..layout import ceil_div, power_of_two, stride_of
+from ..spec.call import Call
+from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import split_forward_config
 
 MAX_ROWS = 64

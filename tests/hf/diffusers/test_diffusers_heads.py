@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from sage_hf import explain, record
 from sage_hf.diffusers import SageAttnProcessor, attention_layers, heads
-from sage_kernels.heads import Rope
+from sage_kernels.spec.heads import Rope
 from tests.helpers.families import Family, each_family, family, run
 
 ROTATED = {

@@ -12,7 +12,7 @@ import sage_hf
 from sage_hf import SageAttnProcessor, SageBwdProcessor, SageConfig, record
 from sage_hf.config import LayerRule, StepRule
 from sage_hf.diffusers import attention_layers
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.families import Family, each_family, family, run
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]

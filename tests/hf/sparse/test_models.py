@@ -12,7 +12,7 @@ from sage_hf.config import LayerRule, SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.sparse import Sparse, TileOrder, layer
 from sage_hf.sparse.grids import arguments_of, layout_of
-from sage_kernels.blocks import BlockList
+from sage_kernels.spec.block_list import BlockList
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 

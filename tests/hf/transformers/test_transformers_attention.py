@@ -14,7 +14,7 @@ from sage_hf import record
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.keywords import NAMED
-from sage_kernels import exact
+from sage_kernels.exact import sdpa
 from tests.helpers.tiny_transformers import IN_FLOAT64, MODELS, TOKENS, TinyModel, run
 
 
@@ -179,7 +179,7 @@ def test_a_keyword_the_layer_hands_on_and_nobody_knows_is_refused() -> None:
 def test_rows_without_a_key_are_zero_under_dropout_whatever_pytorch_makes_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exact, "sdpa", lambda query, key, value, **options: query + 7.0)  # as CUDA kernels may
+    monkeypatch.setattr(sdpa, "sdpa", lambda query, key, value, **options: query + 7.0)  # as CUDA kernels may
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
     mask[:, :, 3] = False
     output = attend(Layer(), *qkv(), mask, dropout=0.5)

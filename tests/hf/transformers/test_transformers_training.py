@@ -16,7 +16,7 @@ from sage_hf.config import LayerRule
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.masks import sage_mask, sage_training_mask
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.tiny_transformers import (
     DECODERS,
     MODELS,

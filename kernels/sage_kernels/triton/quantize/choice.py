@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ... import transforms
 from ...language.tokens import load_tokens
-from ...layout import BLOCK
+from ...spec import transforms
+from ...spec.layout import BLOCK
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)

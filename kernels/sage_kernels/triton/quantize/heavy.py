@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ...call import Call
 from ...language.heavy import heavy_channel
 from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import sequence_range
 from ...language.tokens import load_tokens
-from ...layout import batch_strides, stride_of
-from ...operands import HeavyKeys, Statistics
+from ...spec.call import Call
+from ...spec.layout import batch_strides, stride_of
+from ...spec.operands import HeavyKeys, Statistics
 
 BLOCK_ROWS = tl.constexpr(16)
 

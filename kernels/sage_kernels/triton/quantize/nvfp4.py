@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ...call import Call
 from ...formats import nvfp4
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
 from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
@@ -14,10 +13,11 @@ from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.rotation import channel_factor, rotate, sign_bits
 from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens, tail_source
-from ...layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
-from ...operands import NVFP4Operands, Statistics
-from ...recipe import Recipe
-from ...transforms import rotation_block
+from ...spec.call import Call
+from ...spec.layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
+from ...spec.operands import NVFP4Operands, Statistics
+from ...spec.recipe import Recipe
+from ...spec.transforms import rotation_block
 from .choice import is_finite
 from .heavy import choice_places, heavy_keys
 from .reduction import reduce_block

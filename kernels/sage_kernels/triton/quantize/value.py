@@ -17,8 +17,8 @@ from ...language.launch import UNSPECIALIZED, launch, strides
 from ...language.sequences import operand_row, sequence_range
 from ...language.tiles import operand_token
 from ...language.tokens import load_tokens, tail_source
-from ...layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
-from ...operands import VALUE_DTYPES, Statistics
+from ...spec.layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
+from ...spec.operands import VALUE_DTYPES, Statistics
 from .heavy import choice_places
 
 BLOCK_ROWS = tl.constexpr(BLOCK)

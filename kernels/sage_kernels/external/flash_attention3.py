@@ -12,9 +12,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from . import driver, rehearsal
-from .call import Call
-from .registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
+from ..dispatch.registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
+from ..replay import driver, trace
+from ..spec.call import Call
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def _attend_to_first(
     assert of_rows is not None
     run = partial(_write_first, scale=call.scale, planned=plan is not None)
     tensors = call.query, call.key, call.value, output, of_rows, kv_lengths
-    if (rehearsed := rehearsal.current()) is None:
+    if (rehearsed := trace.current()) is None:
         run(*tensors)
     else:
         rehearsed.ran(run, *tensors)
@@ -173,7 +173,7 @@ def _row_blocks(call: Call) -> int:
     if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
         if torch.cuda.is_current_stream_capturing():
             return 0
-        with rehearsal.keeping(), driver.relaxed_capture() if device.type == "cuda" else nullcontext():
+        with trace.keeping(), driver.relaxed_capture() if device.type == "cuda" else nullcontext():
             found = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
         if len(_row_blocks_found) >= MOST_SIZES:
             _row_blocks_found.clear()

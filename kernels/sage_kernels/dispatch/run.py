@@ -9,12 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from . import ahead, blocks, empty_rows, exact, self_check
-from .call import BackwardCall, Call
-from .checks import check_memory
-from .layout import at_aligned_address, is_aligned, sequence_slices
-from .operands import Saved
-from .recipe import get_recipe
+from ..exact import masked_rows, sdpa
+from ..spec import block_list
+from ..spec.call import BackwardCall, Call
+from ..spec.checks import check_memory
+from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
+from ..spec.operands import Saved
+from ..spec.recipe import get_recipe
+from . import precompile, self_check
 from .registry import (
     Fallback,
     KernelUnavailableError,
@@ -85,13 +87,13 @@ def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
         if plan.numerics == "exact":
             if (own := get_exact(plan.kernel)) is not None:
                 if own.repeats:
-                    ahead.compile_forward(call, plan, own.attend)
+                    precompile.compile_forward(call, plan, own.attend)
                 return own.attend(call), None
             attend_exactly = _attend_exactly if plan.kernel == "sdpa" else _attend_without_cudnn
             return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
-            ahead.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
+            precompile.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
             return kernel.attend(call, quantizer)
         return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
 
@@ -128,7 +130,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
 
 def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
     """Run the forward pass of a call with gradients by the kernels of its plan; see `attend_and_save`."""
-    ahead.compile_backward(call, plan)
+    precompile.compile_backward(call, plan)
     # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
     attend = partial(
         cast(TrainingForward, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
@@ -136,7 +138,7 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.
     with torch.autocast(call.query.device.type, enabled=False):
-        ahead.compile_forward(call, plan, attend)
+        precompile.compile_forward(call, plan, attend)
         return attend(call)
 
 
@@ -159,7 +161,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
 def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
     check_memory(call.output_gradient, call.value, call.output, *call.saved)
-    ahead.finish()
+    precompile.finish()
     gradient, value = at_aligned_address(call.output_gradient), at_aligned_address(call.value)
     with torch.autocast(call.value.device.type, enabled=False):
         return get_backward(kernel).backward(replace(call, output_gradient=gradient, value=value))
@@ -177,7 +179,7 @@ def _attend_exactly(
     """Attend by PyTorch's attention (`by`, as in `exact.sdpa`); rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
     if call.mask.blocks is not None:
-        return blocks.exact_attention(
+        return block_list.exact_attention(
             query,
             key,
             call.value,
@@ -190,23 +192,23 @@ def _attend_exactly(
         )
     gqa = query.shape[1] != key.shape[1]
     lower_right = is_causal and mask is None and 0 < call.causal_offset == key.shape[2] - query.shape[2]
-    if lower_right and not call.return_lse and exact.has_lower_right(query, key, call.value, gqa):
-        return exact.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
+    if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, call.value, gqa):
+        return sdpa.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's other kernels support only one causal alignment, and no mask beside it.
-        mask, is_causal = exact.with_causality(mask, query, key, call.causal_offset), False
+        mask, is_causal = sdpa.with_causality(mask, query, key, call.causal_offset), False
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
-    output = empty_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
+    output = masked_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
     if not call.return_lse:
         return output, None
-    return output, exact.log_sum_exp(query, key, **options)
+    return output, sdpa.log_sum_exp(query, key, **options)
 
 
 def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend through another of PyTorch's backends than cuDNN."""
     if shares_rows(call):
-        return _attend_groups_as_rows(call, exact.without_cudnn)
-    return _attend_exactly(call, exact.without_cudnn)
+        return _attend_groups_as_rows(call, sdpa.without_cudnn)
+    return _attend_exactly(call, sdpa.without_cudnn)
 
 
 def shares_rows(call: Call) -> bool:

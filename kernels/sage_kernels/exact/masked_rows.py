@@ -15,7 +15,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 
-from . import driver, exact
+from ..replay import driver
+from . import sdpa
 
 ROWS, NEAR = 128, 0.02
 """Queries and keys of a trial, and how far from what it should be an output of about 1 may be: more than rounding."""
@@ -42,11 +43,11 @@ def attend(
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     options |= {"dropout_p": dropout_p, "by": by}
     if mask is None:
-        return exact.sdpa(query, key, value, **options)
+        return sdpa.sdpa(query, key, value, **options)
     if _gives_zeros(query, key, value, mask):
-        return exact.sdpa(query, key, value, mask=exact.additive(mask, query.dtype), **options)
-    output = exact.sdpa(query, key, value, mask=mask, **options)
-    return torch.where(exact.attended_rows(mask), output, 0.0)
+        return sdpa.sdpa(query, key, value, mask=sdpa.additive(mask, query.dtype), **options)
+    output = sdpa.sdpa(query, key, value, mask=mask, **options)
+    return torch.where(sdpa.attended_rows(mask), output, 0.0)
 
 
 def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -77,14 +78,14 @@ def _gives_zeros_by(
         # One row of the first batch element has no key, and none of the second one has.
         allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
         allowed[0, :, 5] = allowed[1] = False
-        mask, kept = exact.additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+        mask, kept = sdpa.additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
         kept[5] = 0.0
         channels = head_dim, head_dim, v_head_dim
         inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]
         for wants_gradients in (False, True):
             try:
                 with torch.set_grad_enabled(wants_gradients):
-                    output = exact.sdpa(*inputs, mask=mask, by=by)
+                    output = sdpa.sdpa(*inputs, mask=mask, by=by)
                     gradients = torch.autograd.grad(output.sum(), inputs) if wants_gradients else ()
             except _RefusedError:
                 continue

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from .blocks import BlockList
-from .exact import key_mask
+from ..exact.sdpa import key_mask
+from .block_list import BlockList
 from .layout import Lengths, Sequences, at_aligned_address, padded_channels, token_axes
 from .operands import Saved
 from .recipe import Recipe

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from . import driver
-from .rehearsal import Memory, NotRepeatableError, Operator, PackedLaunch, Rehearsal, is_stand_in, locate
+from .trace import Memory, NotRepeatableError, Operator, PackedLaunch, Rehearsal, is_stand_in, locate
 
 ALIGNMENT = 256
 """Bytes, of each buffer in the memory that a call allocates."""

@@ -17,13 +17,16 @@ import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
 
-from . import costs, dispatch, driver, exact, registry, training_routes
-from .call import Call, Mask
+from ..dispatch import cost_model, registry, training_choice
+from ..dispatch import run as dispatch
+from ..dispatch.registry import Attend, BoundExact, Plan, get_forward, get_quantizer
+from ..exact import sdpa
+from ..spec.call import Call, Mask
+from ..spec.recipe import Recipe, get_recipe
+from . import driver
+from .launch_plan import Tape
 from .prepared_calls import BoundCall, ExactCall, Prepared, TapedCall
-from .recipe import Recipe, get_recipe
-from .registry import Attend, BoundExact, Plan, get_forward, get_quantizer
-from .rehearsal import Rehearsal, StandIn, rehearsing
-from .tape import Tape
+from .trace import Rehearsal, StandIn, rehearsing
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +164,7 @@ def look_up(
     try:
         if not is_plain(*tensors):
             return None
-        checkpointed = grad and training_routes.is_checkpointed()
+        checkpointed = grad and training_choice.is_checkpointed()
         return _slot(*layout_of(*tensors), grad, checkpointed, settings(), options)
     except (
         AttributeError,
@@ -209,7 +212,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 def is_step(plan: Plan) -> bool:
     """Return whether a plan is that of a step of decoding, whose length recurs in each layer: to prepare at once."""
-    return plan.numerics == "exact" and plan.request.q_len < costs.DECODED_QUERIES
+    return plan.numerics == "exact" and plan.request.q_len < cost_model.DECODED_QUERIES
 
 
 def prepare_exact(
@@ -237,8 +240,8 @@ def prepare_exact(
     if is_causal and mask is not None:
         return None
     gqa = query.shape[1] != key.shape[1]
-    form = None if mask is None or gqa or empties_rows else exact.form_for_sdpa(mask, query, key.shape[2])
-    direct = (mask is None or form is not None) and exact.takes_as_they_are(query, key, value, scale)
+    form = None if mask is None or gqa or empties_rows else sdpa.form_for_sdpa(mask, query, key.shape[2])
+    direct = (mask is None or form is not None) and sdpa.takes_as_they_are(query, key, value, scale)
     if direct and scale is None and query.is_cuda:
         scale = query.shape[-1] ** -0.5
     cudnn = plan.kernel == "sdpa"

@@ -7,14 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from . import registry
-from .blocks import BlockList
-from .call import Call, Mask
+from ..dispatch import registry
+from ..dispatch.registry import Plan, get_forward, get_quantizer
+from ..spec.block_list import BlockList
+from ..spec.call import Call, Mask
+from ..spec.recipe import get_recipe
+from .launch_plan import Tape
 from .prepared import CALLS, is_capturing, is_plain, layout_of, modes_are_active, repeatable, settings
-from .recipe import get_recipe
-from .registry import Plan, get_forward, get_quantizer
-from .rehearsal import Rehearsal
-from .tape import Tape
+from .trace import Rehearsal
 
 
 @dataclass(slots=True, eq=False)

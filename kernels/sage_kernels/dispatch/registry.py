@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import torch
 
-from . import costs, verdicts
-from .call import BackwardCall, Call
+from ..spec.call import BackwardCall, Call
+from ..spec.operands import KeyPadding, Saved
+from ..spec.recipe import Recipe, get_recipe
+from . import cost_model, verdicts
 from .fallback import FALLBACKS, Fallback
-from .operands import KeyPadding, Saved
-from .recipe import Recipe, get_recipe
 from .request import Request
 
 # Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
@@ -386,8 +386,8 @@ def _why_slower(plan: Plan) -> str:
     """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
     if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
         return ""
-    runner = costs.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer)
-    return costs.why_slower(plan.request, runner, exact_kernels(plan.request))
+    runner = cost_model.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer)
+    return cost_model.why_slower(plan.request, runner, exact_kernels(plan.request))
 
 
 def _exact_kernel(request: Request) -> str:
@@ -395,7 +395,7 @@ def _exact_kernel(request: Request) -> str:
     sizes = request.batch, request.q_heads, request.kv_heads, request.q_len, request.kv_len
     if not _routing or request.grad or request.device_type != "cuda" or 0 in sizes:
         return "sdpa"
-    return costs.fastest_exact(request, exact_kernels(request))
+    return cost_model.fastest_exact(request, exact_kernels(request))
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cache import cache_folder
+from ..runtime.cache_folder import cache_folder
 from .curves import Between, Curve, Sizes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).parent / "cost_tables"
+SHIPPED = Path(__file__).parents[1] / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them; the first is none for lengths that grow."""
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from . import driver
-from .cache import cache_folder
-from .layout import padded_channels
-from .toolchain import triton_version
+from ..replay import driver
+from ..runtime.cache_folder import cache_folder
+from ..runtime.toolchain import triton_version
+from ..spec.layout import padded_channels
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _driver_version() -> int:
 
 
 def _source_digest() -> str:
-    root, digest = Path(__file__).parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.suffix in (".py", ".cu", ".cuh"):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

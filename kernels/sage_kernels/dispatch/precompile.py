@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
-from .call import BackwardCall, Call, Mask
-from .layout import ALIGNMENT, power_of_two
-from .operands import Saved
-from .recipe import get_recipe
+from ..replay.trace import rehearsing
+from ..spec.call import BackwardCall, Call, Mask
+from ..spec.layout import ALIGNMENT, power_of_two
+from ..spec.operands import Saved
+from ..spec.recipe import get_recipe
+from ..spec.saved import empty_saved
 from .registry import Plan, get_backward
-from .rehearsal import rehearsing
-from .saving import empty_saved
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import exact
+from ..exact import sdpa
 from .layout import Lengths, ceil_div
 
 BLOCK_SIZES = (64, 128)
@@ -163,17 +163,17 @@ def exact_attention(
     batch, q_heads, q_len, _ = query.shape
     kv_len, gqa = key.shape[2], q_heads != key.shape[1]
     outputs, lses = [], []
-    rows = exact.rows_per_chunk(batch * q_heads, kv_len, blocks.block_m)
+    rows = sdpa.rows_per_chunk(batch * q_heads, kv_len, blocks.block_m)
     for start in range(0, q_len, rows):
         part = query[:, :, start : start + rows]
         allowed = blocks.mask(kv_len, start, start + part.shape[2])
         if mask is not None:
             allowed = allowed & mask
         if is_causal:
-            allowed = exact.with_causality(allowed, part, key, causal_offset + start)
-        output = exact.sdpa(part, key, value, mask=allowed, scale=scale, enable_gqa=gqa)
-        outputs.append(torch.where(exact.attended_rows(allowed), output, 0.0))
+            allowed = sdpa.with_causality(allowed, part, key, causal_offset + start)
+        output = sdpa.sdpa(part, key, value, mask=allowed, scale=scale, enable_gqa=gqa)
+        outputs.append(torch.where(sdpa.attended_rows(allowed), output, 0.0))
         if return_lse:
             with torch.no_grad():
-                lses.append(exact.log_sum_exp(part, key, mask=allowed, scale=scale))
+                lses.append(sdpa.log_sum_exp(part, key, mask=allowed, scale=scale))
     return torch.cat(outputs, 2), torch.cat(lses, 2) if return_lse else None

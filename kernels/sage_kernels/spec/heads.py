@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from . import verdicts
+from ..dispatch import verdicts
 
 
 @dataclass(frozen=True, eq=False, slots=True)

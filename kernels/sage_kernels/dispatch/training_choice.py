@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import costs, registry
+from . import cost_model, registry
 from .registry import Plan
 
 
@@ -19,7 +19,7 @@ def why_exact(plan: Plan) -> str:
     if not registry.routing() or plan.numerics != "native" or not plan.request.grad:
         return ""
     kernels = plan.recipe, plan.kernel, plan.quantizer, plan.backward
-    return costs.why_slower_training(plan.request, *kernels, checkpointed=is_checkpointed())
+    return cost_model.why_slower_training(plan.request, *kernels, checkpointed=is_checkpointed())
 
 
 def is_checkpointed() -> bool:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from . import empty_rows, exact
-from .registry import Attend, Plan, transposed
-from .tape import Tape
+from ..dispatch.registry import Attend, Plan, transposed
+from ..exact import masked_rows, sdpa
+from .launch_plan import Tape
 
 
 class Prepared(Protocol):
@@ -92,7 +92,7 @@ class ExactCall:
     @property
     def by(self) -> Callable[..., torch.Tensor]:
         """Return what attends, as in `exact.sdpa`."""
-        return exact.pytorch_sdpa if self.cudnn else exact.without_cudnn
+        return sdpa.pytorch_sdpa if self.cudnn else sdpa.without_cudnn
 
     def _attend_directly(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -109,7 +109,7 @@ class ExactCall:
         gqa = self.enable_gqa and not self.shared_rows
         if self.shared_rows:
             query = query.reshape(batch, key.shape[1], -1, query.shape[3])
-        attend = empty_rows.attend if self.empties_rows else exact.sdpa
+        attend = masked_rows.attend if self.empties_rows else sdpa.sdpa
         options: dict[str, Any] = {"is_causal": self.is_causal, "scale": self.scale, "enable_gqa": gqa, "by": self.by}
         output = attend(query, key, value, mask=mask, **options)
         return output.reshape(batch, q_heads, q_len, -1) if self.shared_rows else output

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from .registry import SUPPORTED_DTYPES
+from ..dispatch.registry import SUPPORTED_DTYPES
 
 DTYPES = (*SUPPORTED_DTYPES, torch.float64)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
-from . import tracing
+from ..runtime import dynamo
 
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
@@ -395,7 +395,7 @@ def _on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-@tracing.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
+@dynamo.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
 def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torch.Tensor:
     """Return the mask in a dtype that PyTorch takes beside query, and on a GPU as its kernels read it.
 
@@ -440,7 +440,7 @@ def _is_read_in_place(
     return torch._fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
 
 
-@tracing.allow_in_graph
+@dynamo.allow_in_graph
 def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
     """Return an additive mask as the memory-efficient kernel reads it; see `_aligned`."""
     return mask if _is_aligned(mask) else _aligned(mask, ROW_ELEMENTS).narrow(-1, 0, mask.shape[-1])
@@ -452,7 +452,7 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
     return x if differentiated or torch._C._are_functorch_transforms_active() else unexpanded(x)
 
 
-@tracing.allow_in_graph
+@dynamo.allow_in_graph
 def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
     """Return x as PyTorch's GPU kernels read it, copied only if it must be: see `_is_aligned`.
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from . import exact
-from .call import Call
-from .registry import Attend, Request, register_exact
+from ..dispatch.registry import Attend, Request, register_exact
+from ..spec.call import Call
+from . import sdpa
 
 _operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
@@ -46,7 +46,7 @@ class EfficientAttention:
         ) -> torch.Tensor:
             # It would multiply masked scores by such a scale, and the caller may not want it now.
             if scale <= 0 or not torch.backends.cuda.mem_efficient_sdp_enabled():
-                return exact.sdpa(query, key, value, is_causal=is_causal, scale=scale)
+                return sdpa.sdpa(query, key, value, is_causal=is_causal, scale=scale)
             output, *_ = _operator(query, key, value, None, False, 0.0, is_causal, scale=scale)
             return output
 

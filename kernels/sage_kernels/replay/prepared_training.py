@@ -11,13 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from . import dispatch, exact
-from .call import BackwardCall, Call, Mask, softmax_scale
-from .operands import Saved
-from .prepared import is_capturing, is_plain, layout_of, modes_are_active, repeatable, stand_in_of
-from .prepared_calls import output_alone
-from .recipe import get_recipe
-from .registry import (
+from ..dispatch import run
+from ..dispatch.registry import (
     Attend,
     Fallback,
     Plan,
@@ -27,8 +22,14 @@ from .registry import (
     get_quantizer,
     transposed,
 )
-from .rehearsal import Rehearsal
-from .tape import Bundle, Tape
+from ..exact import sdpa
+from ..spec.call import BackwardCall, Call, Mask, softmax_scale
+from ..spec.operands import Saved
+from ..spec.recipe import get_recipe
+from .launch_plan import Bundle, Tape
+from .prepared import is_capturing, is_plain, layout_of, modes_are_active, repeatable, stand_in_of
+from .prepared_calls import output_alone
+from .trace import Rehearsal
 
 BACKWARDS = 8
 """Layouts of the output's gradient, for each call, whose backward pass is prepared."""
@@ -147,7 +148,7 @@ class _Attention(torch.autograd.Function):
         addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
         if mask is not None:
             addresses.append(mask.data_ptr())
-            valid = exact.key_mask(mask[(None,) * (4 - mask.dim())], key.shape[2])
+            valid = sdpa.key_mask(mask[(None,) * (4 - mask.dim())], key.shape[2])
         output, saved = call.tape.run(*addresses)
         ctx.save_for_backward(value, output, saved, valid)
         ctx.set_materialize_grads(False)
@@ -192,9 +193,9 @@ def prepare(
     call = Call(query, key, value, get_recipe(recipe), *options)
     if call.is_empty:
         return None
-    plan = dispatch.plan_training(dispatch.request_of(call, grad=True), fallback)
+    plan = run.plan_training(run.request_of(call, grad=True), fallback)
     with torch.no_grad():
-        result = dispatch.run_and_save(call, plan)
+        result = run.run_and_save(call, plan)
     return prepare_launches(call, plan, scale, fallback, result)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .call import Mask, MaskKind
+from ..spec.call import Mask, MaskKind
 
 
 @dataclass(frozen=True)

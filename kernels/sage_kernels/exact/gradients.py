@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exact import apply_mask, rows_per_chunk
+from .sdpa import apply_mask, rows_per_chunk
 
 
 class Gradients(NamedTuple):
@@ -34,7 +34,7 @@ def exact_gradients(
 
     Args:
         output_gradient: (batch, q_heads, q_len, v_head_dim), any floating dtype.
-        query, key, value, mask, is_causal, causal_offset, scale: as in `sage_kernels.exact.attention`.
+        query, key, value, mask, is_causal, causal_offset, scale: as in `sage_kernels.exact.sdpa.attention`.
 
     Returns:
         float64 `Gradients`. A row that may attend to nothing gives output 0 and gradients 0.

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from . import exact, transforms
-from .blocks import BlockList
-from .call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
-from .exact_gradients import exact_gradients
-from .heads import Norm, Rope, head_kernel, head_kernels
-from .layout import Lengths, ceil_div, sequence_slices
-from .recipe import Recipe, get_recipe
+from ..exact import sdpa
+from ..exact.gradients import exact_gradients
+from ..spec import transforms
+from ..spec.block_list import BlockList
+from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
+from ..spec.heads import Norm, Rope, head_kernel, head_kernels
+from ..spec.layout import Lengths, ceil_div, sequence_slices
+from ..spec.recipe import Recipe, get_recipe
 from .registry import Plan, fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
@@ -162,9 +163,9 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
         call = case.draw(device)
         tensors, mask = (call.query, call.key, call.value), call.mask.tensor
         if call.is_causal:
-            mask = exact.with_causality(mask, call.query, call.key, call.causal_offset)
-        expected = exact.sdpa(*tensors, mask=mask, scale=call.scale, enable_gqa=True)
-        truth = exact.attention(*tensors, mask=mask, scale=call.scale)[0]
+            mask = sdpa.with_causality(mask, call.query, call.key, call.causal_offset)
+        expected = sdpa.sdpa(*tensors, mask=mask, scale=call.scale, enable_gqa=True)
+        truth = sdpa.attention(*tensors, mask=mask, scale=call.scale)[0]
         noise = uncertainty(call, None, 0.0)[0]
         return _judge(
             kernel, lambda: own.attend(call), lambda found: _of_head(found, expected, truth, noise, 0.0), device
@@ -242,7 +243,7 @@ def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: s
         expected, expected_lse = _attend(call, case.grad, "reference", "")
         mask, options = _exactly(call)
         truth, _ = _by_sequence(
-            call, lambda one: (exact.attention(one.query, one.key, one.value, mask=mask, **options)[0], None)
+            call, lambda one: (sdpa.attention(one.query, one.key, one.value, mask=mask, **options)[0], None)
         )
         noise, is_reference = uncertainty(call, None, 0.0)[0], forward == "reference"
 

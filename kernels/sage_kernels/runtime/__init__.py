@@ -1,0 +1,1 @@
+"""The machine and the libraries around: compilers, folders, and other packages' imports."""
