@@ -47,7 +47,7 @@ def test_a_gpu_without_triton_keeps_what_needs_none(forks):
     code = """
 import torch
 import sage_kernels.ops
-from sage_kernels.registry import Request, select
+from sage_kernels.dispatch.registry import Request, select
 sizes = (torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64)
 hopper = Request("sage2", "cuda", (9, 0), *sizes, "none", False, False, aligned=True)
 print(select(hopper, "error").kernel, select(Request("sage2", "cuda", (8, 9), *sizes, "none", False, False)).reason)
@@ -78,10 +78,11 @@ REHEARSALS = f"""
 import sys
 import pytest, torch
 from tests.helpers import fake_gpu
-from sage_kernels import backends, rehearsal
-from sage_kernels.call import BackwardCall, Call, Mask
-from sage_kernels.recipe import get_recipe
-from sage_kernels.registry import get_backward, get_forward, get_quantizer
+from sage_kernels import backends
+from sage_kernels.replay import trace as rehearsal
+from sage_kernels.spec.call import BackwardCall, Call, Mask
+from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
 
 fake_gpu.install(pytest.MonkeyPatch())
 forward, quantizer = get_forward("int8_forward_hopper"), get_quantizer("int8_quantize_hopper")

@@ -508,9 +508,9 @@ import torch
 torch.set_default_device("meta")
 torch.set_default_dtype(torch.float64)
 import sage_hf
-from sage_kernels.blocks import BlockList
+from sage_kernels.spec.block_list import BlockList
 from sage_kernels.formats import nvfp4
-from sage_kernels.layout import heavy_order
+from sage_kernels.spec.layout import heavy_order
 
 device = {"device": "cpu"}
 generator = torch.Generator("cpu").manual_seed(0)

@@ -324,7 +324,7 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
 def test_the_environment_can_start_a_process_without_routing(value, routed, forks):
     environment = {name: text for name, text in os.environ.items() if name != "SAGE_KERNELS_ROUTING"}
     environment |= {} if value is None else {"SAGE_KERNELS_ROUTING": value}
-    output = forks.run("from sage_kernels import registry; print(registry.routing())", environment)
+    output = forks.run("from sage_kernels.dispatch import registry; print(registry.routing())", environment)
     assert output.strip() == str(routed)
 
 

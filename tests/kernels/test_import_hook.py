@@ -122,7 +122,7 @@ def test_an_import_under_way_in_another_thread_is_awaited(folder: Path) -> None:
 
 def test_an_action_given_inside_the_modules_own_import_waits_for_the_next_one(folder: Path) -> None:
     (folder / "hooked_circular.py").write_text(
-        "import builtins\nfrom sage_kernels.import_hook import when_imported\n"
+        "import builtins\nfrom sage_kernels.runtime.import_hook import when_imported\n"
         "when_imported(__name__, lambda module: builtins.seen.append(module.answer), 'this')\nanswer = 42\n"
     )
     (folder / "imported_later.py").write_text("")

@@ -109,7 +109,7 @@ def test_a_kernel_is_compiled_for_aligned_arguments_or_for_any(recipe):
 def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks):
     """Kernels that share functions are digested in both orders, each in a fresh process."""
     code = """
-from sage_kernels import rehearsal
+from sage_kernels.replay import trace as rehearsal
 from sage_kernels.language import backward_operands, launch
 from sage_kernels.triton import backward_keys, backward_queries
 

@@ -588,7 +588,7 @@ def test_gradients_are_low_bit_whatever_ran_before(forks):
     """Steps without gradients once made those with gradients exact."""
     output = forks.run(
         "import torch, sage_hf\n"
-        "from sage_kernels import dispatch\n"
+        "from sage_kernels.dispatch import run as dispatch\n"
         "tensors = [torch.randn(1, 2, 12, 16, requires_grad=True) for _ in range(3)]\n"
         "with torch.no_grad():\n"
         "    for _ in range(4): sage_hf.sage_attention(*tensors, recipe='sage_bwd')\n"

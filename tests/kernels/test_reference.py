@@ -463,7 +463,7 @@ def test_the_judge_agrees_with_torch_in_float64():
 
 MEMORY_PROBE = """
 import resource, torch
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.reference import forward as reference
 query, key, value = (torch.randn(1, 1, 8192, 64) for _ in range(3))
 reference.attention(query[:, :, :256], key[:, :, :256], value[:, :, :256], RECIPES["sage3"])

@@ -270,7 +270,7 @@ def test_chunks_of_rows_do_not_change_the_result(recipe, monkeypatch):
 
 MEMORY_PROBE = """
 import resource, torch
-from sage_kernels.recipe import RECIPES
+from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
 def run(tokens):
     query, key, value, gradient = (torch.randn(1, 1, tokens, 32) for _ in range(4))

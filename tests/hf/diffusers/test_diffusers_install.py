@@ -47,7 +47,7 @@ def test_a_diffusers_that_moved_what_we_complete_imports_and_works_without_us(fo
     output = forks.run("""
 import logging
 logging.basicConfig(format="%(message)s", force=True, level=logging.WARNING, stream=__import__("sys").stdout)
-from sage_kernels.import_hook import when_imported
+from sage_kernels.runtime.import_hook import when_imported
 when_imported("diffusers.models.attention_dispatch", lambda module: delattr(module, "_AttentionBackendRegistry"), "")
 import sage_hf
 from diffusers.models.attention_processor import Attention, AttnProcessor

@@ -80,7 +80,7 @@ def test_a_transformers_that_moved_what_we_complete_imports_and_works_without_us
     output = forks.run("""
 import logging
 logging.basicConfig(format="%(message)s", force=True, level=logging.WARNING, stream=__import__("sys").stdout)
-from sage_kernels.import_hook import when_imported
+from sage_kernels.runtime.import_hook import when_imported
 when_imported("transformers.modeling_utils", lambda module: delattr(module, "AttentionInterface"), "")
 import sage_hf
 import transformers.modeling_utils
