@@ -132,14 +132,15 @@ class _Training:
         )
         if entry is not None:
             launched = partial(_gradients, self.options)
-            entry.consider(lambda: cache.traced(None, launched, tensors, gradients))
+            # The forward pass has recurred, so its gradients will.
+            entry.consider(lambda: cache.traced(None, launched, tensors, gradients), at_once=True)
         return gradients
 
 
 def of_training(call: Call, plan: Plan, scale: float | None, fallback: Fallback) -> Replay | None:
     """Make the replay of a call with gradients: (query, key, value, mask) -> (output, None), the output with gradients.
 
-    The kernels' backward pass is replayed too, from its third time on.
+    The kernels' backward pass is replayed too, from its second time on.
 
     Args:
         call: the call, without a block list and of no packed sequences, whose mask, if any, is one of keys.
@@ -182,7 +183,7 @@ def _gradients(options: tuple[Any, ...], *tensors: torch.Tensor) -> list[torch.T
 
 
 class _Attention(torch.autograd.Function):
-    """The replay of a call as autograd sees it. It saves what `ops` registers for the operator, in the same order."""
+    """Replay of a call as autograd sees it, which saves what `training` saves for the operator, in the same order."""
 
     @staticmethod
     def forward(

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 CALLS = 512
 """Calls that are remembered; of more, those used least lately are forgotten."""
-PREPARED_AT = 2
-"""Occurrence of a call at which its replay is prepared."""
 ALIGNMENT = 16
 """Bytes, of the addresses of replayed calls."""
 MOST_BYTES = 2**28
@@ -70,15 +68,15 @@ class Entry:
     replay: Replay | None = None
     calls: int = 0
 
-    def consider(self, make: Callable[[], Replay | None]) -> None:
-        """Count a call that has just run the ordinary way; at the second one, prepare a replay by `make`.
+    def consider(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
+        """Count a call that has just run the ordinary way; prepare a replay by `make` at the second one, or `at_once`.
 
         While a graph is captured, nothing is prepared: its launches do not run, so their results tell nothing.
         """
         if is_capturing():
             return
         self.calls += 1
-        if self.calls != PREPARED_AT:
+        if self.calls != (1 if at_once else 2):
             return
         try:
             self.replay = make()
