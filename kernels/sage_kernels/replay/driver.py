@@ -85,18 +85,22 @@ def library() -> ctypes.CDLL:
         OSError: there is no driver.
         AttributeError: the driver lacks a function.
     """
-    loaded = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    loaded = _open()
     for name, arguments in _SIGNATURES.items():
         getattr(loaded, name).argtypes = arguments
     return loaded
+
+
+def _open() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
 def version() -> int:
     """Return the version of CUDA that the driver has, as 1000 · major + 10 · minor; 0 without a driver."""
     found = ctypes.c_int()
     try:
-        library().cuDriverGetVersion(ctypes.byref(found))
-    except (AttributeError, OSError):
+        _open().cuDriverGetVersion(ctypes.byref(found))  # a driver of any age has this function
+    except OSError:
         return 0
     return found.value
 
