@@ -13,11 +13,12 @@ from sage_hf import record
 from sage_kernels import ops, training
 from sage_kernels.dispatch import run
 from sage_kernels.dispatch.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
-from sage_kernels.exact import masked_rows, sdpa
+from sage_kernels.exact import block_lists, masked_rows, sdpa
 from sage_kernels.replay import prepared, prepared_training
 from sage_kernels.spec import checks
-from sage_kernels.spec.block_list import BlockList, check_blocks, exact_attention
+from sage_kernels.spec.block_list import BlockList, check_blocks
 from sage_kernels.spec.call import Mask
+from sage_kernels.spec.masks import key_mask, with_causality
 from sage_kernels.spec.recipe import get_recipe
 
 
@@ -292,12 +293,12 @@ def _attend(
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask)
     query, key, value = sdpa.in_autocast_dtype(query, key, value)
-    _validate(query, key, value, attn_mask, enable_gqa)
+    checks.check_tensors(query, key, value, attn_mask, enable_gqa, "attn_mask")
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     wants_gradient = _wants_gradient(query, key, value, mask)
-    valid = sdpa.key_mask(mask, key.shape[2]) if wants_gradient else None
+    valid = key_mask(mask, key.shape[2]) if wants_gradient else None
     reason = DROPOUT if dropout_p and recipe != "exact" else ""
     if wants_gradient and not reason:
         reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback)
@@ -375,7 +376,7 @@ def _exact(
     Rows that may attend to no key are 0, unless exact attention is the recipe that was asked for.
     """
     if is_causal and mask is not None:
-        mask, is_causal = sdpa.with_causality(mask, query, key), False
+        mask, is_causal = with_causality(mask, query, key), False
     attend_exactly = sdpa.sdpa if recipe == "exact" else masked_rows.attend
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
     output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, **options)
@@ -446,55 +447,6 @@ def _why_exact(
     return training.why_exact(query, key, value, **options, recipe=recipe, fallback=fallback)
 
 
-def _validate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    enable_gqa: bool,
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim), or as many "
-                "dimensions as the others have"
-            )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} but query is {query.dtype} on {query.device}: "
-                "convert them with .to(query)"
-            )
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
-        raise ValueError(f"batch sizes differ: {shapes}: expand key and value to query's")
-    if key.shape[3] != query.shape[3]:
-        raise ValueError(f"head_dim of query and key differ: {shapes}")
-    if key.shape[1:3] != value.shape[1:3]:
-        raise ValueError(f"heads or tokens of key and value differ: {shapes}")
-    q_heads, kv_heads = query.shape[1], key.shape[1]
-    if q_heads != kv_heads and not enable_gqa:
-        raise ValueError(f"{q_heads} query heads but {kv_heads} key heads: pass enable_gqa=True for grouped queries")
-    if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads):
-        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key heads: {shapes}")
-    if mask is not None:
-        _validate_mask(query, key, mask)
-
-
-def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
-    if mask.device != query.device:
-        raise ValueError(
-            f"attn_mask is on {mask.device} but query is on {query.device}: move it with .to(query.device)"
-        )
-    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    broadcasts = mask.dim() <= 4 and all(
-        size == 1 or size == target for size, target in zip(reversed(mask.shape), reversed(full), strict=False)
-    )
-    if not broadcasts:
-        raise ValueError(
-            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
-        )
-
-
 def _attend_to_blocks(
     blocks: BlockList,
     query: torch.Tensor,
@@ -515,7 +467,7 @@ def _attend_to_blocks(
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask, blocks.counts, blocks.tiles)
     query, key, value = sdpa.in_autocast_dtype(query, key, value)
-    _validate(query, key, value, attn_mask, enable_gqa)
+    checks.check_tensors(query, key, value, attn_mask, enable_gqa, "attn_mask")
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p} is not supported beside blocks: set the attention dropout to 0")
     mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
@@ -538,7 +490,7 @@ def _attend_to_blocks(
             record.report_exact(request, reason, recipe)
         elif request is not None:
             record.file_plan(exact_plan(request))
-        output, found = exact_attention(query, key, value, blocks, **options)
+        output, found = block_lists.attend(query, key, value, blocks, **options)
         lse = query.new_empty(0, dtype=torch.float32) if found is None else found
     elif wants_gradient:
         del options["mask"]

@@ -18,6 +18,7 @@ from .spec import checks
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Call, Mask, softmax_scale
 from .spec.layout import Lengths
+from .spec.masks import mask_in_dtype
 from .spec.recipe import get_recipe
 
 _library = torch.library.Library("sage_kernels", "DEF")
@@ -265,8 +266,9 @@ def checked_call(
 ) -> Call:
     """Return a call of `attention` whose tensors fit each other; raise ValueError if they do not."""
     checks.check_tensors(query, key, value, mask)
+    checks.check_head_dims(query, value)
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
-        mask = sdpa.mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
+        mask = mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
     return Call(
         query,
         key,
@@ -349,6 +351,7 @@ def _attend_packed(
     # As one batch element that holds all sequences: (1, heads, total tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     checks.check_tensors(query, key, value, None)
+    checks.check_head_dims(query, value)
     lists = (None, None) if blocks is None else (blocks.counts, blocks.tiles)
     checks.check_memory(lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, *lists)
     checks.check_lengths(query, key, *lengths)

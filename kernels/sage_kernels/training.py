@@ -263,6 +263,7 @@ def _training_attention(
     fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
     checks.check_tensors(query, key, value, None)
+    checks.check_head_dims(query, value)
     checks.check_memory(valid, counts, tiles, cu_seqlens_q, cu_seqlens_k, seqused_k)
     checks.check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_valid(valid, key)

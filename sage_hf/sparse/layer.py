@@ -17,8 +17,8 @@ from torch import nn
 
 from sage_hf.attention import check_fallback, default_fallback, sage_attention
 from sage_kernels.dispatch.registry import KernelUnavailableError, Request, select
-from sage_kernels.exact import sdpa
 from sage_kernels.runtime import dynamo
+from sage_kernels.spec.masks import key_mask
 
 from .config import BLOCK, Sparse
 from .grids import Grid, Layout, arguments_of, layout_of
@@ -234,7 +234,7 @@ class SparseLayer:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a log-sum-exp that is wanted"
-        if attn_mask is not None and sdpa.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
+        if attn_mask is not None and key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
             return "a mask that says more than which keys exist"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a mask of keys where text tokens are not known: a row might keep nothing but padding"

@@ -408,7 +408,7 @@ BAD_CALLS = {
     "float64": (lambda: draw(dtype=torch.float64), {}, KernelUnavailableError, "no kernel computes gradients.*dtype"),
     "recipe": (draw, {"recipe": "sage2"}, KernelUnavailableError, "sage2 is forward only"),
     "native": (draw, {"fallback": "error"}, KernelUnavailableError, "no native kernel"),
-    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "multiple of kv_heads"),
+    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "not a multiple of 3 key heads"),
     "valid dtype": (draw, {"valid": padding().float()}, ValueError, "valid must be bool"),
     "valid batch": (draw, {"valid": padding(3)}, ValueError, "valid must be bool .batch or 1, kv_len."),
     "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one for each key"),

@@ -39,8 +39,6 @@ MIN_MASKED_KV_LEN = 1024
 # Recipes are defined and tested for these head dimensions; for others attention is exact.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 class KernelUnavailableError(RuntimeError):
     """Error for a request that no kernel may serve: none is native, and the caller asked for `fallback="error"`."""

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from ..exact import masked_rows, sdpa
-from ..spec import block_list
+from ..exact import block_lists, masked_rows, sdpa
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import check_memory
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
+from ..spec.masks import with_causality
 from ..spec.operands import Saved
 from ..spec.recipe import get_recipe
 from . import precompile, self_check
@@ -179,7 +179,7 @@ def _attend_exactly(
     """Attend by PyTorch's attention (`by`, as in `exact.sdpa`); rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
     if call.mask.blocks is not None:
-        return block_list.exact_attention(
+        return block_lists.attend(
             query,
             key,
             call.value,
@@ -196,7 +196,7 @@ def _attend_exactly(
         return sdpa.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's other kernels support only one causal alignment, and no mask beside it.
-        mask, is_causal = sdpa.with_causality(mask, query, key, call.causal_offset), False
+        mask, is_causal = with_causality(mask, query, key, call.causal_offset), False
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
     output = masked_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
     if not call.return_lse:

@@ -22,8 +22,8 @@ from ..dispatch.registry import (
     get_quantizer,
     transposed,
 )
-from ..exact import sdpa
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
+from ..spec.masks import key_mask
 from ..spec.operands import Saved
 from ..spec.recipe import get_recipe
 from .launch_plan import Bundle, Tape
@@ -148,7 +148,7 @@ class _Attention(torch.autograd.Function):
         addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
         if mask is not None:
             addresses.append(mask.data_ptr())
-            valid = sdpa.key_mask(mask[(None,) * (4 - mask.dim())], key.shape[2])
+            valid = key_mask(mask[(None,) * (4 - mask.dim())], key.shape[2])
         output, saved = call.tape.run(*addresses)
         ctx.save_for_backward(value, output, saved, valid)
         ctx.set_materialize_grads(False)
