@@ -204,8 +204,8 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     device = torch.device("cuda", 0)
 
     def stand_in(x: torch.Tensor, memory: Any = None) -> torch.Tensor:
-        rehearsed = trace.current()
-        return trace.StandIn(x, memory or rehearsed.new_memory(x), device, rehearsed)
+        traced = trace.current()
+        return trace.StandIn(x, memory or traced.new_memory(x), device, traced)
 
     class Pretending(TorchDispatchMode):
         """Run operators on the meta device, and say that it is a GPU."""
@@ -246,7 +246,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     for one in drawn:
         tensors, options = inputs_of(one, "meta")
         mask, causal, recipe = options["attn_mask"], options["is_causal"], options["recipe"]
-        with recording() as launches, trace.rehearsing(compiles_only=True) as rehearsed:
+        with recording() as launches, trace.tracing(compiles_only=True) as traced:
             tensors, mask = [stand_in(x) for x in tensors], None if mask is None else stand_in(mask)
             call = ops.checked_call(*tensors, mask, causal, 0, None, recipe, one.return_lse)
             ran = plan_training(call) if recipe == "sage_bwd" else dispatch.plan_of(call, "native").kernel
@@ -255,7 +255,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
         for made in launches:
             if 0 not in made.grid:
                 made.kernel.run(grid=made.grid, warmup=True, **made.arguments, **made.options)
-        for source in (compilation.func.__self__ for compilation in rehearsed.compilations):
+        for source in (compilation.func.__self__ for compilation in traced.compilations):
             kernels[source.file].variants.add(tuple(sorted(source.macros.items())))
         rows.append((one, ran, 0.0))
     return kernels, rows

@@ -11,13 +11,14 @@ import torch
 
 from sage_hf import record
 from sage_kernels import ops, training
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import replays, run
 from sage_kernels.dispatch.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
 from sage_kernels.exact import block_lists, masked_rows, sdpa
-from sage_kernels.replay import prepared, prepared_training
+from sage_kernels.replay import cache
+from sage_kernels.runtime import torch_private
 from sage_kernels.spec import checks
 from sage_kernels.spec.block_list import BlockList, check_blocks
-from sage_kernels.spec.call import Mask
+from sage_kernels.spec.call import Call, Mask, softmax_scale
 from sage_kernels.spec.masks import key_mask, with_causality
 from sage_kernels.spec.recipe import get_recipe
 
@@ -239,33 +240,33 @@ def attend(
     Returns:
         (output, lse); without return_lse, the lse is None or has no elements.
     """
-    chosen_fallback, slot = _default_fallback if fallback is None else fallback, None
-    # While something else than Dynamo traces, modes are active, and nothing is known of a call.
-    if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
-        if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
+    if tokens_first:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    chosen_fallback, entry = _default_fallback if fallback is None else fallback, None
+    if not torch.compiler.is_compiling() and dropout_p == 0.0:
+        if torch_private.autocast_is_active() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
             checks.check_memory(query, key, value)
             query, key, value = sdpa.in_autocast_dtype(query, key, value)
-        kind = recipe, chosen_fallback, return_lse, tokens_first
-        options = is_causal.__class__, is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
+        mask = attn_mask[(None,) * (4 - attn_mask.dim())] if isinstance(attn_mask, torch.Tensor) else attn_mask
+        options = is_causal, causal_offset, scale, enable_gqa, recipe, chosen_fallback, return_lse
         grad = ops.wants_gradient(query, key, value, attn_mask)
-        slot = prepared.look_up(query, key, value, attn_mask, options, grad)
-        if slot is not None and slot.prepared is not None:
-            output, lse = slot.run(query, key, value, attn_mask)
+        entry = cache.find("sage_attention", (query, key, value, mask), options, grad)
+        if entry is not None and entry.replay is not None:
+            run.announce(entry.replay.plan)
+            output, lse = entry.replay(query, key, value, mask)
             if record.observers:
-                shown = query, key, value, output
-                query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
                 record.notify_observers(
-                    *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
+                    *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output)
                 )
-            return output, lse
+            return output.transpose(1, 2) if tokens_first else output, lse
     return _attend(
-        *(slot, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        *(entry, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
         *(causal_offset, recipe, chosen_fallback, return_lse, tokens_first),
     )
 
 
 def _attend(
-    slot: prepared.Slot | None,
+    entry: cache.Entry | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -280,15 +281,11 @@ def _attend(
     return_lse: bool,
     tokens_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attend` for a call that is not prepared; prepare it if it has a slot."""
+    """Do as `attend` for a call that is not replayed, whose tensors have heads before tokens."""
     checked_fallback = check_fallback(fallback)
     checks.check_causal(is_causal)
     is_causal = bool(is_causal)
     lse: torch.Tensor | None
-    if tokens_first:
-        if slot is not None:
-            slot.tokens_first = True
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     get_recipe(recipe)
     checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
     checks.check_memory(query, key, value, attn_mask)
@@ -310,31 +307,35 @@ def _attend(
                 f'{reason}: {advice}, or use fallback="native" for exact attention with gradients'
             )
         plan = _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, wants_gradient)
-        output, lse = _exact(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, return_lse)
-        if slot is not None and plan is not None and not return_lse:
-            exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
-            slot.prepare(partial(exactly, empties_rows=recipe != "exact"))
+        exactly = partial(
+            _exact,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            recipe=recipe,
+            return_lse=return_lse,
+        )
+        output, lse = exactly(query, key, value, attn_mask)
+        if entry is not None and plan is not None:
+            entry.consider(partial(cache.compared, plan, exactly, (query, key, value, attn_mask), (output, lse)))
     elif wants_gradient:
-        if slot is not None and slot.calls == 0 and not return_lse:
-            # At once: what a first call saves for its backward pass, checkpointing compares to what a later one does.
-            prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
-            slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
-        if slot is not None and slot.prepared is not None:
-            run.announce(slot.prepared.plan)
-            output, lse = slot.prepared(query, key, value, mask)
-        else:
-            output, lse = training.attention(
-                query,
-                key,
-                value,
-                valid=valid,
-                is_causal=is_causal,
-                scale=scale,
-                recipe=recipe,
-                fallback=checked_fallback,
-                return_lse=return_lse,
+        output, lse = training.attention(
+            query,
+            key,
+            value,
+            valid=valid,
+            is_causal=is_causal,
+            scale=scale,
+            recipe=recipe,
+            fallback=checked_fallback,
+            return_lse=return_lse,
+        )
+        if entry is not None and not return_lse:
+            entry.consider(
+                partial(_training_replay, query, key, value, mask, is_causal, scale, recipe, checked_fallback)
             )
-    elif slot is None:
+    elif entry is None:
         output, lse = ops.attention(
             query,
             key,
@@ -351,12 +352,27 @@ def _attend(
         checked = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
         plan = run.plan_of(checked, checked_fallback)
         output, lse = result = run.run(checked, plan)
-        # The length of a step of decoding is that of each layer, and of no later step.
-        at_once = slot.calls == 0 and prepared.is_step(plan)
-        slot.prepare(partial(prepared.prepare, checked, plan, mask, result), at_once)
+        entry.consider(partial(replays.of_call, checked, plan, mask, result))
     if not torch.compiler.is_compiling():
         record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
     return output.transpose(1, 2) if tokens_first else output, lse
+
+
+def _training_replay(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    recipe: str,
+    fallback: Fallback,
+) -> cache.Replay | None:
+    """Make the replay of a call with gradients; arguments as in `training.attention`, the mask 4-D."""
+    options = Mask.of(mask, key.shape[2]), is_causal, 0, softmax_scale(scale, query.shape[3])
+    call = Call(query, key, value, get_recipe(recipe), *options)
+    plan = run.plan_training(run.request_of(call, grad=True), fallback)
+    return replays.of_training(call, plan, scale, fallback)
 
 
 def _exact(
@@ -364,6 +380,7 @@ def _exact(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    *,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -437,7 +454,7 @@ def _why_exact(
         return f"{recipe} is forward only and gradients are wanted"
     if ops.has_tangent(query, key, value, mask):
         return f"{recipe} has no forward-mode derivative"
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and torch_private.transforms_are_active():
         return f"{recipe} cannot be differentiated inside a transform of torch.func"
     if mask is not None and valid is None:
         return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"

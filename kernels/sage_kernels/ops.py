@@ -10,10 +10,11 @@ import torch
 from torch.autograd import forward_ad
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
-from .dispatch import run
+from .dispatch import replays, run
 from .dispatch.registry import Fallback
 from .exact import sdpa
-from .replay import prepared, prepared_lists
+from .replay import cache
+from .runtime import torch_private
 from .spec import checks
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Call, Mask, softmax_scale
@@ -189,18 +190,18 @@ def _repeat(
     recipe: str,
     fallback: Fallback,
     return_lse: bool,
-) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, prepared.Slot | None]:
-    """Repeat a prepared call of `attention` without gradients.
+) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, cache.Entry | None]:
+    """Replay a call of `attention` without gradients.
 
     Returns:
-        What it returns, None if it is not prepared; and then what is known of such calls, None if they never are.
+        Its outputs, None if no replay is prepared; and what is known of such calls, None if they are never replayed.
     """
-    options = is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
-    slot = prepared.look_up(query, key, value, mask, ("attention", *options))
-    if slot is None or slot.prepared is None:
-        return None, slot
-    output, lse = slot.run(query, key, value, mask)
-    return (output, query.new_empty(0, dtype=torch.float32) if lse is None else lse), slot
+    options = is_causal, causal_offset, scale, recipe, fallback, return_lse
+    entry = cache.find("attention", (query, key, value, mask), options)
+    if entry is None or entry.replay is None:
+        return None, entry
+    run.announce(entry.replay.plan)
+    return _as_operator(*entry.replay(query, key, value, mask)), entry
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -214,7 +215,7 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Return whether forward-mode differentiation goes through a tensor; always False inside torch.compile."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or not torch_private.tangents_are_active():
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -241,16 +242,21 @@ def _attention(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = is_causal, causal_offset, scale, recipe, fallback, return_lse
-    repeated, slot = _repeat(query, key, value, mask, *options)
+    repeated, entry = _repeat(query, key, value, mask, *options)
     if repeated is not None:
         return repeated
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
     plan = run.plan_of(call, fallback)
-    output, lse = run.run(call, plan)
-    if slot is not None:
-        slot.prepare(partial(prepared.prepare, call, plan, mask, (output, lse), tokens_first=True))
+    result = run.run(call, plan)
+    if entry is not None:
+        entry.consider(partial(replays.of_call, call, plan, mask, result))
+    return _as_operator(*result)
+
+
+def _as_operator(output: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output laid out with tokens before heads, and the LSE, (0,) for None."""
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+    return output, output.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def checked_call(
@@ -298,24 +304,22 @@ def _block_attention(
     fallback: Fallback,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = query, key, value, counts, tiles, *(() if mask is None else (mask,))
-    options = block_m, block_n, is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
-    slot = prepared_lists.find(tensors, *options)
-    if slot is not None and slot.prepared is not None:
-        run.announce(slot.prepared.plan)
-        output, lse = slot.prepared(*tensors)
-        return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+    tensors = query, key, value, mask, counts, tiles
+    options = block_m, block_n, is_causal, causal_offset, scale, recipe, fallback, return_lse
+    entry = cache.find("block attention", tensors, options)
+    if entry is not None and entry.replay is not None:
+        run.announce(entry.replay.plan)
+        return _as_operator(*entry.replay(*tensors))
     call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
     blocks = BlockList(counts, tiles, block_m, block_n)
     checks.check_memory(counts, tiles)
     check_blocks(blocks, query, key)
     call = replace(call, mask=Mask.of_blocks(blocks, call.mask.tensor, key.shape[2]))
     plan = run.plan_of(call, fallback)
-    output, lse = run.run(call, plan)
-    if slot is not None and call.mask.tensor is mask:
-        slot.prepare(call, plan, (output, lse))
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+    result = run.run(call, plan)
+    if entry is not None:
+        entry.consider(partial(replays.of_call, call, plan, mask, result))
+    return _as_operator(*result)
 
 
 def _packed_attention(
@@ -461,12 +465,12 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def _below_autograd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch_private.below_autograd():
         return torch.ops.sage_kernels.attention.default(*arguments)
 
 
 def _differentiable_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat a prepared call at once, without another pass through PyTorch's dispatcher."""
+    """Replay a call at once, without another pass through PyTorch's dispatcher."""
     query, key, value, mask, *options = arguments
     if wants_gradient(query, key, value, mask):
         return _ForwardOnly.apply(*arguments)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from sage_kernels.runtime import torch_private
+
 # diffusers' function mode, once it is imported. It replaces torch's scaled_dot_product_attention, but not ours.
 score_skip_modes: list[type] = []
 
 
 def function_modes_are_active() -> bool:
     """Return whether any mode replaces PyTorch's functions, as a layer skip does."""
-    return bool(torch._C._len_torch_function_stack())
+    return bool(torch_private.function_modes())
 
 
 def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -18,7 +20,7 @@ def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
 
     As in diffusers, attention with different numbers of queries and keys is not skipped.
     """
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = torch_private.function_mode_stack()
     return (
         bool(modes)
         and any(isinstance(mode, tuple(score_skip_modes)) for mode in modes)

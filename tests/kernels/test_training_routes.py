@@ -10,6 +10,7 @@ from sage_kernels.dispatch import cost_model, registry, training_choice
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve
 from sage_kernels.dispatch.registry import Plan, Request
+from sage_kernels.runtime import torch_private
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")
 REQUEST = Request(
@@ -78,8 +79,8 @@ def test_a_forward_pass_that_was_not_measured_counts_as_without_a_checkpoint():
 
 def test_tensors_that_are_kept_elsewhere_are_no_checkpoint():
     with torch.autograd.graph.save_on_cpu():
-        assert not training_choice.is_checkpointed()
-    assert not training_choice.is_checkpointed()
+        assert not torch_private.is_checkpointed()
+    assert not torch_private.is_checkpointed()
 
 
 def test_emulation_and_calls_without_routing_run_the_recipe():

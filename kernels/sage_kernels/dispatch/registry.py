@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import torch
 
+from ..replay import cache
 from ..spec.call import BackwardCall, Call
 from ..spec.operands import KeyPadding, Saved
 from ..spec.recipe import Recipe, get_recipe
@@ -131,7 +132,7 @@ class Exact(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Return whether its host code only allocates, takes views and launches, so that calls can be rehearsed."""
+        """Return whether its host code only allocates, takes views and launches, so that calls can be traced."""
 
     def unsupported(self, request: Request) -> str:
         """Return why it cannot serve a request; "" if it can."""
@@ -144,17 +145,6 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 """(query, key, value, mask) -> output, for the tensors of calls that agree in all else."""
 
 
-def transposed(attend: Attend) -> Attend:
-    """Return the same function of tensors whose tokens and heads have changed places, but for the mask's."""
-
-    def attend_transposed(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
-
-    return attend_transposed
-
-
 AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 """(call, q_lengths, kv_lengths, plan, output) -> None: write the output of some batch elements over their first keys.
 
@@ -162,20 +152,6 @@ AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor 
 written. Which they are is also said by `q_lengths`, int32 (batch,), q_len or 0, or by `plan`; the other one is None. A
 plan is int32, three parts of as many numbers as there are elements, rounded up to a multiple of 4, and a counter: into
 how many the keys of each are divided (1); how many blocks of rows it has, or 0; its number; and 0."""
-
-
-@runtime_checkable
-class BoundExact(Exact, Protocol):
-    """Kernel of exact attention that finds out once what calls like one need; it serves no masks.
-
-    Attributes:
-        tokens_first: the bound function's tensors are (batch, tokens, heads, channels).
-    """
-
-    tokens_first: bool
-
-    def bind(self, call: Call) -> Attend:
-        """Return what attends for such calls; it keeps none of this one's tensors."""
 
 
 class Outcome(NamedTuple):
@@ -253,7 +229,7 @@ _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
 _exacts: dict[str, Exact] = {}
 
-forgetters: list[Callable[[], None]] = []
+forgetters: list[Callable[[], None]] = [cache.forget]
 """Functions that `select.cache_clear` calls, because `select` may choose other kernels from then on."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel | Exact)

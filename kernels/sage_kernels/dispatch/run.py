@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from ..exact import block_lists, masked_rows, sdpa
+from ..runtime import torch_private
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import check_memory
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
@@ -79,9 +81,14 @@ def choose(request: Request, fallback: Fallback) -> Plan:
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
     announce(plan)
-    call = replace(call, recipe=get_recipe(plan.recipe))
-    # Autocast would round the float32 products of scales and means.
-    with torch.autocast(call.query.device.type, enabled=False):
+    return compute(call, plan)
+
+
+def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call without gradients by the kernels of its plan; see `run`."""
+    if call.recipe.name != plan.recipe:
+        call = replace(call, recipe=get_recipe(plan.recipe))
+    with _without_autocast(call.query.device):
         if call.is_empty:
             return call.new_outputs()
         if plan.numerics == "exact":
@@ -96,6 +103,11 @@ def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
             precompile.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
             return kernel.attend(call, quantizer)
         return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would round the float32 products of scales and means."""
+    return torch.autocast(device.type, enabled=False) if torch_private.autocast_is_active() else nullcontext()
 
 
 def attend_by_plan(call: Call, plan: Plan) -> torch.Tensor:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 
 from ..replay import driver
+from ..runtime import torch_private
 from ..spec.masks import additive, attended_rows
 from . import sdpa
 
@@ -55,10 +55,10 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout."""
     if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or torch_private.transforms_are_active() or torch_private.tangents_are_active():
         return False
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value, mask))
-    if not plain or torch._C._len_torch_dispatch_stack() or 0 in (*query.shape, *value.shape):
+    if not plain or torch_private.dispatch_modes() or 0 in (*query.shape, *value.shape):
         return False
     kind = query.device, query.dtype, query.shape[3], value.shape[3]
     allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()

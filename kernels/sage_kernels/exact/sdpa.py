@@ -9,17 +9,14 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
-from ..runtime import dynamo
+from ..runtime import dynamo, torch_private
 from ..spec.masks import ROW_ELEMENTS, additive, mask_in_dtype, unexpanded
 
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
 LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where PyTorch's GPU kernels take it
 
-pytorch_sdpa: Callable[..., torch.Tensor] = getattr(
-    torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention
-)
-"""PyTorch's scaled_dot_product_attention, wherever the name in torch.nn.functional leads by now."""
+pytorch_sdpa = torch_private.scaled_dot_product_attention
 _LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
 """Backends besides cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
 
@@ -257,7 +254,7 @@ def without_cudnn(
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
-    order = [x for x in getattr(torch._C, "_get_sdp_priority_order", list)() if x in _LEFT]
+    order = [x for x in torch_private.sdp_priority_order() if x in _LEFT]
     if not _on_gpu(query) or dropout_p or grad or order != _LEFT:
         return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
     params = SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -352,14 +349,14 @@ def _is_read_in_place(
 
     What PyTorch chooses is not asked where a compiler or a transform would have to follow, or for gradients.
     """
-    if type(mask) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if type(mask) is not torch.Tensor or torch.compiler.is_compiling() or torch_private.transforms_are_active():
         return False
     if _is_aligned(mask):
         return True
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, mask))
     if wants_gradient or mask.stride(-1) != 1 or mask.data_ptr() % ALIGNMENT:
         return False
-    return torch._fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
+    return torch_private.fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
 
 
 @dynamo.allow_in_graph
@@ -371,7 +368,7 @@ def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
 def _stored(x: torch.Tensor) -> torch.Tensor:
     """Return `unexpanded`, or x as it is where each repetition has a gradient of its own."""
     differentiated = x.requires_grad and torch.is_grad_enabled()
-    return x if differentiated or torch._C._are_functorch_transforms_active() else unexpanded(x)
+    return x if differentiated or torch_private.transforms_are_active() else unexpanded(x)
 
 
 @dynamo.allow_in_graph
@@ -420,6 +417,6 @@ def _is_aligned(x: torch.Tensor) -> bool:
         if stride % elements != 0:
             return False
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    if not plain or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if not plain or torch_private.transforms_are_active() or torch.compiler.is_compiling():
         return x.storage_offset() % elements == 0
     return x.data_ptr() % ALIGNMENT == 0

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from ..runtime import torch_private
+
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that recipes are defined for."""
 DTYPES = (*SUPPORTED_DTYPES, torch.float64)
@@ -62,7 +64,7 @@ def check_causal(is_causal: object) -> None:
 
 def check_memory(*tensors: torch.Tensor | None) -> None:
     """Raise RuntimeError, as PyTorch does, for a tensor with elements whose storage was freed."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch_private.transforms_are_active():
         return
     for x in tensors:
         if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
