@@ -263,15 +263,17 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
 
 def plan_training(call: Any) -> str:
     """Run the host code of both passes of a call; return the kernel's name, or why gradients are exact."""
-    from sage_kernels import training
+    from sage_kernels.dispatch.exact_choice import why_exact_gradients
     from sage_kernels.dispatch.run import attend_and_save, backward, plan_training, request_of
     from sage_kernels.spec.call import BackwardCall, Mask
+    from sage_kernels.spec.options import Options
 
     valid = key_mask(call.mask.tensor, call.kv_len)
     if call.mask.tensor is not None and valid is None:
         return "exact gradients"
     call = replace(call, mask=Mask.of_keys(valid))
-    if training.why_exact(call.query, call.key, call.value, valid=valid, is_causal=call.is_causal):
+    options = Options(call.is_causal, recipe="sage_bwd")
+    if why_exact_gradients(call.query, call.key, call.value, call.mask, options):
         return "exact gradients"
     output, saved = attend_and_save(call, "native")
     chosen = plan_training(request_of(call, grad=True), "native")

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.utils import logging
 from torch import nn
 
-from sage_hf.attention import check_fallback, default_fallback, sage_attention
+from sage_hf.attention import chosen_fallback, sage_attention
 from sage_kernels.dispatch.registry import KernelUnavailableError, Request, select
 from sage_kernels.runtime import dynamo
 from sage_kernels.spec.masks import key_mask
@@ -241,7 +241,7 @@ class SparseLayer:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks", list_sizes=(BLOCK, BLOCK))
-        chosen = default_fallback() if fallback is None else check_fallback(fallback)
+        chosen = chosen_fallback(fallback)
         try:
             kernel = select(request, chosen).kernel
         except KernelUnavailableError:

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 
 from sage_hf import record
-from sage_hf.attention import attend
+from sage_hf.attention import attend, chosen_fallback
 from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.masks import attended_rows, with_causality
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
 
@@ -195,13 +196,15 @@ def _attend(
         key,
         value,
         mask,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=sinks is not None,
+        Options(
+            is_causal=is_causal,
+            causal_offset=causal_offset,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            recipe=recipe,
+            fallback=chosen_fallback(fallback),
+            return_lse=sinks is not None,
+        ),
     )
     if sinks is None or lse is None:
         return output
@@ -250,6 +253,4 @@ def _report_exact(
     recipe: str,
     reason: str,
 ) -> None:
-    compiling = torch.compiler.is_compiling()
-    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe)
-    record.report_exact(request, reason, recipe)
+    run.announce_exact(query, key, value, mask, None, Options(is_causal, recipe=recipe), reason)

@@ -11,12 +11,15 @@ from typing import Any, cast
 import torch
 
 from ..exact import block_lists, masked_rows, sdpa
-from ..runtime import torch_private
-from ..spec.call import BackwardCall, Call
+from ..runtime import dynamo, torch_private
+from ..spec.block_list import BlockList
+from ..spec.call import BackwardCall, Call, Mask
 from ..spec.checks import check_memory
+from ..spec.derivatives import wants_gradient
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
 from ..spec.masks import with_causality
 from ..spec.operands import Saved
+from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from . import precompile, self_check
 from .registry import (
@@ -25,6 +28,7 @@ from .registry import (
     Plan,
     Request,
     TrainingForward,
+    exact_plan,
     get_backward,
     get_exact,
     get_forward,
@@ -34,6 +38,8 @@ from .registry import (
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
+fallback_listeners: list[Callable[[str, str], None]] = []
+"""Functions called with (recipe, reason) while a graph is traced in which exact attention takes a recipe's place."""
 
 
 def request_of(call: Call, grad: bool = False) -> Request:
@@ -183,6 +189,44 @@ def announce(plan: Plan) -> None:
     """Tell the listeners what runs."""
     for listener in plan_listeners:
         listener(plan)
+
+
+def announce_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    options: Options,
+    reason: str,
+) -> Plan | None:
+    """Announce that exact attention runs, because it was asked for or in place of a recipe.
+
+    Args:
+        query, key, value, mask, blocks, options: the call's.
+        reason: why the recipe does not run: a limit, without this call's sizes, so that it is logged once; "" if exact
+            attention was asked for.
+
+    Returns:
+        The plan, or None inside torch.compile, where only `fallback_listeners` hear of it.
+    """
+    if torch.compiler.is_compiling():
+        if reason:
+            _announce_while_compiling(options.recipe, reason)
+        return None
+    grad = bool(reason) and wants_gradient(query, key, value, mask)
+    request = Request.of(query, key, value, mask, bool(options.is_causal), options.recipe, options.return_lse, grad)
+    if blocks is not None:
+        request = replace(request, mask=Mask.of_blocks(blocks, mask, key.shape[2]).kind)
+    plan = exact_plan(request, *([("", reason)] if reason else []))
+    announce(plan)
+    return plan
+
+
+@dynamo.assume_constant_result
+def _announce_while_compiling(recipe: str, reason: str) -> None:
+    for listener in fallback_listeners:
+        listener(recipe, reason)
 
 
 def _attend_exactly(
