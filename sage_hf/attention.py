@@ -171,7 +171,7 @@ def attend(
         options: all else; a query attends to what mask and causality both allow.
 
     Returns:
-        (output, lse); without `options.return_lse`, the lse is None or has no elements.
+        (output, lse); the lse counts with `options.return_lse` only.
     """
     output, lse = decide_and_run(query, key, value, attn_mask, blocks, options)
     if record.observers and not torch.compiler.is_compiling():

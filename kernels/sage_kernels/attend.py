@@ -20,7 +20,7 @@ from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
-"""(output, lse); without `Options.return_lse`, the lse is None or has no elements."""
+"""(output, lse); the lse counts with `Options.return_lse` only."""
 
 
 def attend(
@@ -37,11 +37,11 @@ def attend(
     causality may come together: a query then attends to what both allow.
 
     Returns:
-        (output, lse): the output laid out as query is; without `return_lse`, the lse is None or has no elements.
+        (output, lse): the output laid out as query is; the lse counts with `return_lse` only.
     """
     if options.tokens_first:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = _attend(query, key, value, mask, blocks, options)
+        output, lse = _attend(query, key, value, mask, blocks, options._replace(tokens_first=False))
         return output.transpose(1, 2), lse
     dims = getattr(query, "ndim", 4)
     if dims == 4 or not dims == getattr(key, "ndim", 0) == getattr(value, "ndim", 0) >= 2:
@@ -73,14 +73,16 @@ def _attend(
     if sdpa.autocast_dtype(query) is not None:
         checks.check_memory(query, key, value)
         query, key, value = sdpa.in_autocast_dtype(query, key, value)
-    if mask is not None and mask.dim() < 4:
-        mask = mask[(None,) * (4 - mask.dim())]
+    own_dims = options.recipe == "exact" and blocks is None  # by which PyTorch chooses among its kernels
+    if mask is not None and mask.dim() < (least := 2 if own_dims else 4):
+        mask = mask[(None,) * (least - mask.dim())]
     grad = wants_gradient(query, key, value, mask)
     entry = None if options.dropout_p else ops.find("sage_attention", query, key, value, mask, blocks, options, grad)
     if entry is not None and entry.replay is not None:
         return ops.replay(entry.replay, query, key, value, mask, blocks)
 
     checks.check_tensors(query, key, value, mask, options.enable_gqa, mask_name="attn_mask")
+    grad = grad or has_tangent(query, key, value, mask)
     keys = NO_MASK
     if blocks is not None:
         checks.check_memory(blocks.counts, blocks.tiles)
@@ -89,8 +91,7 @@ def _attend(
                 f"dropout_p={options.dropout_p} is not supported beside blocks: set the attention dropout to 0"
             )
         keys = Mask.of_blocks(blocks, mask, key.shape[2])
-    grad = grad or has_tangent(query, key, value, mask)
-    if blocks is None and grad:
+    elif grad and options.recipe != "exact":
         keys = Mask.of(mask, key.shape[2])
     reason = exact_choice.why_exact(query, key, value, keys, options, grad)
     if reason and options.fallback == "error":

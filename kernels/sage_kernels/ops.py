@@ -256,7 +256,7 @@ def _run(
     else:
         output, lse = forward(query, key, value, mask, blocks, options, entry)
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, output.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)
 
 
 def _attention(

@@ -214,6 +214,8 @@ def announce_exact(
         if reason:
             _announce_while_compiling(options.recipe, reason)
         return None
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
     grad = bool(reason) and wants_gradient(query, key, value, mask)
     request = Request.of(query, key, value, mask, bool(options.is_causal), options.recipe, options.return_lse, grad)
     if blocks is not None:
