@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from sage_kernels.exact import sdpa as exact
+from sage_kernels.runtime import torch_private
 from sage_kernels.spec.masks import mask_in_dtype
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -183,7 +184,7 @@ def test_alignment_changes_neither_output_nor_gradients(monkeypatch, dtype, head
 @pytest.mark.parametrize("backend", list(SDPBackend.__members__.values()), ids=str)
 def test_only_cudnn_gets_rows_of_a_mask_at_any_address(monkeypatch, backend):
     on_a_gpu(monkeypatch, True)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *arguments: backend.value)
+    monkeypatch.setattr(torch_private, "fused_sdp_choice", lambda *arguments: backend.value)
     given = []
     monkeypatch.setattr(exact, "pytorch_sdpa", lambda query, *_, attn_mask, **__: given.append(attn_mask) or query)
     query, key, mask = torch.randn(1, 2, 7, 64), torch.randn(1, 2, 15, 64), torch.randn(1, 2, 7, 15)
