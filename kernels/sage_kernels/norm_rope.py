@@ -15,10 +15,11 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch import self_check
+from .dispatch.head_kernels import HeadKernel, head_kernel, plain_kernel
 from .replay import cache
 from .runtime import torch_private
 from .spec.checks import check_memory
-from .spec.heads import HeadKernel, Norm, Rope, check_heads, head_kernel, plain_kernel
+from .spec.heads import Norm, Rope, check_heads
 
 DTYPES = torch.float16, torch.bfloat16
 

@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 
+from sage_kernels.dispatch.head_kernels import head_kernel
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.reference.norm_rope import norm_rope as reference
 from sage_kernels.replay import cache
-from sage_kernels.spec.heads import Norm, Rope, head_kernel
+from sage_kernels.spec.heads import Norm, Rope
 from tests.helpers.heads import CASES, HeadCase
 
 LARGE = (
