@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from sage_kernels.spec.masks import key_mask
+
 RECIPES = ("sage2", "sage1", "sage3", "sage_bwd")
 HEAD_DIMS = (16, 24, 32, 40, 48, 64, 64, 72, 80, 96, 112, 128, 128, 144, 160, 192, 224, 256)
 MASKS = ("none", "none", "causal", "keys", "bool", "additive", "window", "rows without keys")
@@ -261,16 +263,17 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
 
 def plan_training(call: Any) -> str:
     """Run the host code of both passes of a call; return the kernel's name, or why gradients are exact."""
-    from sage_kernels import training
+    from sage_kernels.dispatch.exact_choice import why_exact_gradients
     from sage_kernels.dispatch.run import attend_and_save, backward, plan_training, request_of
-    from sage_kernels.exact import sdpa
     from sage_kernels.spec.call import BackwardCall, Mask
+    from sage_kernels.spec.options import Options
 
-    valid = sdpa.key_mask(call.mask.tensor, call.kv_len)
+    valid = key_mask(call.mask.tensor, call.kv_len)
     if call.mask.tensor is not None and valid is None:
         return "exact gradients"
     call = replace(call, mask=Mask.of_keys(valid))
-    if training.why_exact(call.query, call.key, call.value, valid=valid, is_causal=call.is_causal):
+    options = Options(call.is_causal, recipe="sage_bwd")
+    if why_exact_gradients(call.query, call.key, call.value, call.mask, options):
         return "exact gradients"
     output, saved = attend_and_save(call, "native")
     chosen = plan_training(request_of(call, grad=True), "native")

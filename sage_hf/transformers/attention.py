@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from sage_hf import record
-from sage_hf.attention import attend
+from sage_hf.attention import attend, chosen_fallback
 from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
+from sage_kernels.spec.masks import attended_rows, with_causality
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
 
@@ -104,7 +106,7 @@ def sage_attention_forward(
             module, _eager, module, query, key, value, mask, causal, scaling, dropout, for_eager, recipe, reason
         )
     if position_bias is not None:
-        mask = sdpa.with_causality(mask, query, key) if causal else mask
+        mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     output = record.run_in_layer(
         module, _attend, query, key, value, mask, causal, causality, scaling, dropout, softcap, s_aux, recipe, fallback
@@ -176,12 +178,12 @@ def _attend(
     if dropout:
         _report_exact(query, key, value, mask, is_causal, recipe, "the model trains with attention dropout")
         if is_causal and mask is not None:
-            mask, is_causal = sdpa.with_causality(mask, query, key), False
+            mask, is_causal = with_causality(mask, query, key), False
         query, key, value = sdpa.in_autocast_dtype(query, key, value)
         output = sdpa.sdpa(
             query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
         )
-        return output if mask is None else torch.where(sdpa.attended_rows(mask), output, 0.0)
+        return output if mask is None else torch.where(attended_rows(mask), output, 0.0)
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
@@ -194,13 +196,15 @@ def _attend(
         key,
         value,
         mask,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=sinks is not None,
+        Options(
+            is_causal=is_causal,
+            causal_offset=causal_offset,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            recipe=recipe,
+            fallback=chosen_fallback(fallback),
+            return_lse=sinks is not None,
+        ),
     )
     if sinks is None or lse is None:
         return output
@@ -226,7 +230,7 @@ def _eager(
     eager = eager_attention_of(module)
     _report_exact(query, key, value, mask, is_causal, recipe, reason)
     if is_causal:
-        mask = sdpa.with_causality(mask, query, key)
+        mask = with_causality(mask, query, key)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -249,6 +253,4 @@ def _report_exact(
     recipe: str,
     reason: str,
 ) -> None:
-    compiling = torch.compiler.is_compiling()
-    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe)
-    record.report_exact(request, reason, recipe)
+    run.announce_exact(query, key, value, mask, None, Options(is_causal, recipe=recipe), reason)

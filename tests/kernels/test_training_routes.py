@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels.dispatch import cost_model, registry, training_choice
+from sage_kernels.dispatch import cost_model, exact_choice, registry
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve
 from sage_kernels.dispatch.registry import Plan, Request
@@ -33,7 +33,7 @@ def table(routed, monkeypatch):
 def why(tokens=8192, numerics="native", **facts):
     request = replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
     recipe, kernel, quantizer, backward = KERNELS
-    return training_choice.why_exact(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
+    return exact_choice.why_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
 def test_each_call_is_judged_by_its_own_size_whatever_ran_before():

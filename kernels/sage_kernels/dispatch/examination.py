@@ -19,6 +19,7 @@ from ..spec.block_list import BlockList
 from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
 from ..spec.heads import Norm, Rope
 from ..spec.layout import Lengths, ceil_div, sequence_slices
+from ..spec.masks import with_causality
 from ..spec.recipe import Recipe, get_recipe
 from .head_kernels import head_kernel, plain_kernel
 from .registry import Plan, fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
@@ -164,7 +165,7 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
         call = case.draw(device)
         tensors, mask = (call.query, call.key, call.value), call.mask.tensor
         if call.is_causal:
-            mask = sdpa.with_causality(mask, call.query, call.key, call.causal_offset)
+            mask = with_causality(mask, call.query, call.key, call.causal_offset)
         expected = sdpa.sdpa(*tensors, mask=mask, scale=call.scale, enable_gqa=True)
         truth = sdpa.attention(*tensors, mask=mask, scale=call.scale)[0]
         noise = uncertainty(call, None, 0.0)[0]

@@ -15,9 +15,9 @@ import torch
 from ..replay import cache
 from ..spec.call import BackwardCall, Call
 from ..spec.operands import KeyPadding, Saved
+from ..spec.options import Fallback, check_fallback
 from ..spec.recipe import Recipe, get_recipe
 from . import cost_model, verdicts
-from .fallback import FALLBACKS, Fallback
 from .request import Request
 
 # Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
@@ -39,8 +39,6 @@ MIN_MASKED_KV_LEN = 1024
 
 # Recipes are defined and tested for these head dimensions; for others attention is exact.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class KernelUnavailableError(RuntimeError):
@@ -391,8 +389,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         KernelUnavailableError: fallback is "error", and no native kernel serves the request.
     """
     get_recipe(request.recipe)
-    if fallback not in FALLBACKS:
-        raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+    check_fallback(fallback)
     if request.recipe == "exact":
         return exact_plan(request)
     too_short = _why_too_short(request) if fallback == "native" else ""

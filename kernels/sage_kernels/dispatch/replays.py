@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from ..exact.sdpa import key_mask
 from ..replay import cache
 from ..replay.cache import Replay
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
+from ..spec.masks import key_mask
 from ..spec.operands import Saved
 from ..spec.recipe import get_recipe
 from . import run

@@ -16,6 +16,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_eff
 
 from ..replay import driver
 from ..runtime import torch_private
+from ..spec.masks import additive, attended_rows
 from . import sdpa
 
 ROWS, NEAR = 128, 0.02
@@ -45,9 +46,9 @@ def attend(
     if mask is None:
         return sdpa.sdpa(query, key, value, **options)
     if _gives_zeros(query, key, value, mask):
-        return sdpa.sdpa(query, key, value, mask=sdpa.additive(mask, query.dtype), **options)
+        return sdpa.sdpa(query, key, value, mask=additive(mask, query.dtype), **options)
     output = sdpa.sdpa(query, key, value, mask=mask, **options)
-    return torch.where(sdpa.attended_rows(mask), output, 0.0)
+    return torch.where(attended_rows(mask), output, 0.0)
 
 
 def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -78,7 +79,7 @@ def _gives_zeros_by(
         # One row of the first batch element has no key, and none of the second one has.
         allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
         allowed[0, :, 5] = allowed[1] = False
-        mask, kept = sdpa.additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+        mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
         kept[5] = 0.0
         channels = head_dim, head_dim, v_head_dim
         inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]

@@ -57,8 +57,6 @@ fused_sdp_choice: Callable[..., int] = _find("_fused_sdp_choice", lambda *call: 
 sdp_priority_order: Callable[[], list[int]] = _find("_C._get_sdp_priority_order", list)
 """() -> values of `SDPBackend` in the order in which PyTorch tries them; none: unknown."""
 
-below_autograd: Callable[[], Any] = _find("_C._AutoDispatchBelowAutograd", torch.no_grad)
-"""Context in which operators skip autograd."""
 no_torch_function: Any = _find("_C._disabled_torch_function_impl", torch.Tensor.__torch_function__)
 """`__torch_function__` of tensors that only modes see."""
 

@@ -11,7 +11,6 @@ import torch
 from ..dispatch.head_kernels import register_head_kernel
 from ..dispatch.registry import (
     MAX_HEAD_DIM,
-    SUPPORTED_DTYPES,
     AttendToFirst,
     Quantizer,
     Request,
@@ -22,6 +21,7 @@ from ..dispatch.registry import (
 )
 from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall, Call
+from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.heads import Norm, Rope
 from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
