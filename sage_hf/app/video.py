@@ -17,7 +17,7 @@ SHEET_COLUMNS = 5
 
 
 def can_write_mp4() -> bool:
-    """Return whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
+    """Check whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
     try:
         import imageio  # noqa: F401
         import imageio_ffmpeg  # type: ignore[import-untyped]

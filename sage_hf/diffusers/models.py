@@ -12,6 +12,7 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 
+from .bridge import for_each_subclass
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .parallel import check_parallelism
 from .processor import (
@@ -137,13 +138,14 @@ def _inside(method: Any, in_place: Callable[[Any], AbstractContextManager[None]]
     return wrapper
 
 
-def _subclasses(model_class: type) -> set[type]:
-    children: list[type] = model_class.__subclasses__()
-    return {*children, *(cls for child in children for cls in _subclasses(child))}
+def _complete(cls: type) -> None:
+    _check_first(cls)
+    _on_originals(cls)
 
 
 def complete_model_class(model_class: Any) -> None:
     """Complete diffusers' ModelMixin; a method that a model or another of its bases defines takes precedence."""
+    for_each_subclass(model_class, _complete)
     set_backend, reset_backend = model_class.set_attention_backend, model_class.reset_attention_backend
 
     def attn_processors(self: torch.nn.Module) -> dict[str, Any]:
@@ -190,17 +192,6 @@ def complete_model_class(model_class: Any) -> None:
         _remove_backend(self)
         reset_backend(self)
 
-    def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(model_class, cls).__init_subclass__(**kwargs)
-        complete(cls)
-
-    def complete(cls: type) -> None:
-        _check_first(cls)
-        _on_originals(cls)
-
-    for cls in _subclasses(model_class):
-        complete(cls)
-    model_class.__init_subclass__ = classmethod(init_subclass)
     model_class.attn_processors = property(attn_processors)
     model_class.set_attn_processor = set_attn_processor
     model_class.set_attention_backend = set_attention_backend

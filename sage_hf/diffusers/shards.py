@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .bridge import Shards
+
 
 def gather_mask(mask: torch.Tensor | None, kv_len: int, config: Any) -> torch.Tensor | None:
     """Return the mask for the keys of all processes, in the order in which diffusers gathers the keys.
@@ -21,16 +23,17 @@ def gather_mask(mask: torch.Tensor | None, kv_len: int, config: Any) -> torch.Te
     """
     if mask is None:
         return None
-    if config.ring_degree > 1:
+    shards = Shards.of(config)
+    if shards.ring > 1:
         raise ValueError(
-            f"attn_mask is not supported by ring attention (ring_degree={config.ring_degree}): "
+            f"attn_mask is not supported by ring attention (ring_degree={shards.ring}): "
             "use ContextParallelConfig(ulysses_degree=...) for this model, or call it without a mask"
         )
     if mask.shape[-1] != kv_len:
         return mask
-    group = config._ulysses_mesh.get_group()
-    lengths = [kv_len] * config.ulysses_degree
-    if getattr(config, "ulysses_anything", False):  # the processes' shares may differ
+    group = shards.group
+    lengths = [kv_len] * shards.ulysses
+    if shards.uneven:
         shares = [torch.empty(1, dtype=torch.int64, device=mask.device) for _ in lengths]
         dist.all_gather(shares, torch.full_like(shares[0], kv_len), group=group)
         lengths = [int(share) for share in shares]
@@ -47,5 +50,6 @@ def mask_of_own_heads(mask: torch.Tensor | None, heads: int, config: Any) -> tor
     """
     if mask is None or mask.dim() < 4 or mask.shape[1] == 1:
         return mask
-    share = -(-mask.shape[1] // config.ulysses_degree)  # the last processes have fewer if it does not divide
-    return mask.narrow(1, config._ulysses_local_rank * share, heads)
+    shards = Shards.of(config)
+    share = -(-mask.shape[1] // shards.ulysses)  # the last processes have fewer if it does not divide
+    return mask.narrow(1, shards.rank * share, heads)

@@ -316,7 +316,7 @@ def _numbers(keep: Keep, heads: int, tiles: int) -> tuple[int, ...]:
 
 
 def _flags(dense: Sequence[slice], x: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Return which blocks of x's tokens hold one of the `dense` tokens, uint8 (1, 1, blocks); None if none does."""
+    """Flag the blocks of x that hold a `dense` token, uint8 (1, 1, blocks); return None if no block does."""
     flags = None
     for tokens in dense:
         start, stop, _ = tokens.indices(x.shape[2])
