@@ -138,7 +138,7 @@ def choose_backend(dispatch: ModuleType, choose: Callable[[], Any]) -> None:
 
 def active_backend(dispatch: ModuleType) -> str:
     """Return the name of the backend of `with attention_backend(...)`, or of the process; "" if it is not known."""
-    active = getattr(dispatch._AttentionBackendRegistry, "_active_backend", None)
+    active = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
     return getattr(active, "value", "")
 
 
