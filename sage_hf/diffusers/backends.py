@@ -27,12 +27,8 @@ from .bridge import (
 )
 from .errors import UnsupportedAttentionError
 from .heads import end_trial
-from .shards import gather_mask, mask_of_own_heads
+from .parallel import NO_SHARDS, gather_mask, mask_of_own_heads
 
-NO_SHARDS = (
-    "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
-    "configuration without `sparse`, or run this model without enable_parallelism()"
-)
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 

@@ -65,8 +65,7 @@ def _complete_attention(module: ModuleType) -> None:
 
 
 def _complete_modeling_utils(module: ModuleType) -> None:
-    from .models import complete_model_class
-    from .parallel import complete_parallelism
+    from .models import complete_model_class, complete_parallelism
 
     complete_model_class(module.ModelMixin)
     complete_parallelism(module.ModelMixin)

@@ -12,15 +12,17 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 
-from .bridge import for_each_subclass
+from .bridge import for_each_subclass, has_parallel_plan, parallel_config_of
 from .errors import FixedBackendError, UnsupportedAttentionError
-from .parallel import check_parallelism
+from .layers import Layer
+from .parallel import check_parallelism, splits_tokens
 from .processor import (
     SageAttnProcessor,
     attention_layers,
     bind,
     exchange_processor,
     layer_for,
+    layer_of,
     originals_in_place,
     put_back,
     replaceable,
@@ -196,3 +198,35 @@ def complete_model_class(model_class: Any) -> None:
     model_class.set_attn_processor = set_attn_processor
     model_class.set_attention_backend = set_attention_backend
     model_class.reset_attention_backend = reset_attention_backend
+
+
+def complete_parallelism(model_class: Any) -> None:
+    """Make `enable_parallelism` configure the layers with a SageAttnProcessor, or raise before anything is changed."""
+    if not hasattr(model_class, "enable_parallelism"):
+        return
+    enable = model_class.enable_parallelism
+
+    @functools.wraps(enable)
+    def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
+        layers = _sage_layers(self) if splits_tokens(config) else {}
+        if layers and cp_plan is None and not has_parallel_plan(self):
+            raise UnsupportedAttentionError(
+                f"diffusers has no plan for context parallelism of {type(self).__name__}: pass cp_plan=..., or run "
+                "this model without enable_parallelism()"
+            )
+        for name, layer in layers.items():
+            try:
+                layer.check_parallel()
+            except UnsupportedAttentionError as error:
+                raise UnsupportedAttentionError(f"{name}: {error}") from None
+        enable(self, config=config, cp_plan=cp_plan, **kwargs)
+        for layer in layers.values():
+            layer.parallelize(parallel_config_of(self))
+
+    model_class.enable_parallelism = enable_parallelism
+
+
+def _sage_layers(model: torch.nn.Module) -> dict[str, Layer]:
+    """Return the computations of the layers with a SageAttnProcessor, by dotted name."""
+    modules = attention_layers(model).items()
+    return {name: layer_of(module) for name, module in modules if sage_of(module) is not None}
