@@ -82,6 +82,10 @@ class StepSchedule:
         self.step = 0
         self.num_steps: int | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        follow_pipelines()  # also in a process that only loads what another one switched
+
     def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
         """Follow the calls of `denoiser` until `remove()` of the returned handle.
 

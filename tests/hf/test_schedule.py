@@ -225,6 +225,22 @@ def test_a_denoiser_with_step_rules_can_be_copied_and_pickled():
     assert torch.equal(tiny.latents(pipe), expected)
 
 
+def test_a_process_that_only_loads_a_denoiser_follows_the_pipeline_that_runs_it(tmp_path, forks):
+    pipe = tiny.cogvideox(num_layers=1)
+    sage_hf.apply(pipe, SageConfig("exact", steps=(StepRule(-1, None, "sage2"),)))
+    (tmp_path / "model").write_bytes(pickle.dumps(pipe.transformer))
+    forks.run(f"""
+import pickle
+from pathlib import Path
+import sage_hf
+from tests.helpers import tiny_pipelines as tiny
+pipe = tiny.cogvideox(num_layers=1)
+pipe.transformer = pickle.loads(Path({str(tmp_path / "model")!r}).read_bytes())
+tiny.latents(pipe, steps=2, guidance_scale=1.0)
+assert {{row.recipe: row.calls for row in sage_hf.explain(pipe).rows}} == {{"exact": 1, "sage2": 1}}
+""")
+
+
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_real_pipeline_runs_each_step_by_its_recipe(guidance_scale):
     pipe = tiny.cogvideox()
