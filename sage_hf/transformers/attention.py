@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import nn
@@ -195,7 +196,7 @@ def _attend(
     if softcap is not None or (sinks is not None and (wants_gradient or call.dropout)):
         reason = "a softcap bends the logits" if softcap is not None else "sinks need a gradient or dropout"
         call.report_exact(reason)
-        options = {"is_causal": is_causal, "scale": scale, "dropout_p": call.dropout}
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": call.dropout}
         return exact_attention(query, key, value, mask, **options, softcap=softcap, sinks=sinks)
     if call.dropout:
         call.report_exact("the model trains with attention dropout")
