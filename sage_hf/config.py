@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sage_hf.patterns import matches
 from sage_hf.sparse.config import Sparse
-from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 

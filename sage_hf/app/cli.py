@@ -16,7 +16,7 @@ import sage_hf
 from sage_hf.config import SageConfig
 from sage_hf.sparse.config import Sparse
 from sage_hf.text import allow_any_text, text_table
-from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES
 
 if TYPE_CHECKING:

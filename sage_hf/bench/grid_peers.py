@@ -18,6 +18,7 @@ from sage_hf.attention import sage_attention
 from sage_hf.bench.grid import Arguments, Point
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.exact import sdpa
+from sage_kernels.spec.options import Options
 
 Attend = Callable[[Arguments], Callable[[], Tensor]]
 """Arguments -> a call that computes the output, (batch, q_heads, q_len, head_dim). Either raises if it is refused."""
@@ -92,8 +93,8 @@ def _ours(recipe: str) -> Attend:
         is_causal, grouped = arguments.is_causal, arguments.grouped
         if arguments.point.mask == "lower_right":  # as for transformers, whose masks say so
             offset = arguments.point.kv_len - arguments.point.q_len
-            options: dict[str, Any] = {"causal_offset": offset, "recipe": recipe, "fallback": "native"}
-            return lambda: attend_with_offset(query, key, value, None, 0.0, True, None, grouped, **options)[0]
+            options = Options(True, causal_offset=offset, enable_gqa=grouped, recipe=recipe)
+            return lambda: attend_with_offset(query, key, value, None, options)[0]
         return lambda: sage_attention(
             query, key, value, mask, is_causal=is_causal, enable_gqa=grouped, recipe=recipe, fallback="native"
         )

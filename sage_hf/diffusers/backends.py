@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from sage_hf.attention import attend, sage_attention
+from sage_hf.attention import attend, chosen_fallback, sage_attention
 from sage_hf.names import NAMES, name_of
 from sage_hf.sparse.layer import running_layer
+from sage_kernels.spec.options import Options
 
 from .bridge import (
     add_backend,
@@ -145,7 +146,10 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         }
         plain = sparse is None and not (return_lse or (is_causal and attn_mask is not None))
         if plain and not torch.compiler.is_compiling() and not function_modes_are_active():
-            return attend(query, key, value, **arguments, tokens_first=True)[0]
+            options = Options(
+                *(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback)), tokens_first=True
+            )
+            return attend(query, key, value, attn_mask, options)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if scores_are_skipped(query, value):
             if return_lse:

@@ -300,9 +300,9 @@ score_skip_modes: list[type] = []
 
 def function_modes_are_active() -> bool:
     """Return whether any mode replaces PyTorch's functions, as a layer skip does."""
-    import torch
+    from sage_kernels.runtime import torch_private
 
-    return bool(torch.overrides._get_current_function_mode_stack())
+    return bool(torch_private.function_modes())
 
 
 def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -311,9 +311,9 @@ def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
     That mode replaces torch's scaled_dot_product_attention, but not ours. As in diffusers, attention with different
     numbers of queries and keys is not skipped.
     """
-    import torch
+    from sage_kernels.runtime import torch_private
 
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = torch_private.function_mode_stack()
     return (
         bool(modes)
         and any(isinstance(mode, tuple(score_skip_modes)) for mode in modes)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.attention import check_fallback, sage_attention
+from sage_hf.attention import sage_attention
 from sage_hf.attributes import LAYER
 from sage_hf.record import run_in_layer
 from sage_hf.sparse.layer import SparseLayer
+from sage_kernels.spec.options import check_fallback
 from sage_kernels.spec.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve

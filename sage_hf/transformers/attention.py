@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from sage_hf import record
-from sage_hf.attention import attend
+from sage_hf.attention import attend, chosen_fallback
 from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
+from sage_kernels.spec.masks import attended_rows, with_causality
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
 
@@ -105,7 +107,7 @@ def sage_attention_forward(
         call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
         return record.run_in_layer(module, _eager, module, call, for_eager, reason)
     if position_bias is not None:
-        mask = sdpa.with_causality(mask, query, key) if causal else mask
+        mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
     output = record.run_in_layer(module, _attend, call, causality, softcap, s_aux, fallback)
@@ -163,10 +165,8 @@ class _Call:
 
     def report_exact(self, reason: str) -> None:
         """Record that the call runs exactly, for this reason."""
-        request = None
-        if not torch.compiler.is_compiling():
-            request = Request.of(self.query, self.key, self.value, self.mask, self.is_causal, self.recipe)
-        record.report_exact(request, reason, self.recipe)
+        options = Options(self.is_causal, recipe=self.recipe)
+        run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
 
 def _attend(
@@ -201,7 +201,7 @@ def _attend(
     if call.dropout:
         call.report_exact("the model trains with attention dropout")
         if is_causal and mask is not None:
-            mask, is_causal = sdpa.with_causality(mask, query, key), False
+            mask, is_causal = with_causality(mask, query, key), False
         query, key, value = sdpa.in_autocast_dtype(query, key, value)
         output = sdpa.sdpa(
             query,
@@ -213,7 +213,7 @@ def _attend(
             enable_gqa=enable_gqa,
             dropout_p=call.dropout,
         )
-        return output if mask is None else torch.where(sdpa.attended_rows(mask), output, 0.0)
+        return output if mask is None else torch.where(attended_rows(mask), output, 0.0)
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
@@ -226,13 +226,15 @@ def _attend(
         key,
         value,
         mask,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        recipe=call.recipe,
-        fallback=fallback,
-        return_lse=sinks is not None,
+        Options(
+            is_causal=is_causal,
+            causal_offset=causal_offset,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            recipe=call.recipe,
+            fallback=chosen_fallback(fallback),
+            return_lse=sinks is not None,
+        ),
     )
     if sinks is None or lse is None:
         return output
@@ -249,7 +251,7 @@ def _eager(
     call.report_exact(reason)
     query, key, mask = call.query, call.key, call.mask
     if call.is_causal:
-        mask = sdpa.with_causality(mask, query, key)
+        mask = with_causality(mask, query, key)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     scale = query.shape[3] ** -0.5 if call.scale is None else call.scale

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf import sage_attention
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import exact_plan, get_exact
-from sage_kernels.replay import prepared
+from sage_kernels.replay import cache
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import get_recipe
 
@@ -22,10 +22,10 @@ CANARY = 0x5A
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared():
-    prepared.forget()
+def nothing_known():
+    cache.forget()
     yield
-    prepared.forget()
+    cache.forget()
 
 
 def draw(device, *shape, count=3):
@@ -43,9 +43,9 @@ def attend(*tensors, recipe="sage2", **options):
 
 def alone(*tensors, **options):
     """The results of a call's first time."""
-    prepared.forget()
+    cache.forget()
     results = [x.detach().clone() for x in attend(*tensors, **options)]
-    prepared.forget()
+    cache.forget()
     return results
 
 
@@ -141,7 +141,7 @@ def test_another_thread_works_on_every_stream_of_pytorchs_pool(device, recipe):
         try:
             for turn in range(300):
                 if turn % 50 == 0:
-                    prepared.forget()
+                    cache.forget()
                 assert same(attend(*tensors, recipe=recipe), expected)
         finally:
             done.set()

@@ -15,7 +15,7 @@ from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.replay import prepared
+from sage_kernels.replay import cache
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.triton_calls import new_call
@@ -234,7 +234,7 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, r
     monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
     monkeypatch.setattr(NVFP4Forward, "attend", attend)
     select.cache_clear()
-    prepared.forget()
+    cache.forget()
     try:
         for _ in range(5):
             inputs = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -245,5 +245,5 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, r
                 torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
     finally:
         select.cache_clear()
-        prepared.forget()
+        cache.forget()
     assert len(repeated) >= 2

@@ -7,12 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch import cost_model, registry
+from sage_kernels.dispatch import cost_model, registry, replays
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import exact_plan, get_exact
 from sage_kernels.exact import masked_rows, sdpa
-from sage_kernels.replay import prepared
-from sage_kernels.replay.prepared_calls import TapedCall
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.pairwise import pairwise
@@ -127,20 +125,18 @@ def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
         ("split_forward", "lengths", (2, 8, 2, 1, 3000)),
     ],
 )
-def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
+def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kind, sizes):
     call = draw_call(device, sizes, 64, kind)
     if reason := get_exact(name).unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
     plan = exact_plan(dispatch.request_of(call), kernel=name)
-    repeated = prepared.prepare(call, plan, call.mask.tensor, dispatch.run(call, plan))
-    assert isinstance(repeated, TapedCall) and repeated.tape.has_operators == (name == "fa3_padded")
-    other = draw_call(device, sizes, 64, kind, seed=1)
-    expected, _ = dispatch.run(other, plan)
-    query, key, value = (x.transpose(1, 2) for x in (other.query, other.key, other.value))
-    output, _ = repeated(other.query, other.key, other.value, other.mask.tensor)
-    assert torch.equal(output, expected)
-    output = repeated.shortcut(tokens_first=True)(query, key, value, other.mask.tensor)
-    assert torch.equal(output.transpose(1, 2), expected)
+    replay = replays.of_call(call, plan, call.mask.tensor, dispatch.run(call, plan))
+    for seed in range(1, 3):
+        other = draw_call(device, sizes, 64, kind, seed=seed)
+        expected, _ = dispatch.run(other, plan)
+        output, _ = replay(other.query, other.key, other.value, other.mask.tensor)
+        assert torch.equal(output, expected)
+    assert len(repeated) == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])

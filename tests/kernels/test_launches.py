@@ -109,13 +109,13 @@ def test_a_kernel_is_compiled_for_aligned_arguments_or_for_any(recipe):
 def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks):
     """Kernels that share functions are digested in both orders, each in a fresh process."""
     code = """
-from sage_kernels.replay import trace as rehearsal
+from sage_kernels.replay import trace
 from sage_kernels.language import backward_operands, launch
 from sage_kernels.triton import backward_keys, backward_queries
 
 kernels = [backward_operands.prepare_queries, backward_operands.prepare_keys]
 kernels += [backward_keys.int8_backward_key, backward_queries.int8_backward_query]
-with rehearsal.rehearsing(compiles_only=True):
+with trace.tracing(compiles_only=True):
     for kernel in ORDER(kernels):
         launch.launch(kernel, (1,), **dict.fromkeys(kernel.arg_names, 16))
 print(sorted((kernel.__name__, kernel.cache_key) for kernel in ORDER(kernels)))

@@ -6,15 +6,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sage_kernels import ops, training
 from sage_kernels.dispatch import registry, run
+from sage_kernels.dispatch.exact_choice import why_exact_gradients
 from sage_kernels.dispatch.registry import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
+from sage_kernels.spec.call import NO_MASK, Mask
 from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+OPTIONS = Options(recipe="sage_bwd")
 NO_BLOCKS = (None, None, 0, 0)
 NOTHING_PACKED = (None, None, 0, 0, None)
 
@@ -275,7 +279,7 @@ def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
 
 def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
     def attend(*tensors):
-        assert not training.why_exact(*tensors[:3], valid=tensors[3])
+        assert not why_exact_gradients(*tensors[:3], Mask.of_keys(tensors[3]), OPTIONS)
         return training.attention(*tensors[:3], valid=tensors[3], is_causal=True, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -292,7 +296,9 @@ def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
 
 def test_one_compiled_graph_serves_lists_of_all_lengths():
     def attend(query, key, value, valid, blocks):
-        assert not training.why_exact(query, key, value, valid=valid, blocks=blocks)
+        assert not why_exact_gradients(
+            query, key, value, Mask.of_blocks(blocks, valid[:, None, None], key.shape[2]), OPTIONS
+        )
         return training.attention(query, key, value, valid=valid, blocks=blocks, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -322,7 +328,7 @@ def test_why_exact_says_the_same_inside_the_compiler(dtype, recipe, fallback):
     inputs, said = draw(dtype=dtype), []
 
     def ask(*tensors):
-        said.append(training.why_exact(*tensors, recipe=recipe, fallback=fallback))
+        said.append(why_exact_gradients(*tensors, NO_MASK, Options(recipe=recipe, fallback=fallback)))
         return tensors[0] + 0
 
     ask(*inputs)
@@ -408,7 +414,7 @@ BAD_CALLS = {
     "float64": (lambda: draw(dtype=torch.float64), {}, KernelUnavailableError, "no kernel computes gradients.*dtype"),
     "recipe": (draw, {"recipe": "sage2"}, KernelUnavailableError, "sage2 is forward only"),
     "native": (draw, {"fallback": "error"}, KernelUnavailableError, "no native kernel"),
-    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "multiple of kv_heads"),
+    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "not a multiple of 3 key heads"),
     "valid dtype": (draw, {"valid": padding().float()}, ValueError, "valid must be bool"),
     "valid batch": (draw, {"valid": padding(3)}, ValueError, "valid must be bool .batch or 1, kv_len."),
     "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one for each key"),

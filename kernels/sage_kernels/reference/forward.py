@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ..exact.sdpa import apply_mask, key_mask, rows_per_chunk, unexpanded
+from ..exact.sdpa import apply_mask, rows_per_chunk
 from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import PADDING_BIAS
 from ..spec.layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
+from ..spec.masks import key_mask, unexpanded
 from ..spec.recipe import Recipe
 from .unquantized import Unquantized, attend_unquantized, per_group, take_late
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch.registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
+from ..dispatch.head_kernels import register_head_kernel
+from ..dispatch.registry import Quantizer, Request, register_backward, register_forward
 from ..spec.call import BackwardCall, Call
-from ..spec.heads import Norm, Rope, register_head_kernel
+from ..spec.checks import SUPPORTED_DTYPES
+from ..spec.heads import Norm, Rope
 from ..spec.operands import Saved
 from ..spec.recipe import Recipe
 from . import backward, forward, norm_rope

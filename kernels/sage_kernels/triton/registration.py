@@ -8,9 +8,9 @@ from types import ModuleType
 
 import torch
 
+from ..dispatch.head_kernels import register_head_kernel
 from ..dispatch.registry import (
     MAX_HEAD_DIM,
-    SUPPORTED_DTYPES,
     AttendToFirst,
     Quantizer,
     Request,
@@ -21,7 +21,8 @@ from ..dispatch.registry import (
 )
 from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall, Call
-from ..spec.heads import Norm, Rope, register_head_kernel
+from ..spec.checks import SUPPORTED_DTYPES
+from ..spec.heads import Norm, Rope
 from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import Recipe, get_recipe
