@@ -41,11 +41,11 @@ class StepRule:
 
     @property
     def counts_from_end(self) -> bool:
-        """Return whether the rule covers steps that are known only once the number of steps is."""
+        """Check whether the rule covers steps that are known only once the number of steps is."""
         return (self.start or 0) < 0 or (self.stop or 0) < 0
 
     def covers(self, step: int, num_steps: int | None) -> bool:
-        """Return whether the rule covers `step` (0 is the first) of `num_steps`.
+        """Check whether the rule covers `step` (0 is the first) of `num_steps`.
 
         Raises:
             ValueError: the rule counts from the end and `num_steps` is None.

@@ -168,7 +168,7 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
 
 def _message_of_machine(error: RuntimeError) -> str | None:
-    """Return what to print if the GPU lacks memory, or a kernel that was asked for; None of any other error."""
+    """Return the message for a GPU without enough memory or a kernel that is not available; None of other errors."""
     import torch
 
     from sage_kernels.dispatch.registry import KernelUnavailableError

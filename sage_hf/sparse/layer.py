@@ -82,7 +82,7 @@ class SparseModel:
 
     @property
     def is_reordered(self) -> bool:
-        """Return whether the denoiser's tokens are in 4×4×4 order already."""
+        """Check whether the denoiser's tokens are in 4×4×4 order already."""
         return self.reordering is not None and self.reordering.active
 
     def order(self, tokens: int, device: torch.device) -> Order | None:
@@ -261,7 +261,7 @@ class SparseLayer:
 
 
 def sparsity_of(layer: SparseLayer) -> str:
-    """Return what the calls of a layer kept, as one line of text; "" before any call."""
+    """Summarise the tiles that a layer's calls kept, as one line of text; "" before any call."""
     kept, parts = layer.kept, []
     if kept.calls:
         assert kept.tiles is not None
