@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sage_hf.bench import measure, tables
 from sage_hf.bench.peers import PROVIDERS, Provider
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.tune.prewarm import call_in_processes
 from sage_kernels import ops
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import Plan

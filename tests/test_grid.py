@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from sage_hf.app.cli import main
-from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables, tune
+from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables
 from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
 from sage_hf.bench.measure_grid import Queue, Timed, measure_point
 from sage_hf.bench.measure_phases import WHOLE, Span, phases
-from sage_hf.bench.tune import unseen_points
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.tune import tune
+from sage_hf.tune.prewarm import call_in_processes
+from sage_hf.tune.tune import unseen_points
 
 CPU = torch.device("cpu")
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}

@@ -30,8 +30,8 @@ from sage_hf.bench.models import MODELS, Model
 from sage_hf.bench.peers import PROVIDERS, Provider
 from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
 from sage_hf.bench.training_peers import TRAINING_PROVIDERS
-from sage_hf.bench.tune import table_in_use, unseen_points
 from sage_hf.files import replacing
+from sage_hf.tune.tune import table_in_use, unseen_points
 
 Named = TypeVar("Named", Shape, Provider, Model, ModelProvider)
 ALL = "all"

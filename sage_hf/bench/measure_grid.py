@@ -21,7 +21,7 @@ from torch import Tensor
 from sage_hf.bench.grid import POINTS, Arguments, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, TRAINING_GRID_PROVIDERS, GridProvider, watch
 from sage_hf.bench.measure import drawn_orders, facts, reason
-from sage_hf.bench.warming import PROCESSES, call_in_processes
+from sage_hf.tune.prewarm import PROCESSES, call_in_processes
 
 # A provider is replayed for about WINDOW_MS at a point, in turns with the others: once to warm up, then TURNS times.
 WINDOW_MS = 20.0

@@ -17,7 +17,7 @@ import torch
 from sage_hf.bench.measure import copy_bandwidth, draw, facts, reason
 from sage_hf.bench.peers import quantizers
 from sage_hf.bench.shapes import SHAPES, Shape
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.tune.prewarm import call_in_processes
 from sage_kernels import ops
 
 RECIPES = ("sage1", "sage2")

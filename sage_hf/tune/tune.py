@@ -15,10 +15,10 @@ from datetime import date
 import torch
 
 from sage_hf.bench import grid
-from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
-from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.bench.measure_grid import Queue
 from sage_hf.nominal import nominal_request
+from sage_hf.tune.cases import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
+from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import Table
