@@ -12,7 +12,7 @@ from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the 
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, registry, run
 from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve, Sizes
+from sage_kernels.dispatch.curves import Curve, Schedule, Weights
 from sage_kernels.dispatch.registry import Request, exact_plan, select
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.spec.call import Call
@@ -25,18 +25,9 @@ REQUEST = Request("sage2", "cuda", H200, torch.bfloat16, 1, 32, 32, 8192, 8192, 
 RUNNER = cost_model.low_bit_runner("sage2", "low_bit", "")
 
 
-def curve(runner, launch=0.0, tile=0.0, **facts):
-    kind = {
-        "head_dim": 128,
-        "mask": "none",
-        "causal": False,
-        "rows": 128,
-        "keys": 64,
-        "slots": 132,
-        "whole": False,
-        **facts,
-    }
-    return Curve(runner, **kind, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
+def curve(runner, launch=0.0, tile=0.0, mask="none", causal=False, head_dims=(65, 128)):
+    schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128, 256))
+    return Curve(runner, mask, causal, head_dims, schedule, Weights(launch=launch, tile=tile))
 
 
 # 32 heads of n tokens are n / 4 items, of n / 64 tiles each: both need 62 µs with 1,848 tokens.
@@ -146,44 +137,11 @@ def test_a_kind_of_call_that_the_table_lacks_follows_the_rules_without_a_table(u
     assert "sage-hf tune" in select(with_tokens(1024, dtype=torch.float32)).reason
 
 
-def test_a_head_dim_takes_what_the_two_measured_next_to_it_take():
-    table = Table("a GPU", H200, {}, tuple(curve("flash", launch=d, head_dim=d) for d in (64, 96, 256)))
-    sizes = Sizes(1, 8, 8, 1000, 1000, 0)
-    for head_dim in (64, 72, 80, 96, 160, 256):
-        assert table.curve("flash", "none", False, head_dim).us(sizes) == pytest.approx(head_dim)
-    assert table.curve("flash", "none", False, 257) is None
-
-
-@pytest.mark.parametrize("runner", [RUNNER, "exact_forward"])
-def test_a_kernel_of_ours_takes_as_long_as_for_the_width_to_which_it_pads(runner):
-    table = Table("a GPU", H200, {}, tuple(curve(runner, launch=d, head_dim=d) for d in (64, 128, 192, 256)))
-    sizes = Sizes(1, 8, 8, 1000, 1000, 0)
-    for head_dim, us in ((40, 64), (72, 128), (136, 192), (200, 256)):
-        assert table.curve(runner, "none", False, head_dim).us(sizes) == us
-
-
-@pytest.mark.parametrize(("measured", "served"), [(64, range(40, 65, 8)), (256, range(136, 257, 8))])
-def test_one_head_dim_stands_for_those_that_kernels_pad_alike_and_for_no_other(measured, served):
-    table = Table("a GPU", H200, {}, (curve("flash", head_dim=measured),))
-    found = {d for d in range(16, 257, 8) if table.curve("flash", "none", False, d) is not None}
-    assert found == set(served)
-
-
-def test_time_grows_with_rounds_of_items_and_their_tiles():
-    one = Curve(
-        "x", 128, "none", False, rows=128, keys=64, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0
-    )
-    of = lambda q_len, kv_len: one.us(Sizes(1, 10, 10, q_len, kv_len, 128))  # noqa: E731
-    assert of(1280, 64) == 5 + 2 + 1
-    assert of(1281, 64) == 5 + 2 * (2 + 1)
-    assert of(1280, 640) == 5 + 2 + 10
-
-
-def test_causality_halves_long_calls_and_not_those_of_one_round():
-    causal, full = (Curve("x", 64, "none", c, 64, 64, 10, False, 0, 0, 0, 1, 0) for c in (True, False))
-    long, short = Sizes(8, 8, 8, 8192, 8192, 64), Sizes(1, 1, 1, 512, 512, 64)
-    assert causal.us(long) / full.us(long) == pytest.approx(0.5, abs=0.01)
-    assert causal.us(short) == full.us(short)
+def test_a_head_dim_has_the_narrowest_curve_that_is_for_it_and_none_beyond_those_measured():
+    wide, narrow = curve("flash", launch=1.0, head_dims=(33, 256)), curve("flash", launch=2.0, head_dims=(65, 128))
+    table = Table("a GPU", H200, {}, (wide, narrow))
+    found = [table.curve("flash", "none", False, head_dim) for head_dim in (32, 40, 72, 128, 136, 264)]
+    assert found == [None, wide, narrow, narrow, wide, None]
 
 
 def test_a_table_reads_back_as_written(tmp_path):
@@ -261,13 +219,13 @@ def test_without_costs_steps_behind_a_growing_cache_share_the_keys_of_large_ones
 
 @pytest.mark.parametrize(("us", "recipe"), [(400.0, "exact"), (600.0, "sage2")])
 def test_at_equal_cost_long_calls_run_in_low_bits_and_shorter_ones_exactly(use_table, us, recipe):
-    use_table(*(replace(one, launch=us, token=0.0, item=0.0, tile=0.0, score=0.0) for one in (LOW_BIT, CUDNN)))
+    use_table(curve(RUNNER, launch=us), curve("cudnn", launch=us))
     assert select(with_tokens(4096)).recipe == recipe
 
 
 def test_an_exact_kernel_of_our_own_runs_where_the_table_says_that_it_is_faster(use_table):
     own = [curve("own", tile=0.5, mask=mask) for mask in ("none", "keys")]
-    use_table(LOW_BIT, CUDNN, replace(CUDNN, mask="keys", tile=0.4), *own)
+    use_table(LOW_BIT, CUDNN, curve("cudnn", tile=0.4, mask="keys"), *own)
     request = with_tokens(512)
     assert cost_model.fastest_exact(request, ["own"]) == "own"
     assert cost_model.fastest_exact(request, []) == "sdpa"
@@ -438,7 +396,7 @@ def own_kernel(monkeypatch):
 
 
 def test_a_kernel_of_our_own_is_exact_where_it_was_measured_to_be_faster(use_table, own_kernel):
-    use_table(curve("cudnn", launch=50.0), curve("own", launch=40.0), curve("cudnn", launch=50.0, head_dim=256))
+    use_table(curve("cudnn", launch=50.0), curve("own", launch=40.0), curve("cudnn", launch=50.0, head_dims=(129, 256)))
     assert select(replace(REQUEST, recipe="sage_bwd")).kernel == "own"  # which nothing serves in low bits here
     assert select(replace(REQUEST, recipe="sage_bwd", head_dim=256, v_head_dim=256)).kernel == "sdpa"
     use_table(curve("cudnn", launch=50.0), curve("own", launch=60.0))
