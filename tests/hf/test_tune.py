@@ -132,7 +132,7 @@ def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path,
     table = cost_model.read_table(path)
     assert (table.gpu, table.capability, table.versions["torch"]) == ("NVIDIA RTX 4090", (8, 9), torch.__version__)
     short, long = (Sizes(1, 24, 24, n, n, 128) for n in (512, 16384))
-    rivals = table.exact("none", False, 128)
+    rivals = [table.curve("flash", "none", False, 128)]
     low_bit = table.curve("sage2 by kernel, quantizer", "none", False, 128)
     assert not cost_model.is_faster(low_bit, rivals, short)
     assert cost_model.is_faster(low_bit, rivals, long)

@@ -114,11 +114,6 @@ class Table:
         curves = self._by_kind.get((runner, mask, causal), ())
         return next((curve for curve in curves if curve.head_dims[0] <= head_dim <= curve.head_dims[1]), None)
 
-    def exact(self, mask: str, causal: bool, head_dim: int, runners: Sequence[str] = BACKENDS) -> list[Curve]:
-        """Find the curves of those exact runners that were measured for such calls."""
-        found = (self.curve(runner, mask, causal, head_dim) for runner in runners)
-        return [curve for curve in found if curve is not None]
-
     def write(self, path: Path) -> None:
         """Write the table as JSON; `read_table` reads it. Folders are made."""
         facts = {"gpu": self.gpu, "capability": list(self.capability), "versions": dict(self.versions)}
@@ -223,35 +218,28 @@ def sizes_of(request: Request) -> Sizes:
 def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """Return why low bits by `runner` would not be faster than exact attention; "" if they are.
 
+    Low bits always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which
+    exact attention computes apart.
+
     Args:
         request: the facts of the call.
         runner: the low-bit runner, see `low_bit_runner`.
-        own: the names of the kernels of exact attention beside PyTorch's that serve it.
-
-    They always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which it
-    computes apart.
+        own: the names of the kernels of exact attention, PyTorch's apart, that serve the call.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
     if fastest_exact(request, own) == SHARING:
         return "few queries: exact attention whose programs share the keys is faster"
-    table, sizes = table_of(request.capability), sizes_of(request)
-    kind = kind_of(request.mask, request.is_causal, sizes)
-    low_bit = table and table.curve(runner, kind, request.is_causal, sizes.head_dim)
-    rivals = [*_exact_curves(request, own), *_pytorch_curves(request)]
+    low_bit, sizes = _curves(request, [runner]), sizes_of(request)
+    rivals = (*_curves(request, own), *_pytorch_curves(request))
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
-    if is_faster(low_bit, rivals, sizes):
-        return ""
-    return _limit(low_bit, tuple(rivals), kind, request.is_causal, sizes.head_dim)
+    return "" if is_faster(low_bit[0], rivals, sizes) else _limit(low_bit[0], rivals, sizes.head_dim)
 
 
 def is_measured_faster(request: Request, runner: str, other: str) -> bool:
-    """Return whether this GPU's own table has a runner and another one for such a call, and the first is faster."""
-    table, sizes = table_of(request.capability), sizes_of(request)
-    kind = kind_of(request.mask, request.is_causal, sizes)
-    curves = [table and table.curve(one, kind, request.is_causal, sizes.head_dim) for one in (runner, other)]
-    us = [curve.us(sizes) for curve in curves if curve]
+    """Return whether the table has two runners for such a call, and the first is faster."""
+    us = [curve.us(sizes_of(request)) for curve in _curves(request, (runner, other))]
     return len(us) == 2 and us[0] < us[1]
 
 
@@ -309,12 +297,12 @@ def is_faster(low_bit: Curve, exact: Sequence[Curve], sizes: Sizes) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _limit(low_bit: Curve, exact: tuple[Curve, ...], mask: str, causal: bool, head_dim: int) -> str:
-    """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
+def _limit(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
+    """Return the reason for calls of the curves' kind, whose limit is that of self-attention with NOMINAL_HEADS."""
     heads = NOMINAL_HEADS
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
-    of_mask, _, special = mask.partition(", ")
-    kind = f"at head_dim {head_dim}{', causal' * causal}{_MASKED[of_mask]}{', ' * bool(special)}{special}"
+    of_mask, _, special = low_bit.mask.partition(", ")
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[of_mask]}{', ' * bool(special)}{special}"
     if all(gains):
         return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
@@ -340,25 +328,23 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     return ""
 
 
+def _curves(request: Request, runners: Sequence[str]) -> list[Curve]:
+    """Find the curves of those runners that were measured for such calls."""
+    table, sizes = table_of(request.capability), sizes_of(request)
+    if table is None:
+        return []
+    kind = kind_of(request.mask, request.is_causal, sizes), request.is_causal, sizes.head_dim
+    return [curve for runner in runners if (curve := table.curve(runner, *kind)) is not None]
+
+
 def _pytorch_curves(request: Request) -> list[Curve]:
-    """Return the curves of those of PyTorch's backends that PyTorch would choose for a call."""
-    curves = _exact_curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
+    """Find the curves of those of PyTorch's backends that PyTorch would choose for a call."""
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
-        return [curve for curve in curves if curve.runner == "flash"]
+        return _curves(request, ["flash"])
+    curves = _curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
     if any(curve.runner == "flash" for curve in curves):  # which PyTorch prefers
         return [curve for curve in curves if curve.runner != "efficient"]
     return curves
-
-
-def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve]:
-    table, sizes = table_of(request.capability), sizes_of(request)
-    kind = kind_of(request.mask, request.is_causal, sizes)
-    return table.exact(kind, request.is_causal, sizes.head_dim, runners) if table else []
-
-
-def _few_queries(request: Request) -> bool:
-    """Return whether a call's queries are so few that programs had better share the keys."""
-    return KEYS_OF_FEW * request.q_len <= request.kv_len
 
 
 def fastest_exact(request: Request, own: Sequence[str]) -> str:
@@ -366,11 +352,11 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
 
     Args:
         request: the facts of the call.
-        own: the names of the kernels beside PyTorch's that serve it.
+        own: the names of the kernels, PyTorch's apart, that serve it.
     """
     sizes, grows = sizes_of(request), is_growing_step(request)
-    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, own)}
-    if SHARING in own and SHARING not in us and _few_queries(request):
+    us = {curve.runner: curve.us(sizes) for curve in _curves(request, own)}
+    if SHARING in own and SHARING not in us and KEYS_OF_FEW * sizes.q_len <= sizes.kv_len:
         key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
         if not grows or key_value_bytes >= GROWING_CACHE_BYTES:
             return SHARING
@@ -400,7 +386,7 @@ def is_slower_by_cudnn(request: Request) -> bool:
     if request.q_len < DECODED_QUERIES:
         return True
     sizes = sizes_of(request)
-    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, BACKENDS)}
+    us = {curve.runner: curve.us(sizes) for curve in _curves(request, BACKENDS)}
     # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
     return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]
