@@ -153,10 +153,10 @@ def _mask(device: torch.device, point: Point, generator: torch.Generator) -> Ten
     queries = torch.arange(sizes.q_len, device=device)[:, None] + (sizes.kv_len - sizes.q_len)
     match point.kind:
         case "keys" | "causal_keys" | "holes":
-            padding = torch.arange(sizes.batch, device=device)[:, None] % 4 * (sizes.kv_len // 8) + sizes.kv_len // 16
-            last = sizes.kv_len - padding
-            valid = keys < last if point.kind != "holes" else (keys < last // 2) | (keys >= last // 2 + padding)
-            return valid[:, None, None]
+            shares = 0.25 + 0.75 * torch.rand(sizes.batch, 1, generator=generator, device=device)
+            lengths = (shares * sizes.kv_len).long().clamp_min(1)
+            first = (lengths + 1) // 2 if point.kind == "holes" else lengths
+            return ((keys < first) | (keys >= sizes.kv_len - (lengths - first)))[:, None, None]
         case "bool":
             shape = (1, 1, sizes.q_len, sizes.kv_len)
             return torch.rand(shape, generator=generator, device=device) < 0.9
