@@ -7,16 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_hf.bench import grid_tables, tables
-from sage_hf.bench.peers import Provider
-from sage_hf.bench.shapes import Shape
-from sage_hf.bench.tables import common_shape, heading, is_training, measured
+from sage_hf.bench import grid_tables, model_tables
+from sage_hf.bench.providers import Provider
+from sage_hf.bench.tables import Columns, common_shape, heading, is_training, measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Columns = dict[Provider, dict[Shape, dict[str, Any]]]
 
 COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
 """Colours of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
@@ -38,7 +35,7 @@ def require_matplotlib() -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw the result of `measure.run` or `measure_training.run`; return the files written.
+    """Draw the result of `measure.run`; return the files written.
 
     Args:
         result: the benchmark's JSON.
@@ -97,14 +94,14 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
     """Draw how much faster a step of each model is, eager and compiled, to a file; return the file.
 
     Raises:
-        ValueError: matplotlib is not installed, or no model was measured as it comes and with ours.
+        ValueError: matplotlib is not installed, or no model was measured as the baseline and with ours.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    gains = tables.model_gains(result)
+    gains = model_tables.model_gains(result)
     if not gains:
-        raise ValueError("no model was measured as it comes and with ours, so there is nothing to plot")
+        raise ValueError("no model was measured as the baseline and with ours, so there is nothing to plot")
     speeds: dict[str, dict[str, float]] = {}
     for gain in gains:
         speeds.setdefault(gain.label, {})[gain.mode] = gain.ratio
@@ -122,7 +119,7 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
         axes.bar_label(bars, [f"{speed:.2f}" for speed in found], padding=3, fontsize=8)
     axes.axvline(1.0, color=OTHER_COLOR, lw=1)
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="speed of a step relative to the model as it comes")
+    axes.set(xlabel="speed of a step relative to the baseline")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.1, y=0.02)
     if len(modes) > 1:
@@ -146,7 +143,7 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
         ends: dict[Provider, tuple[float, float]] = {}
         for one, rows in drawn.items():
             points = sorted(
-                (shape.tokens, row["tflops"])
+                (shape.q_len, row["tflops"])
                 for shape, row in rows.items()
                 if shape.head_dim == head_dim and not shape.causal
             )
@@ -199,7 +196,7 @@ def _error_figure(columns: Columns, gpu: str) -> Figure:
     axes = figure.subplots()
     for one in by_name.values():
         row = columns[one][shape]
-        is_ours = one.name.startswith("sage_hf")
+        is_ours = one.ours
         color = OUR_COLOR if is_ours else OTHER_COLOR
         place = (row["rel_l1_biased"], row["tflops"])
         axes.plot(*place, "o", color=color, markerfacecolor=color if one.scope == "end_to_end" else "none")
@@ -248,7 +245,7 @@ def _our_fastest(columns: Columns) -> Provider | None:
     speeds = {
         one: rows[shape]["tflops"]
         for one, rows in columns.items()
-        if one.name.startswith("sage_hf") and one.scope == "end_to_end" and shape in rows
+        if one.ours and one.scope == "end_to_end" and shape in rows
     }
     return max(speeds, key=speeds.__getitem__, default=None)
 
@@ -263,7 +260,7 @@ def _color(one: Provider, ours: Provider | None) -> str:
 
 
 def _bar_color(one: Provider) -> str:
-    if one.name.startswith("sage_hf"):
+    if one.ours:
         return OUR_COLOR if one.name == "sage_hf:sage_bwd" else "#e58e83"
     return COLORS[one.name]
 
