@@ -91,10 +91,12 @@ def model_gain() -> str:
 
 
 def all_models() -> str:
-    """Return tables of the time of a step of more models, also with others' attention."""
+    """Return a table of the time of an inference step of more models, with each attention."""
     result = read_result(ALL_MODELS)
-    every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
-    return "\n\n".join((tables.model_gain(result), every, tables.model_speed(result), sources(ALL_MODELS)))
+    trained = {row["model"] for row in result["rows"] if row["provider"] == "sage_hf:sage_bwd"}
+    result["rows"] = [row for row in result["rows"] if row["model"] not in trained]
+    caption = f"ms of a step on {result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}."
+    return "\n\n".join((tables.model_speed(result), caption, sources(ALL_MODELS)))
 
 
 def arrows() -> str:
@@ -116,13 +118,13 @@ def clip_scores() -> str:
 
 
 def measured_models() -> str:
-    """Return a table of the models whose steps are measured."""
-    rows = ["| `--model` | step | largest attention call | layers measured |", "|---|---|---|---|"]
+    """Return the names of the models whose steps are measured, with the layers that run where not all do."""
+    names = []
     for model in models.MODELS:
         _, layers = model.shortened()
-        depth = f"all {layers}" if layers == model.layers_of_model else f"{layers} of {model.layers_of_model}"
-        rows.append(f"| `{model.name}` | {model.label} | {model.call} | {depth} |")
-    return "\n".join(rows)
+        depth = "" if layers == model.layers_of_model else f" ({layers} of {model.layers_of_model} layers)"
+        names.append(f"`{model.name}`{depth}")
+    return textwrap.fill(", ".join(names) + ".", 120, break_on_hyphens=False)
 
 
 def has_result(name: str) -> bool:

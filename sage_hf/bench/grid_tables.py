@@ -19,7 +19,7 @@ TOLERABLE = 0.9
 TABLES = {"shipped": "that ships", "tuned": "of `sage-hf tune`", "none": "none"}
 LONG_KEYS = 4096
 """Number of keys from which low bits are expected to gain."""
-WORST = 10
+WORST = 3
 EXACT_HOST_US, LOW_BIT_HOST_US = 25.0, 45.0
 """Host time that a call may take beyond the best one's: where exact attention runs, and where low bits do."""
 
