@@ -1,7 +1,6 @@
 """Fill in those sections of README.md and docs/ that are generated from results and from the code.
 
-python docs/pages.py            rewrite the generated sections, and draw the pictures again
-python docs/pages.py --tree     print the tree of the source, as docs/architecture.md shows it
+python docs/pages.py    # rewrite the generated sections, and draw the pictures again
 
 A generated section lies between `<!-- generated: NAME -->` and `<!-- end -->`, where NAME is one of SECTIONS.
 """
@@ -15,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ ALL_MODELS = "nvidia-h200-models"
 """Name of the result with the times of more models, and of others' attention in them."""
 SPARSE = "nvidia-h200-sparse"
 """Name of the result with the speed over block lists."""
+SPARSE_TOKENS = 32768
+"""Length at which the page shows what comes before sparse attention."""
 SPARSE_QUALITY = "nvidia-h200-sparse_quality"
 """Name of the result with the quality of sparse attention in a trained model."""
 GRID = "nvidia-h200-grid"
@@ -49,13 +50,24 @@ FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
-TREES = ("sage_hf", "kernels/sage_kernels")
+SHOWN_PEAKED = (
+    "a sink holds 0.8 of 8,192",
+    "a sink holds 0.95 of 119,056",
+    "4 sinks hold 0.8 of 32,768, in the middle",
+    "a sink holds 0.8 of 4,096, causal",
+    "a sink holds 0.8 of 4,096, in the middle, causal",
+    "a sink holds 0.8 of 8,192, 8 heads share 2",
+    "a sink holds 0.8 of 8,192, K ×10 in 4 channels",
+    "Gaussian, 8,192 keys",
+    "K ×40 in 4 channels, 8,192 keys",
+    "RoPE'd bias, 8,192 keys",
+)
+"""Tensors of PEAKED_ON_GPU that the page shows."""
 
 sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
 import error_table  # noqa: E402
 import gradient_table  # noqa: E402
 import imports  # noqa: E402
-import peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import peaked_table  # noqa: E402
 import preparation_table  # noqa: E402
@@ -80,8 +92,8 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return a table of what a user gains: steps of some models if models were measured, else calls of attention."""
-    return tables.low_bit_gain(read_result(MODELS), most=6) if has_result(MODELS) else attention_gain()
+    """Return a table of what a user gains: steps of some models."""
+    return tables.low_bit_gain(read_result(MODELS), most=6)
 
 
 def model_gain() -> str:
@@ -99,11 +111,27 @@ def all_models() -> str:
     return "\n\n".join((tables.model_speed(result), caption, sources(ALL_MODELS)))
 
 
-def arrows() -> str:
-    """Return a table of the folders of the packages and of those that each imports."""
-    rows = ["| folder | imports |", "|---|---|"]
+def folders() -> str:
+    """Return a table of the folders of the packages: what each holds, and what it imports."""
+    rows = ["| folder | holds | imports |", "|---|---|---|"]
     for folder, others in imports.arrows().items():
-        rows.append(f"| `{folder}` | {', '.join(f'`{other}`' for other in others) or 'none'} |")
+        package, _, rest = folder.partition("/")
+        about = first_sentence(imports.FOLDERS[package] / rest / "__init__.py")
+        rows.append(f"| `{folder}` | {about} | {', '.join(f'`{other}`' for other in others) or 'none'} |")
+    return "\n".join(rows)
+
+
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+    return re.split(r"(?<=\.)\s", text)[0]
+
+
+def source_tests() -> str:
+    """Return a table of the tests that hold each folder of the packages."""
+    rows = ["| source | tests |", "|---|---|"]
+    for folder, tests in imports.tests_of_folders().items():
+        rows.append(f"| `{folder}` | {', '.join(f'`{test}`' for test in tests)} |")
     return "\n".join(rows)
 
 
@@ -161,11 +189,6 @@ def fp4_preparation() -> str:
 def host() -> str:
     """Return a table of the host time of calls."""
     return f"{measure_host.markdown(read_result(HOST))}\n\n{sources(HOST)}"
-
-
-def attention_gain() -> str:
-    """Return a table of PyTorch's time and ours for one attention call of several models."""
-    return tables.attention_gain(read_result("nvidia-h200-forward"))
 
 
 def speed() -> str:
@@ -240,33 +263,31 @@ def sparse_quality() -> str:
 
 
 def sparse_speed() -> str:
-    """Return a table of the speed over block lists."""
+    """Return tables of the speed over block lists at a quarter of the tiles, and of what comes before attention."""
     result = read_result(SPARSE)
-    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads"
-    head = f"{where}, lists drawn at random or chosen by the router named; quantising and sorting of lists included, "
-    head += "routing not:"
-    tables = [head, sparse_table(result["rows"])]
-    if "training" in result:
-        caption = "Forward and backward pass together, errors of dQ / dK / dV in one head:"
-        tables += [caption, sparse_table(result["training"])]
+    head = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, a quarter of the tiles drawn at random; "
+    head += "quantising and sorting of lists included. The JSON also has a tenth of the tiles and lists of routers:"
+    training = "Forward and backward pass, with the errors of dQ / dK / dV in one head:"
+    shown = [
+        [row for row in result[name] if row["lists"] == "drawn" and row["skipped"] <= 0.75]
+        for name in ("rows", "training")
+    ]
+    before = "What comes before attention: each router at a quarter of the tiles, and putting tokens into 4×4×4 order:"
     parts = ["| tokens | part | ms | of the dense `sage2` call |", "|---|---|---|---|"]
     for row in result["routing"]:
-        share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
-        parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
-    before = (
-        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V "
-        "and the output in each call, or hidden states and rotary embeddings once in a call of the model"
-    )
-    return "\n\n".join((*tables, f"{before}:", "\n".join(parts), sources(SPARSE)))
+        if row["q_len"] == SPARSE_TOKENS and row["part"] != "dense":
+            parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {row['share_of_dense']:.1%} |")
+    tables = (head, sparse_table(shown[0]), training, sparse_table(shown[1]), before, "\n".join(parts))
+    return "\n\n".join((*tables, sources(SPARSE)))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
     """Return a table of providers over block lists."""
-    columns = ("tokens", "head_dim", "list of", "lists", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    columns = ("tokens", "head_dim", "list of", "provider", "ms", "TFLOP/s on kept tiles", "error")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         tiles = f"{row['block_m']}×{row['block_n']}"
-        sizes = (f"{row['q_len']:,}", row["head_dim"], tiles, row["lists"], f"{row['skipped']:.0%}")
+        sizes = (f"{row['q_len']:,}", row["head_dim"], tiles)
         speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
         errors = " / ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
         cells = (*sizes, f"`{row['provider']}`", *speed, errors or "–")
@@ -311,17 +332,11 @@ def errors() -> str:
 
 
 def peaked_errors() -> str:
-    """Return tables of errors where attention is peaked: of the kernels on a GPU, and of the reference on a CPU."""
-    texts = []
-    for name in (PEAKED_ON_GPU, "cpu-peaked"):
-        result = read_result(name)
-        left_out = peaked.LEFT_OUT if "gpu" in result else ()
-        shown = [row for row in result["rows"] if row["tensor"] not in left_out]
-        where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
-        more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
-        more += f"; {result['note']}" if "note" in result else ""
-        texts.append(f"{where}{more}:\n\n{peaked_table.markdown(shown)}")
-    return "\n\n".join([*texts, sources(PEAKED_ON_GPU, "cpu-peaked")])
+    """Return a table of the kernels' errors where attention is peaked, on the tensors of SHOWN_PEAKED."""
+    result = read_result(PEAKED_ON_GPU)
+    shown = [row for row in result["rows"] if row["tensor"] in SHOWN_PEAKED]
+    where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors of the reference on a CPU:"
+    return "\n\n".join((where, peaked_table.markdown(shown), sources(PEAKED_ON_GPU, "cpu-peaked")))
 
 
 def remedies_price() -> str:
@@ -336,7 +351,7 @@ def remedies_price() -> str:
 
 
 def peaked_models_errors() -> str:
-    """Return tables of trained models: errors, perplexity, and where the weight lies."""
+    """Return tables of trained models: errors, and perplexity."""
     result = read_result("cpu-peaked_models")
     return "\n\n".join(
         (
@@ -344,8 +359,6 @@ def peaked_models_errors() -> str:
             peaked_models.perplexity_markdown(result["perplexity"]),
             "The same of `sage3` by the number of recent keys, over a quarter of this text:",
             peaked_models.recent_markdown(result["recent_keys"]),
-            "Where the weight lies:",
-            peaked_models.peaks_markdown(result["heads"]),
             sources("cpu-peaked_models"),
         )
     )
@@ -422,50 +435,12 @@ python {BENCHMARKS}/peaked_models.py --output {BENCHMARKS}/results    # trained 
 ```"""
 
 
-def tree() -> str:
-    """Return the folders and files of the two packages, each with the first sentence of its description."""
-    lines = []
-    for top in TREES:
-        lines += [_line(0, f"{top}/", _about(ROOT / top / "__init__.py")), *_branches(ROOT / top, 1), ""]
-    return "```\n" + "\n".join(lines).rstrip() + "\n```"
-
-
-def _branches(folder: Path, depth: int) -> Iterator[str]:
-    files = (path for suffix in ("py", "cu", "cuh") for path in folder.glob(f"*.{suffix}"))
-    for path in sorted(files):
-        if path.name != "__init__.py":
-            yield _line(depth, path.name, _about(path))
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if any(path.glob("**/*.py")) or any(path.glob("*.cu*")):
-            yield _line(depth, f"{path.name}/", _about(path / "__init__.py"))
-            yield from _branches(path, depth + 1)
-
-
-def _line(depth: int, name: str, about: str) -> str:
-    return f"{'  ' * depth + name:<28} {about}".rstrip()
-
-
-def _about(path: Path) -> str:
-    """Return the first sentence of a module's docstring, or of the comment at the start of a CUDA file."""
-    if not path.exists():
-        return ""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        text = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
-    else:
-        comment = re.match(r"(?://[^\n]*\n)+", text)
-        text = "" if comment is None else re.sub(r"^// ?", "", comment[0], flags=re.MULTILINE)
-    sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
-    return textwrap.shorten(sentence, 96, placeholder=" …")
-
-
 SECTIONS: dict[str, Callable[[], str]] = {
     "gain": gain,
     "sparse-speed": sparse_speed,
     "sparse-quality": sparse_quality,
     "model-gain": model_gain,
     "all-models": all_models,
-    "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward", "Speed against length: sage2, FlashAttention 3, cuDNN, SageAttention2"),
@@ -492,7 +467,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "trained-models": trained_models,
     "recipes": recipes,
-    "arrows": arrows,
+    "folders": folders,
+    "source-tests": source_tests,
     "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
@@ -502,22 +478,16 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "models": measured_models,
     "measure": measure_commands,
     "measure-errors": error_commands,
-    "tree": tree,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", action="store_true", help="print the tree of the source and write nothing")
-    if parser.parse_args().tree:
-        print(tree())
-        return
+    parser.parse_args()
     for name in ("nvidia-h200-forward", "nvidia-h200-forward_backward"):
         plots.plot(read_result(name), RESULTS / f"{name}.png")
-    if has_result(MODELS):
-        plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
-    if has_result(GRID):
-        plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
+    plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
+    plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 
