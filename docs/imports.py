@@ -24,7 +24,7 @@ MODULES = find_modules()
 
 
 def names_in(path: Path, package: list[str]) -> set[str]:
-    """Return the absolute names that a file of a package imports: anywhere, so in functions and for type checkers too."""
+    """Return the absolute names that a file of a package imports, in functions and for type checkers too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -63,9 +63,9 @@ def arrows() -> dict[str, list[str]]:
 
 
 def tests_of_folders() -> dict[str, list[str]]:
-    """Return each folder of the packages with the test modules that hold it: what a test imports says which.
+    """Return each folder of the packages with the test modules that hold it, by their imports.
 
-    A module that few tests import says more of a test's subject than one that all import, so each counts as one over the
+    A module that few tests import says more about a test's subject than a common one, so its weight is one over the
     number of its importers.
     """
     tests = {path: names_in(path, []) & MODULES.keys() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
@@ -76,6 +76,5 @@ def tests_of_folders() -> dict[str, list[str]]:
         for name in names:
             weights[folder_of(name)] += 1 / importers[name]
         if weights:
-            test = path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-            found[max(weights, key=weights.__getitem__)].append(test)
+            found[max(weights, key=weights.__getitem__)].append(path.relative_to(ROOT).as_posix())
     return {folder: held for folder, held in found.items() if held}

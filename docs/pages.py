@@ -40,8 +40,6 @@ GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
-FP4_PREPARATION = "nvidia-h200-sage3"
-"""Name of the result with the times of what FP4 attention needs before it attends."""
 HOST = "nvidia-h100-80gb-hbm3-host"
 """Name of the result with the host time of calls."""
 NORM_ROPE = "nvidia-h200-norm_rope"
@@ -70,7 +68,6 @@ import gradient_table  # noqa: E402
 import imports  # noqa: E402
 import peaked_models  # noqa: E402
 import peaked_table  # noqa: E402
-import preparation_table  # noqa: E402
 import sparse_quality_table  # noqa: E402
 import training_summary  # noqa: E402
 
@@ -179,11 +176,6 @@ def phases() -> str:
     if not has_result(PHASES):
         return ""
     return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
-
-
-def fp4_preparation() -> str:
-    """Return a table of the times of what FP4 attention needs before it attends."""
-    return f"{preparation_table.markdown(read_result(FP4_PREPARATION))}\n\n{sources(FP4_PREPARATION)}"
 
 
 def host() -> str:
@@ -335,19 +327,8 @@ def peaked_errors() -> str:
     """Return a table of the kernels' errors where attention is peaked, on the tensors of SHOWN_PEAKED."""
     result = read_result(PEAKED_ON_GPU)
     shown = [row for row in result["rows"] if row["tensor"] in SHOWN_PEAKED]
-    where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors of the reference on a CPU:"
+    where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors on a CPU:"
     return "\n\n".join((where, peaked_table.markdown(shown), sources(PEAKED_ON_GPU, "cpu-peaked")))
-
-
-def remedies_price() -> str:
-    """Return a table of what heavy keys and rotation cost `sage2` and `sage1`."""
-    result = read_result("nvidia-h200-remedies")
-    lines = ["| recipe | shape | without, ms | with, ms | more |", "|---|---|---|---|---|"]
-    for row in result["rows"]:
-        before, after = row["before_ms"], row["after_ms"]
-        lines.append(f"| `{row['recipe']}` | {row['shape']} | {before:.3f} | {after:.3f} | {after / before - 1:+.1%} |")
-    caption = f"{result['gpu']}, commit {result['before_commit']} beside {result['commit'][:10]}: {result['note']}."
-    return "\n".join([*lines, "", caption, "", sources("nvidia-h200-remedies")])
 
 
 def peaked_models_errors() -> str:
@@ -454,7 +435,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "grid": grid,
     "unseen": unseen,
     "phases": phases,
-    "fp4-preparation": fp4_preparation,
     "host": host,
     "first-calls": first_calls,
     "norm-rope": norm_rope,
@@ -473,7 +453,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,
-    "remedies-price": remedies_price,
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "models": measured_models,
     "measure": measure_commands,
