@@ -109,7 +109,7 @@ def gain() -> str:
 
 def model_gain() -> str:
     """Return a table of the time of a step of the models measured with each part of ours left out."""
-    drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
+    drawn = picture(MODELS, "Speed of a step of every model, relative to the baseline")
     return "\n\n".join((drawn, tables.model_gain(read_result(MODELS)), sources(MODELS)))
 
 
@@ -263,7 +263,7 @@ def training_routes() -> str:
 
 def sparse_quality() -> str:
     """Return the tables and the picture of the trained proof of sparse attention."""
-    message = "The middle frame of eight held-out prompts, a line for each way to run the models of the first seed"
+    message = "The middle frame of clips of eight held-out prompts, a line for each way to run the first seed's models"
     result = read_result(SPARSE_QUALITY)
     shown = [row for row in result["rows"] if (row["trained"], row["run"]) in SHOWN_QUALITY]
     result["rows"] = sorted(shown, key=lambda row: SHOWN_QUALITY.index((row["trained"], row["run"])))
@@ -385,7 +385,7 @@ def recipes() -> str:
         backward = recipe.backward
         gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
-        rotated = "balanced, rotated" if recipe.balance else "rotated" if recipe.rotate else "as they are"
+        rotated = "equalised, rotated" if recipe.balance else "rotated" if recipe.rotate else "as they are"
         chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"
         heavy = f"{chosen} {recipe.heavy_keys}" if recipe.heavy_keys else "none"
         heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
