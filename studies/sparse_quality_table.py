@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sage_hf.text import markdown_table
@@ -40,7 +40,7 @@ def markdown(result: dict[str, Any]) -> str:
         + (": means, and the lowest and highest seed:" if len(seeds) > 1 else ":")
     )
     runs = []
-    for name, run in sorted(dict.fromkeys((row["trained"], row["run"]) for row in rows), key=_order(rows)):
+    for name, run in dict.fromkeys((row["trained"], row["run"]) for row in rows):
         found = [row for row in rows if (row["trained"], row["run"]) == (name, run)]
         weight = "–"
         if "mass" in found[0]:
@@ -51,15 +51,6 @@ def markdown(result: dict[str, Any]) -> str:
     header = ["trained", "run with", "tiles", "weight", "PSNR", "SSIM", *ATTRIBUTES]
     table = markdown_table(["attention in training", "held-out loss"], trained)
     return "\n\n".join((head, table, prompts, markdown_table(header, runs)))
-
-
-def _order(rows: Sequence[dict[str, Any]]) -> Callable[[tuple[str, str]], tuple[bool, float, int]]:
-    """Return the key by which runs are sorted: the dense model's exactly, by `sage2`, then by tiles kept; VSA last."""
-    tiles: dict[tuple[str, str], float] = {}
-    for row in rows:
-        tiles.setdefault((row["trained"], row["run"]), row.get("tiles", 2.0 if "VSA" not in row["run"] else 0.0))
-    places = {run: place for place, run in enumerate(tiles)}
-    return lambda run: (run[0] == "vsa", -tiles[run], places[run])
 
 
 def whole_seeds(result: dict[str, Any]) -> list[int]:

@@ -20,8 +20,8 @@ from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
 from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
 from sage_hf.bench.measure_grid import Queue, Timed, measure_point
 from sage_hf.bench.measure_phases import WHOLE, Span, phases
-from sage_hf.tune import tune
 from sage_hf.bench.prewarm import call_in_processes
+from sage_hf.tune import tune
 from sage_hf.tune.tune import unseen_points
 
 CPU = torch.device("cpu")
