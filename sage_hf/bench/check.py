@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
-from sage_hf.tune.prewarm import call_in_processes
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
 from sage_kernels.dispatch import examination, registry, self_check, verdicts
 from sage_kernels.dispatch import run as dispatch

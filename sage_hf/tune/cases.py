@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.tune.prewarm import call_in_processes
+from sage_hf.bench.cases import DOCUMENT, WINDOW
+from sage_hf.bench.prewarm import call_in_processes
 from sage_kernels import ops, training
 from sage_kernels.dispatch import cost_model, run
 from sage_kernels.dispatch.curves import Sizes
@@ -30,8 +31,6 @@ MASKS: dict[Kind, MaskKind] = {
     "documents": "bool",
 }
 """Kinds of masks that `sage_kernels` calls otherwise."""
-WINDOW, DOCUMENT = 1024, 700
-"""Keys on each side of a window's diagonal, and of each document."""
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,

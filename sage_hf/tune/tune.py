@@ -14,8 +14,8 @@ from datetime import date
 
 import torch
 
-from sage_hf.bench import grid
-from sage_hf.bench.measure_grid import Queue
+from sage_hf.bench import cases, grid
+from sage_hf.bench.timing import Queue
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
 from sage_hf.tune.fit import Measured, fit
@@ -38,7 +38,7 @@ CACHED = ((32, 4, 128), (16, 1, 64))
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 
-GRID_KINDS: dict[grid.MaskName, Kind] = {
+GRID_KINDS: dict[cases.MaskName, Kind] = {
     "none": "none",
     "causal": "causal",
     "lower_right": "causal",
@@ -64,7 +64,7 @@ def points() -> list[Point]:
     Kinds of calls take turns, so that a few calls of every kind come first.
     """
     drawn = grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
-    found = [Point(replace(one.call, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
+    found = [Point(replace(one.sizes, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
     for (heads, group, head_dim), kv_len, q_len in itertools.product(CACHED, (1024, 8192, 32768), (4, 12)):
         found.append(Point(Sizes(1, heads, heads // group, q_len, kv_len, head_dim), "causal"))
     for head_dim, n, batch in itertools.product((32, 64, 128, 256), (300, 1024, 3000), (1, 8)):
@@ -138,10 +138,10 @@ def _kind(curve: Curve) -> tuple[str, bool, bool]:
     return curve.mask, curve.causal, curve.runner.endswith(cost_model.TRAINING)
 
 
-def unseen_points(count: int, seed: int) -> list[grid.Point]:
+def unseen_points(count: int, seed: int) -> list[cases.Case]:
     """Return the calls of the grid's kinds that a seed draws, but for those that `tune` measures."""
     seen = {(point.sizes, point.kind) for point in points()}
-    return [point for point in grid.drawn(count, seed) if (point.call, GRID_KINDS[point.mask]) not in seen]
+    return [case for case in grid.drawn(count, seed) if (case.sizes, GRID_KINDS[case.mask]) not in seen]
 
 
 def table_in_use(device: torch.device) -> str:
