@@ -194,11 +194,14 @@ def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) 
         for point in todo:
             if time.perf_counter() > end:
                 return
-            call_of = (prepare_training if point.grad else prepare)(device, point)
-            calls = [(name, context, call_of, point.grad) for name, context in variants(capability, point)]
-            if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
-                forward = prepare_training(device, point, backward=False)
-                calls.append((TRAINING_RECIPE, nullcontext(), forward, False))
+            try:
+                call_of = (prepare_training if point.grad else prepare)(device, point)
+                calls = [(name, context, call_of, point.grad) for name, context in variants(capability, point)]
+                if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
+                    forward = prepare_training(device, point, backward=False)
+                    calls.append((TRAINING_RECIPE, nullcontext(), forward, False))
+            except torch.OutOfMemoryError:
+                continue
             for name, context, of, backward in calls:
                 try:
                     with context:
