@@ -1,7 +1,5 @@
 """Measure attention over block lists on this GPU: our INT8 kernels beside PyTorch's compiled flex_attention.
 
-python benchmarks/sparse.py --output benchmarks/results
-
 Lists are drawn at random, or chosen by a router on tensors whose neighbours are alike ("lists": "drawn", "subblock"),
 with the same number of tiles for each block of rows. A row's speed counts the operations of kept tiles alone; its time
 includes quantising and sorting of lists, but not routing. "training" has such rows of forward and backward pass
@@ -13,7 +11,6 @@ Kernels are compiled first, each shape's in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -26,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import git_commit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from sage_hf.bench import tables
-from sage_hf.bench.measure import MIN_CALLS, facts, first_calls, median_ms, reason, require_finite
+from sage_hf.bench import command, results
+from sage_hf.bench.measure import require_finite
+from sage_hf.bench.results import reason
+from sage_hf.bench.timing import MIN_CALLS, first_calls, median_ms
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_hf.sparse.layer import order_beside_text, permute_tokens
 from sage_kernels import ops, training
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.block_list import BlockList
 
-NAME = "sparse"
 ERROR_ROWS = 128
 SKIPPED = (0.75, 0.9)
 GRIDS = ((4, 64, 64), (8, 64, 64), (21, 45, 80))
@@ -362,31 +359,28 @@ def is_measured(case: Case, rows: list[dict[str, Any]]) -> bool:
     return any(tuple(row[name] for name in names) == wanted for row in rows)
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` to the parser."""
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+
+
+def execute(args: argparse.Namespace) -> None:
     """Measure, and write <gpu>-sparse.json after every case; a file of the same commit is continued."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the result")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
-    args = parser.parse_args()
-    device = torch.device("cuda")
+    device = command.gpu("cuda")
     compile_ahead()
-    result = facts(device, git_commit() if args.commit is None else args.commit)
-    path = args.output / f"{'-'.join(result['gpu'].lower().split())}-{NAME}.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    result = results.facts(device)
+    path = results.path_of(args.output, result, "sparse")
+    before = results.read(path) or {}
     same = bool(result["commit"]) and before.get("commit") == result["commit"]
     with torch.no_grad():
-        routing = before["routing"] if same else measure_routing(device)
-        print(*routing, sep="\n", flush=True)
+        result["routing"] = before["routing"] if same else measure_routing(device)
+        print(*result["routing"], sep="\n", flush=True)
         kinds = (("rows", CASES, measure), ("training", TRAINING_CASES, measure_training))
-        found = {kind: before.get(kind, []) if same else [] for kind, _, _ in kinds}
+        result |= {kind: before.get(kind, []) if same else [] for kind, _, _ in kinds}
         for kind, cases, measure_case in kinds:
             for case in cases:
-                if not is_measured(case, found[kind]):
+                if not is_measured(case, result[kind]):
                     rows = measure_case(case, device)
-                    found[kind] += rows
+                    result[kind] += rows
                     print(*map(describe, rows), sep="\n", flush=True)
-                    path.write_text(tables.to_json({**result, "routing": routing, **found}), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+                    results.write(path, result)

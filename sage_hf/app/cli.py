@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sage_hf.bench.command import add_arguments
 
         add_arguments(command)
-    command = commands.add_parser("tune", help="measure in a minute what calls cost on this GPU, to choose kernels by")
+    command = commands.add_parser("tune", help="measure in minutes, once a GPU, what calls cost, to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
-    command.add_argument("--seconds", type=float, help="of measuring (default: a minute)")
+    command.add_argument("--seconds", type=float, help="of compiling and measuring (default: 240)")
     command.add_argument(
         "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
@@ -242,7 +242,7 @@ def _warmup(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from sage_hf.bench.tune import SECONDS, tune
+    from sage_hf.tune.tune import SECONDS, tune
     from sage_kernels.dispatch import cost_model
 
     seconds = SECONDS if args.seconds is None else args.seconds

@@ -161,13 +161,6 @@ def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device
     assert_rounded_twice(call, run(call, "fa3_padded"))
 
 
-@pytest.mark.parametrize("kind", ["none", "causal none"])
-@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0])
-def test_pytorchs_memory_efficient_kernel(device, kind, scale):
-    call = replace(draw_call(device, (2, 4, 4, 60, 60), 64, kind), scale=scale)
-    assert_rounded_twice(call, run(call, "efficient"))
-
-
 def test_steps_over_the_same_keys_run_by_one_kernel_and_are_right(device, routed):
     call = draw_call(device, (2, 8, 2, 1, 3000), 128)
     ran = []

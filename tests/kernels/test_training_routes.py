@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sage_kernels.dispatch import cost_model, exact_choice, registry
 from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve
+from sage_kernels.dispatch.curves import Curve, Schedule, Weights
 from sage_kernels.dispatch.registry import Plan, Request
 from sage_kernels.runtime import torch_private
 
@@ -19,8 +19,8 @@ REQUEST = Request(
 
 
 def curve(runner, launch, tile):
-    shape = {"rows": 128, "keys": 64, "slots": 132, "whole": False}
-    return Curve(runner, 128, "none", False, **shape, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
+    schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128,))
+    return Curve(runner, "none", False, (1, 128), schedule, Weights(launch=launch, tile=tile))
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Measure what each choice in the recipes with gradients is worth: errors of O, dQ, dK, dV against float64.
 
-python benchmarks/gradient_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
+python studies/gradient_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
 benchmarks/results/cpu-gradient_table.json
 
 All tensors are bfloat16. For drawn tensors dO is Gaussian. For trained models it is what the layer receives: in the
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from record import cpu_facts
 from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
 
+from sage_hf.bench import results
+from sage_hf.text import markdown_table
 from sage_kernels.formats import int8
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.reference import forward as reference
@@ -176,24 +177,25 @@ def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], varian
 
 def markdown(rows: list[dict], name: str) -> str:
     """Return a Markdown table for one set of tensors: relative L1 error (cosine similarity); `rows` as in the JSON."""
-    lines = [f"| {name} | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
-    for row in rows:
-        cells = [f"{row[name][result]['rel_l1']:.4f} ({row[name][result]['cosine']:.5f})" for result in RESULTS]
-        lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [row["variant"], *(f"{row[name][one]['rel_l1']:.4f} ({row[name][one]['cosine']:.5f})" for one in RESULTS)]
+        for row in rows
+    ]
+    return markdown_table([name, *RESULTS], lines)
 
 
 def summary(rows: list[dict]) -> str:
     """Return a Markdown table of relative L1 errors of dQ / dK / dV, for our recipes and the published one."""
     sets = [name for name in rows[0] if name != "variant"]
-    lines = ["| dQ / dK / dV | " + " | ".join(sets) + " |", "|---" * (len(sets) + 1) + "|"]
-    for row in rows:
-        if row["variant"] in SUMMARISED:
-            cells = [
-                " / ".join(f"{row[name][result]['rel_l1']:.3f}".lstrip("0") for result in RESULTS[1:]) for name in sets
-            ]
-            lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [
+            row["variant"],
+            *(" / ".join(f"{row[name][one]['rel_l1']:.3f}".lstrip("0") for one in RESULTS[1:]) for name in sets),
+        ]
+        for row in rows
+        if row["variant"] in SUMMARISED
+    ]
+    return markdown_table(["dQ / dK / dV", *sets], lines)
 
 
 def main() -> None:
@@ -220,7 +222,7 @@ def main() -> None:
             row[name] = errors(samples, truths, VARIANTS[row["variant"]])
         print(markdown(rows, name), end="\n\n", flush=True)
     if arguments.output:
-        facts = {**cpu_facts(), "tokens": arguments.tokens}
+        facts = {**results.facts(torch.device("cpu")), "tokens": arguments.tokens}
         arguments.output.write_text(json.dumps({**facts, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {arguments.output}", file=sys.stderr)
 

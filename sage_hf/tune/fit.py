@@ -1,0 +1,114 @@
+"""Fits of the curves of `sage_kernels.dispatch.curves` to measured times."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
+
+import torch
+
+from sage_kernels.dispatch.curves import NOMINAL_WIDTH, Curve, Order, Schedule, Sizes, Weights, work
+
+ROWS = (64, 128, 192, 256)
+KEYS = (64, 128, 176)
+ITEMS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
+ORDERS = get_args(Order)
+WIDTHS = (tuple(range(32, 257, 32)), (64, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256))
+"""Head_dims to which kernels pad: multiples of 32 and of 64, powers of 2, and FlashAttention 3's."""
+PER_WIDTH = [Weights._fields.index(name) for name in ("queries", "keys", "wide_item", "wide_tile", "ragged")]
+FEWEST = 8
+"""Calls of all head_dims from which there is a curve."""
+FEWEST_OF_A_WIDTH = 20
+"""Calls of a padded head_dim from which it has a curve of its own."""
+SWEEPS, BEST, LAST_SWEEPS = 60, 8, 400
+"""Sweeps of descent for all schedules, and for the best ones."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Time of one call in microseconds, with the fields of `Curve` that say of which kind it is."""
+
+    runner: str
+    mask: str
+    causal: bool
+    sizes: Sizes
+    us: float
+
+
+def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
+    """Fit a curve to each runner, kind of mask and causality of at least FEWEST calls.
+
+    It is for all head_dims; padded head_dims of FEWEST_OF_A_WIDTH calls also have a curve of their own.
+    """
+    kinds: dict[tuple[str, str, bool], list[Measured]] = {}
+    for one in measured:
+        kinds.setdefault((one.runner, one.mask, one.causal), []).append(one)
+    curves = []
+    for calls in kinds.values():
+        if len(calls) < FEWEST:
+            continue
+        curve = _fit_one(calls, multiprocessors)
+        curves.append(curve)
+        for low, high in sorted({_padded_alike(curve.schedule.widths, one.sizes.head_dim) for one in calls}):
+            own = [one for one in calls if low <= one.sizes.head_dim <= high]
+            if FEWEST_OF_A_WIDTH <= len(own) < len(calls):
+                curves.append(replace(_fit_one(own, multiprocessors), head_dims=(low, high)))
+    return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dims)))
+
+
+def _padded_alike(widths: Sequence[int], head_dim: int) -> tuple[int, int]:
+    """Return the smallest and the largest head_dim that are padded to the same of these widths as this one."""
+    index = bisect_left(widths, head_dim)
+    return (widths[index - 1] + 1 if index else 1), widths[index]
+
+
+def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
+    """Return the curve with the least sum of squared relative errors."""
+    kind, head_dims = calls[0], {one.sizes.head_dim for one in calls}
+    grouped = any(one.sizes.q_heads != one.sizes.kv_heads for one in calls)
+    slots = [count * multiprocessors for count in ITEMS_PER_MULTIPROCESSOR]
+    packs, widths = (False, True)[: 1 + grouped], WIDTHS if len(head_dims) > 1 else WIDTHS[:1]
+    nominal_ones = [Schedule(*one, (NOMINAL_WIDTH,)) for one in product(ROWS, KEYS, slots, ORDERS, packs)]
+    schedules = [replace(one, widths=padded) for padded, one in product(widths, nominal_ones)]
+    us = torch.tensor([one.us for one in calls], dtype=torch.float64)
+    # The padded head_dim is but a factor of some columns.
+    nominal = [replace(one.sizes, head_dim=NOMINAL_WIDTH) for one in calls]
+    works = [[work(sizes, kind.causal, schedule) for sizes in nominal] for schedule in nominal_ones]
+    factors = [[_padded_alike(padded, one.sizes.head_dim)[1] / NOMINAL_WIDTH for one in calls] for padded in widths]
+    columns = torch.tensor(works, dtype=torch.float64).expand(len(widths), -1, -1, -1).clone()
+    columns[..., PER_WIDTH] *= torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
+    if kind.mask.split(",")[0] in ("none", "keys"):
+        columns[..., -1] = 0.0  # no mask of scores to read
+    relative = columns.flatten(0, 1) / us[:, None]
+    best = _nonnegative(relative, SWEEPS)[1].topk(BEST, largest=False).indices
+    weights, errors = _nonnegative(relative[best], LAST_SWEEPS)
+    least = int(errors.argmin())
+    schedule, found = schedules[int(best[least])], Weights(*weights[least].tolist())
+    served = _padded_alike(schedule.widths, min(head_dims))[0], _padded_alike(schedule.widths, max(head_dims))[1]
+    curve = Curve(kind.runner, kind.mask, kind.causal, served, schedule, found)
+    squares = [math.log(one.us / curve.us(one.sizes)) ** 2 for one in calls]
+    return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
+
+
+def _nonnegative(matrices: torch.Tensor, sweeps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find non-negative weights w with matrix @ w near 1 for each matrix, by descent along one weight after another.
+
+    Args:
+        matrices: (number, calls, columns).
+
+    Returns:
+        Weights (number, columns), and sums of squared differences (number,).
+    """
+    scale = matrices.norm(dim=1).clamp_min(1e-30)
+    scaled = matrices / scale[:, None]
+    products, sums = scaled.mT @ scaled, scaled.sum(1)
+    weights = torch.zeros_like(sums)
+    for _, column in product(range(sweeps), range(sums.shape[1])):
+        slope = sums[:, column] - (products[:, column] * weights).sum(1)
+        weights[:, column] = (weights[:, column] + slope / products[:, column, column].clamp_min(1e-9)).clamp_min(0.0)
+    fitted = (weights[:, None] @ products @ weights[..., None]).flatten()
+    return weights / scale, matrices.shape[1] - 2 * (weights * sums).sum(1) + fitted
