@@ -53,7 +53,7 @@ def measure_call(
     grad = recipe == "sage_bwd"
 
     def step(tokens: int) -> Any:
-        """Return what runs an attention, and its backward pass where gradients are wanted, at a length."""
+        """Return a function that runs an attention of a length, and its backward pass where gradients are wanted."""
         lengths = q_len or tokens, tokens, tokens
         shapes = ((batch, length, 24, head_dim) for length in lengths)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]

@@ -53,7 +53,7 @@ def _angles(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> t
 
 
 def _flux(norm_class: Any) -> Callable[[Sizes], Made]:
-    """Return what makes an RMSNorm of each head and diffusers' rotation of neighbours, as in Flux and HunyuanVideo."""
+    """Return a maker of an RMSNorm of each head and diffusers' rotation of neighbours, as in Flux and HunyuanVideo."""
 
     def make(sizes: Sizes) -> Made:
         _, tokens, _, head_dim = sizes

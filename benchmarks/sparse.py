@@ -1,10 +1,10 @@
-"""Measure attention over block lists on this GPU: our INT8 kernels beside PyTorch's compiled flex_attention.
+"""Measure attention over block lists on this GPU: our INT8 kernels and PyTorch's compiled flex_attention.
 
 Lists are drawn at random, or chosen by a router on tensors whose neighbours are alike ("lists": "drawn", "subblock"),
 with the same number of tiles for each block of rows. A row's speed counts the operations of kept tiles alone; its time
 includes quantising and sorting of lists, but not routing. "training" has such rows of forward and backward pass
 together, whose operations are 3.5 times those of the forward. "routing" has the times of what comes before:
-choosing tiles, and putting tokens into 4×4×4 order and back, each beside the dense `sage2` call of as many tokens.
+choosing tiles, and putting tokens into 4×4×4 order and back, and of the dense `sage2` call of as many tokens.
 Kernels are compiled first, each shape's in a process of its own.
 """
 
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sage_hf.bench import command, results
 from sage_hf.bench.measure import require_finite
+from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.bench.results import reason
 from sage_hf.bench.timing import MIN_CALLS, first_calls, median_ms
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
@@ -310,8 +309,9 @@ def measure_routing(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def compile_kernels(direction: str, case: Case | None) -> None:
+def compile_kernels(kind: tuple[str, Case | None]) -> None:
     """Make each call of a case once, forward or with gradients, or without a case those of routing."""
+    direction, case = kind
     device = torch.device("cuda")
     if case is None:
         calls: Iterable[Callable[[], object]] = routing_calls(GRIDS[0], device).values()
@@ -329,18 +329,12 @@ def compile_kernels(direction: str, case: Case | None) -> None:
 
 
 def compile_ahead() -> None:
-    """Compile the kernels of all cases side by side: caches on disk hand them to this process.
-
-    A process that fails is passed over, because the measurement says how. Each compiles by itself: workers of their
-    own would be more than there are cores.
-    """
+    """Compile the kernels of all cases in processes, each by itself: workers of theirs would be more than cores."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     kinds: dict[tuple[str, Case | None], None] = {("forward", None): None}
     for direction, cases in (("forward", CASES), ("training", TRAINING_CASES)):
         kinds.update({(direction, replace(case, skipped=SKIPPED[0])): None for case in cases})
-    with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
-        for process in [pool.submit(compile_kernels, *kind) for kind in kinds]:
-            process.exception()
+    call_in_processes(compile_kernels, kinds)
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Measure errors where attention is peaked, with and without the recipes' remedies, and of others' kernels beside them.
+"""Measure errors where attention is peaked, with and without the recipes' remedies, and of others' kernels.
 
 python studies/peaked_errors.py --output benchmarks/results                  # on this GPU: our kernels and peers
 python studies/peaked_errors.py --device cpu --output benchmarks/results     # the reference, on shorter tensors
@@ -179,7 +179,7 @@ def run(
     Args:
         device: where to.
         cases: the tensors.
-        peers: others' kernels to measure beside our recipes.
+        peers: others' kernels to measure too.
         write: called with the rows so far whenever a provider has measured a group of `alike` cases.
     """
     rows: dict[str, list[dict[str, Any]]] = {}

@@ -29,7 +29,7 @@ TOKENS = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return what identifies the call of a row, and the table of costs by which an unseen one chose."""
+    """Return the key of a row: its call, and the table of costs by which an unseen call chose."""
     return (row["kind"], *(row[name] for name in SIZES), row.get("table"))
 
 
@@ -163,7 +163,7 @@ def _missing(result: Result) -> list[str]:
 
 
 def caption(result: Result) -> str:
-    """Return what the numbers are."""
+    """Return a sentence that explains the numbers."""
     return (
         f"Our speed relative to the fastest of PyTorch's backends and FlashAttention 3: {len(measured(result))} calls"
         f" on {result['gpu']}; batch × heads (query/key) × tokens (queries·keys) × head_dim; "

@@ -34,7 +34,7 @@ RAN = ("recipe", "kernel", "quantizer", "backward", "reason")
 
 
 def sizes(case: Case) -> Row:
-    """Return what identifies a call in a row of the result."""
+    """Return the sizes, mask and direction that identify a call in a row of the result."""
     return {"kind": case.name} | {name: getattr(case, name) for name in SIZES}
 
 

@@ -53,7 +53,7 @@ class ModelProvider:
 
     @property
     def ours(self) -> bool:
-        """Return whether it is one of ours."""
+        """Return whether the provider is one of ours."""
         return self.name.startswith("sage_hf:")
 
 

@@ -49,7 +49,7 @@ class ModelGain:
 
     @property
     def what_ran(self) -> str:
-        """Return what ran in how many of the attention calls of a step."""
+        """Return the kinds of kernels of a step, each with its number of attention calls."""
         families: Counter[str] = Counter()
         for kernel, calls in self.kernels.items():
             families[_family(kernel)] += calls
@@ -67,7 +67,7 @@ PIPELINES = ("cogvideox-2b", "hunyuanvideo-720p", "mochi")
 
 
 def _family(kernels: str) -> str:
-    """Return what a row's names of a call's kernels mean to a user."""
+    """Return the kind of kernel, for a user, of a row's names of a call's kernels."""
     kernel = kernels.split(",")[0]
     families = {"int8": "INT8", "nvfp4": "FP4", "fa3": "FA3", "sdpa": "PyTorch", "efficient": "PyTorch"}
     own = "our exact kernel"
@@ -136,7 +136,7 @@ def _models_caption(result: Result) -> str:
 
 
 def model_gains(result: Result) -> list[ModelGain]:
-    """Return what each model gains in each mode by our fastest recipe.
+    """Return the gain of each model in each mode by our fastest recipe.
 
     A model without both is left out. Sparse attention computes something else, so its time does not count.
     """

@@ -55,7 +55,7 @@ def plans(device: torch.device) -> list[Row]:
 def errors(
     device: torch.device, recipes: Sequence[str] = FORWARD_RECIPES, head_dims: Sequence[int] = HEAD_DIMS
 ) -> list[Row]:
-    """Compare native kernels with exact attention in float64, beside the recipe's reference in PyTorch.
+    """Compare native kernels, and the recipe's reference in PyTorch, with exact attention in float64.
 
     Returns:
         Rows {recipe, head_dim, causal} with "kernel", "quantizer", "rel_l1" and "reference_rel_l1", which agree to some
