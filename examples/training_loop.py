@@ -38,7 +38,7 @@ def build_accelerator() -> Accelerator:
 
 
 def kernels_that_ran(model: nn.Module, recipe: str) -> list[str]:
-    """Return what ran for a recipe, as "recipe · kernel · native or emulated".
+    """Return the kernels that ran for a recipe, as "recipe · kernel · native or emulated".
 
     Raises:
         RuntimeError: another recipe or exact attention ran instead, which would make a comparison meaningless.
