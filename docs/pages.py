@@ -203,7 +203,7 @@ def speed() -> str:
 
 
 def speed_summary() -> str:
-    """Return what the table of every provider's forward speed shows of `sage2`, in sentences."""
+    """Return the ranges of `sage2` in the table of every provider's forward speed, in sentences."""
     result = read_result("nvidia-h200-forward")
     shapes: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:

@@ -124,7 +124,7 @@ def price_of_outlier_handling() -> str:
     def more(recipe):
         return span((row["after_ms"] / row["before_ms"] - 1 for row in rows if row["recipe"] == recipe), 1, 100)
 
-    return f"the time of `sage2` changes by {more('sage2')} %, and that of `sage1` by {more('sage1')} %"
+    return f"calls of `sage2` take {more('sage2')} % more time, calls of `sage1` {more('sage1')} %"
 
 
 def times_of_fp4_preparation() -> str:

@@ -25,8 +25,10 @@ from sage_hf.app import cli
 from sage_hf.diffusers.processor import sage_of
 from sage_kernels.reference import registration
 from sage_kernels.spec import call
+from sage_kernels.spec import recipe as spec_recipe
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family
+from tests.helpers.kernels import preferred_forward
 from tests.kernels.test_registry import HONOURED
 
 ROOT = Path(__file__).parents[1]
@@ -35,10 +37,6 @@ PAGES += sorted(ROOT.glob("examples/*/README.md"))
 
 RUN_ELSEWHERE = {
     # A text that only this snippet has: the test that runs it.
-    "kernels/sage_kernels/spec/recipe.py, in RECIPES": "test_readme.py::test_the_recipe_that_the_page_adds_runs",
-    'recipe="sage1_v")))': "test_readme.py::test_the_recipe_that_the_page_adds_runs",
-    "class PlainForward": "test_readme.py::test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds",
-    "def test_the_one_tile": "test_readme.py::test_the_kernel_that_the_page_adds_passes_the_test_that_it_adds",
     "def aura_flow_attention": "hf/diffusers/test_adding_a_family.py::"
     "test_the_family_that_the_page_adds_equals_the_original_to_the_bit",
 }
@@ -49,6 +47,7 @@ OTHERS_COMMANDS = {
     ".venv/bin/python": "flags are pytest's; the paths are asserted to exist",
 }
 
+IN_RECIPES = "kernels/sage_kernels/spec/recipe.py, in RECIPES"
 claims: list[tuple[str, Callable[..., None]]] = []
 """(a text that only this snippet has, the check that runs it)"""
 
@@ -289,6 +288,29 @@ def tiny_model(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names["frames"]) == 17 and names["frames"][0].size == (128, 128)
 
 
+def adding_block(text: str) -> str:
+    (code,) = [code for code in SNIPPETS if text in code]
+    return code
+
+
+@claim('recipe="sage1_v")))')
+def adding_recipe(code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    recipe = eval(adding_block(IN_RECIPES).partition("\n")[2].strip().rstrip(","), dict(vars(spec_recipe)))
+    monkeypatch.setitem(spec_recipe.RECIPES, recipe.name, recipe)
+    exec(code, {})
+    assert "kernel='reference', recipe='sage1_v', numerics='emulated'" in capsys.readouterr().out
+
+
+@claim("def test_the_one_tile")
+def adding_kernel(code: str) -> None:
+    module = {"__package__": "sage_kernels.reference", "__name__": "sage_kernels.reference.plain"}
+    exec(adding_block("class PlainForward"), module)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with preferred_forward(module["PlainForward"]()):
+        names["test_the_one_tile_kernel_computes_what_the_reference_does"]()
+
+
 @claim("register_forward(PlainForward())")
 def adding_registration(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It registers what the file does, behind the new kernel."""
@@ -336,7 +358,7 @@ def test_a_snippet_does_what_its_page_claims(text: str, check: Callable[..., Non
 
 
 def test_every_snippet_is_checked_once():
-    texts = [*(text for text, _ in claims), *RUN_ELSEWHERE]
+    texts = [*(text for text, _ in claims), *RUN_ELSEWHERE, IN_RECIPES, "class PlainForward"]
     for code in SNIPPETS:
         assert sum(text in code for text in texts) == 1, f"no check, or several, for the snippet\n{code}"
 

@@ -1,30 +1,55 @@
-"""Docstrings open with a verb or with a noun that names the thing, never with a fragment."""
+"""Docstrings open with a verb or a noun that names the thing, and pages keep clear of habits that stop readers."""
 
 import ast
+import re
 from pathlib import Path
 
+import pages
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("sage_hf", "kernels", "examples", "benchmarks")
+FOLDERS = ("sage_hf", "kernels", "examples", "benchmarks", "studies", "docs")
 FRAGMENTS = {"Of", "What", "Whether", "Why", "How", "As", "Where", "Those", "That"}
 # Nouns name modules and classes; a function does something, also where ruff's D401 does not look: in a property.
 ARTICLES = {"A", "An", "The"}
+# "Return what fits" names nothing: "Return the tiles that fit".
+NAMELESS = re.compile(r"Return (what|those|that|others)\b")
+
+# Records of the past keep their words.
+PAGES = [*(page for page in pages.PAGES if page.name != "CHANGELOG.md"), *sorted(ROOT.glob("examples/*/README.md"))]
+BANNED = {
+    r"\bbesides?\b": 'say "with", "next to" or "also"',
+    r"\bas it comes\b": 'say "baseline"',
+    r"\b(mask|masks) of (keys|scores)\b": 'say "key-padding mask" or "attention bias"',
+    r"\bbalanced?\b": 'say "equalise"',
+    r"\bremed(y|ies)\b": 'say "outlier handling"',
+    r"\b(runner|peer)s?\b": 'say "provider", or name it',
+    r"\bmends?\b": 'say "fix" or "correct"',
+    r"\b(split_forward|scattered_forward|exact_forward|delta_scores)\b": "the kernel has another name",
+    r"\b(hangs on|that of|those of)\b": "repeat the noun",
+    r"(?:^|[.:;] )(What|Those|Others|One that|That which) (?!a )[a-z]+": "open with the noun",
+}
+LONGEST_SENTENCE = 40
+"""Words of a sentence."""
+MOST_CONDITIONS = 2
+CONDITION = re.compile(r"\b(if|where|when|unless|until|while|whose)\b", re.IGNORECASE)
 
 
 def find_openings(tree: ast.Module) -> list[tuple[ast.AST, str]]:
-    """Return each module, class and function with a docstring, and the docstring's first word."""
+    """Return each module, class and function that has a docstring, with the docstring."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = ((node, ast.get_docstring(node)) for node in ast.walk(tree) if isinstance(node, kinds))
-    return [(node, text.split()[0].rstrip(",.:;")) for node, text in texts if text]
+    return [(node, text) for node, text in texts if text]
 
 
 def find_faults(tree: ast.Module) -> list[str]:
-    """Return "name: word" for each docstring that opens with a fragment, or a function's with an article."""
+    """Return "name: opening" for each docstring that opens with a fragment, or a function's without its verb."""
     return [
-        f"{getattr(node, 'name', 'the module')}: {word}"
-        for node, word in find_openings(tree)
-        if word in FRAGMENTS or (word in ARTICLES and not isinstance(node, ast.Module | ast.ClassDef))
+        f"{getattr(node, 'name', 'the module')}: {' '.join(text.split()[:3])}"
+        for node, text in find_openings(tree)
+        if (word := text.split()[0].rstrip(",.:;")) in FRAGMENTS
+        or NAMELESS.match(text)
+        or (word in ARTICLES and not isinstance(node, ast.Module | ast.ClassDef))
     ]
 
 
@@ -39,12 +64,53 @@ def test_no_docstring_opens_with_a_fragment(folder):
 @pytest.mark.parametrize(
     ("source", "faults"),
     [
-        ('"""What this is."""', ["the module: What"]),
-        ('class Sum:\n    """Of all."""', ["Sum: Of"]),
-        ('class Sum:\n    @property\n    def of(self):\n        """The sum."""', ["of: The"]),
-        ('async def add():\n    """Whether."""', ["add: Whether"]),
-        ('"""The sum."""\nclass Sum:\n    """A sum."""\n    def add(self):\n        """Add what is there."""', []),
+        ('"""What this is."""', ["the module: What this is."]),
+        ('class Sum:\n    """Of all."""', ["Sum: Of all."]),
+        ('class Sum:\n    @property\n    def of(self):\n        """The sum."""', ["of: The sum."]),
+        ('async def add():\n    """Whether."""', ["add: Whether."]),
+        ('def add():\n    """Return what is there."""', ["add: Return what is"]),
+        ('"""The sum."""\nclass Sum:\n    """A sum."""\n    def add(self):\n        """Return whether it adds."""', []),
     ],
 )
 def test_fragments_are_found_in_modules_classes_and_functions(source, faults):
     assert find_faults(ast.parse(source)) == faults
+
+
+def read_prose(page: Path) -> str:
+    """Return a page's paragraphs, list items and rows of tables, a line each: no code, headings, generated sections."""
+    text = page.read_text(encoding="utf-8")
+    for left_out in (r"```.*?```", r"<!-- generated: [\w-]+ -->.*?<!-- end -->", r"^#+ .*?$"):
+        text = re.sub(left_out, "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"\n *(- |\d+\. |\|)", r"\n\n\1", text)
+    return "\n".join(" ".join(part.split()).lstrip("-| ") for part in re.split(r"\n\s*\n", text) if part.strip())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_keeps_clear_of_banned_words(page):
+    prose = re.sub(r"`[^`\n]*`", "`code`", read_prose(page))
+    found = [
+        f"{prose[max(0, match.start() - 40) : match.end() + 40]!r}: {instead}"
+        for pattern, instead in BANNED.items()
+        for match in re.finditer(pattern, prose, re.MULTILINE)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_sentence_of_a_page_is_short_and_has_few_conditions(page):
+    found = []
+    for line in read_prose(page).splitlines():
+        for sentence in re.split(r"(?<=[.!?:;])\s", line.replace("|", ". ")):
+            words, conditions = len(sentence.split()), len(CONDITION.findall(sentence))
+            if words > LONGEST_SENTENCE or conditions > MOST_CONDITIONS:
+                found.append(f"{words} words, {conditions} conditions: {sentence}")
+    assert not found, "\n".join(found)
+
+
+def test_read_prose_keeps_text_and_leaves_out_code_and_tables_of_results(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A\n\nOne\ntwo.\n- b\n```\ncode\n```\n<!-- generated: x -->\n| 1 |\n<!-- end -->\n| [c](d) | e |\n"
+    )
+    assert read_prose(page) == "One two.\nb\n[c] | e |"
