@@ -35,8 +35,8 @@ from sage_kernels.cuda import quantize_nvfp4
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.operands import NVFP4Operands
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.triton.delta_scores import delta_scores
 from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
+from sage_kernels.triton.smooth_q_scores import smooth_q_scores
 
 SHAPES = ((4, 32, 4096, 128), (2, 32, 16384, 128), (4, 32, 4096, 64))
 REPEATS = 7
@@ -178,7 +178,7 @@ def measure_shape(
     columns = operands.key.shape[2]
     delta = query.new_empty((batch, heads, operands.query.shape[2] // 128, columns), dtype=torch.float32)
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "delta_scores": (replayed(lambda: delta_scores(operands, call.tail, None, 0, 0, delta)), 20)
+        "delta_scores": (replayed(lambda: smooth_q_scores(operands, call.tail, None, 0, 0, delta)), 20)
     }
     written = delta.numel() * delta.element_size() + key.numel() * key.element_size()
     add("triton", "delta_scores", measure.median_ms(calls)["delta_scores"], copy_ms=written / bandwidth * 1e3)

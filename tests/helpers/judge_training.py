@@ -23,7 +23,7 @@ from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows, sequence_slices
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
-from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
+from sage_kernels.triton.configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from tests.helpers.judge import NO_KERNELS, Error
 from tests.helpers.triton_calls import new_backward_call, new_call
 
@@ -109,7 +109,7 @@ def blocks_of(call: TrainingCall) -> tuple[int, int]:
     channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
     backward = RECIPES[call.recipe].backward
     facts = capability, channels, backward is not None and backward.ds == "int8"
-    configs = [int8_backward_key_config(*facts), int8_backward_query_config(*facts)]
+    configs = [int8_bwd_dkdv_config(*facts), int8_bwd_dq_config(*facts)]
     if call.blocks is not None:
         configs = [limit_to_list(config, *call.blocks[2:]) for config in configs]
     return configs[0].block_m, configs[1].block_n

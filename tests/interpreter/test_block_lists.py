@@ -15,7 +15,7 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.block_tiles import block_tiles
-from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
+from sage_kernels.triton.configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from sage_kernels.triton.tile_rows import tile_rows
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.portable_fp4 import without_inline_assembly
@@ -196,8 +196,8 @@ def test_gradients_are_the_references(recipe, case, heads):
     blocks = draw_blocks(1 if heads == 1 else 2, heads, 150, 330, block_m, block_n)
     int8 = recipe == "sage_bwd_int8"
     tiles = {
-        "block_m": limit_to_list(int8_backward_key_config(ADA, 64, int8), block_m, block_n).block_m,
-        "block_n": limit_to_list(int8_backward_query_config(ADA, 64, int8), block_m, block_n).block_n,
+        "block_m": limit_to_list(int8_bwd_dkdv_config(ADA, 64, int8), block_m, block_n).block_m,
+        "block_n": limit_to_list(int8_bwd_dq_config(ADA, 64, int8), block_m, block_n).block_n,
     }
     found, expected = gradients(inputs, recipe, tiles, blocks=blocks, **options)
     assert not found[0][:, :, :block_m].any()

@@ -154,7 +154,7 @@ def test_a_head_dim_takes_what_the_two_measured_next_to_it_take():
     assert table.curve("flash", "none", False, 257) is None
 
 
-@pytest.mark.parametrize("runner", [RUNNER, "exact_forward"])
+@pytest.mark.parametrize("runner", [RUNNER, "masked_forward"])
 def test_a_kernel_of_ours_takes_as_long_as_for_the_width_to_which_it_pads(runner):
     table = Table("a GPU", H200, {}, tuple(curve(runner, launch=d, head_dim=d) for d in (64, 128, 192, 256)))
     sizes = Sizes(1, 8, 8, 1000, 1000, 0)

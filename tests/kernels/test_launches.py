@@ -111,10 +111,10 @@ def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks)
     code = """
 from sage_kernels.replay import trace as rehearsal
 from sage_kernels.language import backward_operands, launch
-from sage_kernels.triton import backward_keys, backward_queries
+from sage_kernels.triton import bwd_dkdv, bwd_dq
 
 kernels = [backward_operands.prepare_queries, backward_operands.prepare_keys]
-kernels += [backward_keys.int8_backward_key, backward_queries.int8_backward_query]
+kernels += [bwd_dkdv.int8_bwd_dkdv, bwd_dq.int8_bwd_dq]
 with rehearsal.rehearsing(compiles_only=True):
     for kernel in ORDER(kernels):
         launch.launch(kernel, (1,), **dict.fromkeys(kernel.arg_names, 16))

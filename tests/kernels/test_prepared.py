@@ -432,14 +432,14 @@ def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
 
 def test_a_launch_may_prefer_shared_memory(gpu, gluon):
     """So does the one before FlashAttention 3, which runs with what it leaves."""
-    from sage_kernels.triton import scattered_forward
+    from sage_kernels.triton import nonprefix_forward
 
     mask = torch.ones(1, 1, 1, SHAPE[2], dtype=torch.bool)
     with trace.rehearsing() as rehearsed:
         query, key, value, mask = (rehearsed.stand_in(x) for x in (*draw(), mask))
         call = Call(query, key, value, get_recipe("exact"), Mask.of(mask, SHAPE[2]))
-        scattered_forward.attend(call, lambda *arguments: None)
-    assert list(gpu.attributes.values()) == [scattered_forward.SHARED_PERCENT]
+        nonprefix_forward.attend(call, lambda *arguments: None)
+    assert list(gpu.attributes.values()) == [nonprefix_forward.SHARED_PERCENT]
 
 
 def test_one_tensor_as_query_key_and_value_is_found(gpu):

@@ -188,10 +188,10 @@ class NVFP4Forward:
         return _load("nvfp4_forward").attend(call, quantizer, _capability(call.query), self.native)
 
 
-class ExactForward:
-    """The exact kernel of `triton.exact_forward`, which skips what a mask hides."""
+class MaskedForward:
+    """The exact kernel of `triton.masked_forward`, which skips what a mask hides."""
 
-    name = "exact_forward"
+    name = "masked_forward"
     repeats = True
 
     def unsupported(self, request: Request) -> str:
@@ -201,18 +201,18 @@ class ExactForward:
         return "no block lists" if request.mask.startswith("block") else ""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Attend; see `exact_forward.attend`."""
-        return _load("exact_forward").attend(call)
+        """Attend; see `masked_forward.attend`."""
+        return _load("masked_forward").attend(call)
 
-    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
-        """Attend; see `scattered_forward.attend`."""
-        return _load("scattered_forward").attend(call, attend_to_first, row_blocks)
+    def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `nonprefix_forward.attend`."""
+        return _load("nonprefix_forward").attend(call, attend_to_first, row_blocks)
 
 
-class SplitForward:
-    """The exact kernels of `triton.split_forward`, for few queries over many keys."""
+class SplitKVForward:
+    """The exact kernels of `triton.splitkv_forward`, for few queries over many keys."""
 
-    name = "split_forward"
+    name = "splitkv_forward"
     repeats = True
 
     def unsupported(self, request: Request) -> str:
@@ -225,8 +225,8 @@ class SplitForward:
         return f"more than {SPLIT_ROWS} queries share keys" if rows > SPLIT_ROWS else ""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Attend; see `split_forward.attend`."""
-        return _load("split_forward").attend(call)
+        """Attend; see `splitkv_forward.attend`."""
+        return _load("splitkv_forward").attend(call)
 
 
 class HeadKernel:
@@ -281,8 +281,8 @@ def register_kernels() -> None:
     register_forward(Int8Forward())
     register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
     register_backward(Int8Backward())
-    register_exact(SplitForward())
-    register_exact(ExactForward())
+    register_exact(SplitKVForward())
+    register_exact(MaskedForward())
     register_head_kernel(HeadKernel())
 
 
