@@ -55,7 +55,7 @@ def published(**formats: str) -> Variant:
 
     Scales are per tile, over 128 tokens of Q and 64 of K.
     """
-    variant = backward(replace(BWD_INT8, smooth_v=False, rotate=False, balance=False), **{"scales": "tile", **formats})
+    variant = backward(replace(BWD_INT8, smooth_v=False, rotate=False, equalize=False), **{"scales": "tile", **formats})
     return replace(variant, query_tokens=128, key_tokens=64)
 
 
@@ -65,8 +65,8 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, consistent δ": backward(delta="consistent"),
     "`sage_bwd`, P·V in FP8": Variant(replace(BWD, pv="fp8", smooth_v=True)),
     "`sage_bwd`, P·V in INT8": Variant(replace(BWD, pv="int8", smooth_v=True)),
-    "`sage_bwd`, no balance": Variant(replace(BWD, balance=False)),
-    "`sage_bwd`, no balance, not rotated": Variant(replace(BWD, balance=False, rotate=False)),
+    "`sage_bwd`, no balance": Variant(replace(BWD, equalize=False)),
+    "`sage_bwd`, no balance, not rotated": Variant(replace(BWD, equalize=False, rotate=False)),
     "`sage_bwd`, no smooth K": Variant(replace(BWD, smooth_k=False)),
     "`sage_bwd`, Q a scale per 64 tokens": Variant(BWD, query_tokens=64),
     "`sage_bwd`, K a scale per 64 tokens": Variant(BWD, key_tokens=64),
@@ -78,7 +78,7 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, dS in INT8": backward(ds="int8"),
     "`sage_bwd_int8`": Variant(BWD_INT8),
     "`sage_bwd_int8`, consistent δ": backward(BWD_INT8, delta="consistent"),
-    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, balance=False, rotate=False)),
+    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, equalize=False, rotate=False)),
     "`sage_bwd_int8`, P·V in FP16": Variant(replace(BWD_INT8, pv="fp16", smooth_v=False)),
     "`sage_bwd_int8`, a scale per tile": backward(BWD_INT8, scales="tile"),
     "`sage_bwd_int8` in FP8": backward(BWD_INT8, p="fp8", ds="fp8"),
@@ -125,13 +125,13 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
     operands = reference.quantize_operands(query, key, value, recipe)
     if variant.query_tokens != 1:
         codes, scale = in_blocks(
-            transformed(query.float(), recipe, operands.balance, 1), variant.query_tokens, torch.float32
+            transformed(query.float(), recipe, operands.equalizer, 1), variant.query_tokens, torch.float32
         )
         q_len = query.shape[2]
         operands = replace(operands, query=codes[:, :, :q_len], query_scale=scale[:, :, :q_len])
     if variant.key_tokens is not None:
         smooth = transforms.smooth(key.float())[0] if recipe.smooth_k else key.float()
-        smooth = transformed(smooth, recipe, operands.balance, -1)
+        smooth = transformed(smooth, recipe, operands.equalizer, -1)
         codes, scale = in_blocks(smooth, variant.key_tokens, torch.bfloat16)
         operands = replace(operands, key=codes, key_scale=scale)
     output, lse = reference.attend(operands, recipe, kv_len, dtype=query.dtype, mask=None, causal_offset=0, **options)
@@ -139,10 +139,10 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
     return output, *reference_backward.backward(gradient, value, output, saved, recipe, head_dim=head_dim, **options)
 
 
-def transformed(x: torch.Tensor, recipe: Recipe, balance: torch.Tensor | None, power: int) -> torch.Tensor:
-    """Return Q (power 1) or K (power -1), whose head_dim is a power of two, balanced and rotated as the recipe says."""
-    if balance is not None:
-        x = x * (balance**power).repeat_interleave(x.shape[1] // balance.shape[1], 1)
+def transformed(x: torch.Tensor, recipe: Recipe, equalizer: torch.Tensor | None, power: int) -> torch.Tensor:
+    """Return Q (power 1) or K (power -1), with head_dim a power of two, equalized and rotated as the recipe says."""
+    if equalizer is not None:
+        x = x * (equalizer**power).repeat_interleave(x.shape[1] // equalizer.shape[1], 1)
     return transforms.rotate(x) if recipe.rotate else x
 
 

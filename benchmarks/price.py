@@ -108,7 +108,7 @@ def caller(package: str, case: Case, remedies: bool = True) -> Callable[[Tensor,
     if not remedies:
         recipes = importlib.import_module(f"{package}.recipe")
         name = f"{recipe}_without_remedies"
-        plain = {"heavy_keys": 0, "heavy_choice": "first", "rotate": False, "balance": False}
+        plain = {"heavy_keys": 0, "heavy_choice": "first", "rotate": False, "equalize": False}
         recipes.RECIPES.setdefault(name, replace(recipes.RECIPES[recipe], name=name, **plain))
         recipe = name
 

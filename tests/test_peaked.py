@@ -116,7 +116,7 @@ def test_a_recipe_without_remedies_keeps_everything_else():
 
 
 def _remedies(recipe) -> set[str]:
-    return {"heavy_keys", "heavy_choice", "recent_keys", "balance"} & vars(recipe).keys()
+    return {"heavy_keys", "heavy_choice", "recent_keys", "equalize"} & vars(recipe).keys()
 
 
 def test_a_peer_that_is_missing_or_cannot_run_has_a_row_that_says_why(capsys):

@@ -69,13 +69,13 @@ class Shape:
 
     @property
     def low_bit_saved_bytes(self) -> int:
-        """Return the bytes that ours keeps: Q and K in INT8 with scales, their balance, V, output and LSE."""
+        """Return the bytes that ours keeps: Q and K in INT8 with scales, their equalizer, V, output and LSE."""
         rows, channels = padded_rows(self.tokens), padded_channels(self.head_dim)
         query = self.q_heads * rows * (channels + 4)
         key = self.kv_heads * (rows * channels + rows // KEY_BLOCK * 4 * 2)
-        balance = 4 * self.kv_heads * channels
+        equalizer = 4 * self.kv_heads * channels
         value = 2 * self.kv_heads * self.tokens * self.head_dim
-        return self.batch * (query + key + balance + value + 4 * self.q_heads * self.tokens) + self.output_bytes
+        return self.batch * (query + key + equalizer + value + 4 * self.q_heads * self.tokens) + self.output_bytes
 
     def __str__(self) -> str:
         heads = str(self.q_heads) if self.q_heads == self.kv_heads else f"{self.q_heads}/{self.kv_heads}"

@@ -11,10 +11,10 @@ from sage_kernels.spec.recipe import RECIPES
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 SHIPPED = [recipe for recipe in RECIPES.values() if recipe.backward is not None]
-PLAIN = replace(BWD, rotate=False, balance=False)
+PLAIN = replace(BWD, rotate=False, equalize=False)
 ROTATED = replace(PLAIN, rotate=True)
 CONSISTENT = replace(PLAIN, backward=replace(PLAIN.backward, delta="consistent"))
-TRANSFORMED, TRANSFORMED_INT8 = (replace(recipe, rotate=True, balance=True) for recipe in (BWD, BWD_INT8))
+TRANSFORMED, TRANSFORMED_INT8 = (replace(recipe, rotate=True, equalize=True) for recipe in (BWD, BWD_INT8))
 names = pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
 
 # The largest relative error of rounding to a dtype, and the spacing of float32 numbers around 1.

@@ -124,7 +124,7 @@ def test_the_forward_keeps_what_the_references_keeps(case):
     expected, expected_saved = reference_backward.forward(*tensors, recipe, **options)
     output, saved = kernel_forward(*tensors, recipe, options)
     agreements = {"query": codes_agree, "query_scale": scales_agree, "key": codes_agree, "key_scale": scales_agree}
-    for name, agree in {**agreements, "balance": torch.equal}.items():
+    for name, agree in {**agreements, "equalizer": torch.equal}.items():
         assert agree(getattr(saved, name), getattr(expected_saved, name)), name
     without_key = expected_saved.lse == -torch.inf
     assert torch.equal(saved.lse == -torch.inf, without_key)

@@ -42,16 +42,16 @@ def unrounded(query, key, lse, scale, lengths, recipe):
     """`Saved` of operands that nothing has quantised: float64 Q, K without its mean, and scales of 1."""
     group, channels = query.shape[1] // key.shape[1], padded_channels(query.shape[-1])
     query, key = (F.pad(x, (0, channels - x.shape[-1])) for x in (query, key))
-    balance = lse.new_empty(0)
-    if recipe.balance:
+    equalizer = lse.new_empty(0)
+    if recipe.equalize:
         sequences = query.shape[0] if lengths is None else len(lengths.cu_seqlens_q) - 1
         generator = torch.Generator().manual_seed(2)
-        balance = torch.randint(-2, 3, (sequences, key.shape[1], channels), generator=generator).double().exp2()
+        equalizer = torch.randint(-2, 3, (sequences, key.shape[1], channels), generator=generator).double().exp2()
 
         def factors(cu_seqlens):
             if lengths is None:
-                return balance.unsqueeze(2)
-            return balance.repeat_interleave(cu_seqlens.diff(), 0).transpose(0, 1).unsqueeze(0)
+                return equalizer.unsqueeze(2)
+            return equalizer.repeat_interleave(cu_seqlens.diff(), 0).transpose(0, 1).unsqueeze(0)
 
         query = query * factors(lengths and lengths.cu_seqlens_q).repeat_interleave(group, 1)
         key = key / factors(lengths and lengths.cu_seqlens_k)
@@ -73,7 +73,7 @@ def unrounded(query, key, lse, scale, lengths, recipe):
             packed.append(rows)
         query, key = packed
     key_scale = key.new_ones(*key.shape[:2], key.shape[2] // 64, 4)
-    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, balance, lse)
+    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, equalizer, lse)
 
 
 class Unrounded(torch.autograd.Function):
@@ -125,7 +125,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "recipe", [PLAIN, CONSISTENT, ROTATED, TRANSFORMED], ids=["output", "consistent", "rotated", "balanced"]
+    "recipe", [PLAIN, CONSISTENT, ROTATED, TRANSFORMED], ids=["output", "consistent", "rotated", "equalized"]
 )
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
@@ -186,7 +186,7 @@ def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, opt
 
 
 @pytest.mark.parametrize(
-    "recipe", [PLAIN, ROTATED, TRANSFORMED, TRANSFORMED_INT8], ids=["plain", "rotated", "balanced", "int8"]
+    "recipe", [PLAIN, ROTATED, TRANSFORMED, TRANSFORMED_INT8], ids=["plain", "rotated", "equalized", "int8"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
@@ -208,10 +208,10 @@ def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     assert ((saved.lse + mean_scores - lse).abs() <= bound)[finite].all()
 
     query, key = F.pad(query.float(), (0, 24)), F.pad(torch.where(counts, key, 0.0), (0, 24))
-    if recipe.balance:
-        factor = transforms.balance(*inputs, counts)
-        assert torch.equal(saved.balance, F.pad(factor.squeeze(-2), (0, 24), value=1.0))
-        query, key = query * saved.balance.unsqueeze(-2).repeat_interleave(2, 1), key / saved.balance.unsqueeze(-2)
+    if recipe.equalize:
+        factor = transforms.equalize(*inputs, counts)
+        assert torch.equal(saved.equalizer, F.pad(factor.squeeze(-2), (0, 24), value=1.0))
+        query, key = query * saved.equalizer.unsqueeze(-2).repeat_interleave(2, 1), key / saved.equalizer.unsqueeze(-2)
     if recipe.rotate:
         query, key = transforms.rotate(query), transforms.rotate(key)
     codes, scale = int8.quantize(query, 1)

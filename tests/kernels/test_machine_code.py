@@ -143,7 +143,7 @@ def record_backward(
         meta(batch, q_heads, rows, dtype=torch.float32),
         meta(batch, kv_heads, rows, channels, dtype=torch.int8),
         meta(batch, kv_heads, rows // 64, 4),
-        meta(*((batch, kv_heads, channels) if RECIPES[recipe].balance else (0,)), dtype=torch.float32),
+        meta(*((batch, kv_heads, channels) if RECIPES[recipe].equalize else (0,)), dtype=torch.float32),
         meta(batch, q_heads, tokens, dtype=torch.float32),
     )
     output, value = (meta(batch, tokens, heads, head_dim).transpose(1, 2) for heads in (q_heads, kv_heads))

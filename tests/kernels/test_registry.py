@@ -285,13 +285,13 @@ OTHERS = {
     "smooth_k": True,
     "smooth_v": True,
     "rotate": True,
-    "balance": True,
+    "equalize": True,
     "tensor_scale": False,
     "scale_steps": (-1, 1),
     "key_scale_steps": (-1, 1),
     "denominator": "quantized_p",
 }
-INT8 = {"smooth_k", "smooth_v", "rotate", "balance"}
+INT8 = {"smooth_k", "smooth_v", "rotate", "equalize"}
 HONOURED = {
     "int8_quantize": INT8,
     "int8_forward": INT8,

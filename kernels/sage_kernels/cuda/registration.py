@@ -38,10 +38,10 @@ class HopperQuantizer:
     def serves(self, recipe: Recipe) -> bool:
         """Serve Q and K in INT8 without K's mean, V in float16 with its mean or in e4m3 without; 0 or 64 heavy keys.
 
-        Q and K may be rotated, and if so, balanced.
+        Q and K may be rotated, and if so, equalized.
         """
         values = (recipe.pv, recipe.smooth_v) in (("fp8", True), ("fp16", False))
-        return _serves(recipe) and values and recipe.smooth_k and (recipe.rotate or not recipe.balance)
+        return _serves(recipe) and values and recipe.smooth_k and (recipe.rotate or not recipe.equalize)
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -221,13 +221,13 @@ def register_kernels() -> None:
 def _serves(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == int8_forward.HEAVY_KEYS and recipe.backward is None)
-    transforms = ("smooth_k", "smooth_v", "rotate", "balance")
+    transforms = ("smooth_k", "smooth_v", "rotate", "equalize")
     return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
 
 
 def _serves_nvfp4(recipe: Recipe) -> bool:
     formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, nvfp4_forward.HEAVY_KEYS)
-    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
+    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "equalize", "tensor_scale", "denominator")
     return formats and recipe.is_plain_but_for(
         *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice", "recent_keys"
     )

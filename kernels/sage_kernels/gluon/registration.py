@@ -27,7 +27,7 @@ class HopperBackward:
 
     def serves(self, recipe: Recipe) -> bool:
         """Serve Q and K in INT8 with all transforms but the mean of Q, and P and dS in 16 bit."""
-        backward, transforms = recipe.backward, ("smooth_k", "smooth_v", "rotate", "balance")
+        backward, transforms = recipe.backward, ("smooth_k", "smooth_v", "rotate", "equalize")
         if recipe.qk != "int8" or backward is None or not recipe.is_plain_but_for(*transforms, "backward"):
             return False
         products = (backward.p, backward.ds, backward.dp)

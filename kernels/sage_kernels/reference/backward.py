@@ -3,7 +3,7 @@
 With S from the INT8 codes of Q and K that the forward saved, and δ = rowsum(dO∘O), P = exp(S - lse) and
 dS = P∘(dO·Vᵀ - δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594,
 algorithm 3). K and Q are the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS
-sum to 0. Their rotation and balance are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
+sum to 0. Their rotation and equalizing are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
 operands are the codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU
 path and the emulation; memory is linear in length.
 
@@ -78,7 +78,7 @@ def forward(
     output, lse = nothing_attended(query, value.shape[-1], query.dtype)
     sequences = len(lengths.cu_seqlens_q) - 1
     rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
-    saved = _empty(query, key, lse, *rows, sequences if recipe.balance else None)
+    saved = _empty(query, key, lse, *rows, sequences if recipe.equalize else None)
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
         own_blocks = _blocks_of_sequence(blocks, index, queries, keys, lengths)
         output[:, :, queries], part = _forward(
@@ -175,11 +175,11 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     query_scale = F.pad(operands.query_scale.squeeze(-1), (0, padded_rows(q_len) - q_len))
     by_thread = thread_order(operands.key_scale).unflatten(-2, (-1, KEY_BLOCK // THREAD_TOKENS, THREAD_TOKENS))
     key_scale = by_thread[..., 0, 0].to(torch.bfloat16)
-    balance = lse.new_empty(0)
-    if operands.balance is not None:
-        channels = operands.balance.shape[-1]
-        balance = F.pad(operands.balance.squeeze(-2), (0, padded_channels(channels) - channels), value=1.0)
-    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, balance, lse)
+    equalizer = lse.new_empty(0)
+    if operands.equalizer is not None:
+        channels = operands.equalizer.shape[-1]
+        equalizer = F.pad(operands.equalizer.squeeze(-2), (0, padded_channels(channels) - channels), value=1.0)
+    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, equalizer, lse)
 
 
 def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
@@ -190,16 +190,16 @@ def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) 
 
 
 def _empty(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int, balanced: int | None
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int, equalized: int | None
 ) -> Saved:
-    """Return `Saved` of zeros, and of a balance of ones for `balanced` sequences."""
+    """Return `Saved` of zeros, and of an equalizer of ones for `equalized` sequences."""
     channels = padded_channels(query.shape[-1])
     return Saved(
         query.new_zeros(*query.shape[:2], query_rows, channels, dtype=torch.int8),
         query.new_zeros(*query.shape[:2], query_rows, dtype=torch.float32),
         key.new_zeros(*key.shape[:2], key_rows, channels, dtype=torch.int8),
         key.new_zeros(*key.shape[:2], key_rows // KEY_BLOCK, KEY_BLOCK // THREAD_TOKENS, dtype=torch.bfloat16),
-        lse.new_ones(0 if balanced is None else (balanced, key.shape[1], channels)),
+        lse.new_ones(0 if equalized is None else (equalized, key.shape[1], channels)),
         lse,
     )
 
@@ -240,7 +240,7 @@ def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, 
         saved.query_scale[:, :, query_rows],
         saved.key[:, :, key_rows],
         saved.key_scale[:, :, scales],
-        saved.balance[index : index + 1],
+        saved.equalizer[index : index + 1],
         saved.lse[:, :, queries],
     )
 
@@ -260,8 +260,8 @@ def _forward(
     """Compute `forward` of an ordinary batch."""
     if 0 in (*query.shape[:3], key.shape[2]):
         output, lse = nothing_attended(query, value.shape[-1], query.dtype)
-        balanced = query.shape[0] if recipe.balance else None
-        return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]), balanced)
+        equalized = query.shape[0] if recipe.equalize else None
+        return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]), equalized)
     mask = None if valid is None else valid[:, None, None]
     operands = quantize_operands(query.contiguous(), key.contiguous(), value.contiguous(), recipe, valid_keys(mask))
     output, lse = attend(
@@ -322,11 +322,11 @@ def _backward(
     key = saved.key.to(sums)
     key_scale = natural_order(saved.key_scale.to(sums).flatten(-2).repeat_interleave(THREAD_TOKENS, -1).unsqueeze(-1))
 
-    # Factors that undo the balance of K, and of dQ = dS·K; and of Q, and of dK = dSᵀ·Q.
+    # Factors that undo the equalizer of K, and of dQ = dS·K; and of Q, and of dK = dSᵀ·Q.
     key_factors = (
-        saved.balance.to(sums).unsqueeze(-2) if recipe.balance else saved.balance.new_ones(1, 1, 1, 1, dtype=sums)
+        saved.equalizer.to(sums).unsqueeze(-2) if recipe.equalize else saved.equalizer.new_ones(1, 1, 1, 1, dtype=sums)
     )
-    query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.balance else 1, 1)
+    query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.equalize else 1, 1)
     query_operand, query_factor = _product_operand(query, query_scale, formats.ds, recipe.rotate, query_factors, dtype)
     key_operand, key_factor = _product_operand(key, key_scale, formats.ds, recipe.rotate, key_factors, dtype)
     gradient_operand = _round_blocks(output_gradient, formats.p, GRADIENT_BLOCK, dtype)
@@ -395,7 +395,7 @@ def _backward(
 
 
 def _restore(x: torch.Tensor, rotates: bool, factor: torch.Tensor) -> torch.Tensor:
-    """Undo the rotation of channels, then multiply them by the factor that undoes their balance."""
+    """Undo the rotation of channels, then multiply them by the factor that undoes their equalizer."""
     return (transforms.unrotate(x) if rotates else x) * factor
 
 

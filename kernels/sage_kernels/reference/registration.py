@@ -20,7 +20,7 @@ _SERVED_BY_FORWARD = (
     "scale_steps",
     "key_scale_steps",
     "denominator",
-    "balance",
+    "equalize",
     "heavy_keys",
     "heavy_choice",
     "recent_keys",
@@ -82,7 +82,7 @@ class ReferenceBackward:
     def serves(self, recipe: Recipe) -> bool:
         """Serve recipes with gradients whose Q and K are in INT8, Q with its mean."""
         served = recipe.qk == "int8" and recipe.backward is not None
-        return served and recipe.is_plain_but_for("smooth_k", "smooth_v", "rotate", "balance", "backward")
+        return served and recipe.is_plain_but_for("smooth_k", "smooth_v", "rotate", "equalize", "backward")
 
     def unsupported(self, request: Request) -> str:
         """Return why the request's dtype is not served, or ""."""

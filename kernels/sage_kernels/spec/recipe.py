@@ -46,8 +46,8 @@ class Recipe:
             per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); Q's per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
-        balance: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
-            (transforms.balance).
+        equalize: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
+            (transforms.equalize).
         heavy_keys: number of keys of a sequence that are attended to in the caller's dtype. If sinks, keys that hold
             much of every row's weight, are among them, P of the other keys has a scale of its own. A call without more
             keys than that has none, nor has one with a block list. Not with `backward`.
@@ -74,7 +74,7 @@ class Recipe:
     smooth_k: bool = False
     smooth_v: bool = False
     rotate: bool = False
-    balance: bool = False
+    equalize: bool = False
     heavy_keys: int = 0
     heavy_choice: Literal["first", "heaviest"] = "first"
     recent_keys: int = 0
@@ -104,7 +104,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             scale_steps=(-1, 1, 4, 5, 6),
             key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
@@ -120,7 +120,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             heavy_keys=64,
             heavy_choice="heaviest",
         ),
@@ -130,11 +130,11 @@ RECIPES: dict[str, Recipe] = {
             pv="fp16",
             smooth_k=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             heavy_keys=64,
             heavy_choice="heaviest",
         ),
-        Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, backward=Backward()),
+        Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, rotate=True, equalize=True, backward=Backward()),
         Recipe(
             "sage_bwd_int8",
             qk="int8",
@@ -142,7 +142,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             backward=Backward(p="int8", ds="int8"),
         ),
         Recipe("exact", qk="exact", pv="exact"),
@@ -162,10 +162,10 @@ def get_recipe(name: str) -> Recipe:
 
 
 def without_remedies(recipe: Recipe) -> Recipe:
-    """Return the recipe without what serves peaked attention only: 16-bit keys, balance, and INT8's rotation.
+    """Return the recipe without what serves peaked attention only: 16-bit keys, equalizing, and INT8's rotation.
 
     It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
     """
-    remedies = {"heavy_keys", "heavy_choice", "recent_keys", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
+    remedies = {"heavy_keys", "heavy_choice", "recent_keys", "equalize", *(["rotate"] if recipe.qk == "int8" else [])}
     defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
     return replace(recipe, **defaults)

@@ -4,7 +4,7 @@ Two kernels see the same tiles of scores: `bwd_dkdv` holds keys and walks over q
 `bwd_dq` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
 without atomics. The kernels run one after the other, each behind the pass that prepares its operands: there are never
 more than two 16-bit copies of the caller's tensors at a time. In INT8 there is a third, the gradient of rotated or
-balanced Q or K.
+equalized Q or K.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     blocks = call.mask.blocks
     list_m, list_n = (0, 0) if blocks is None else (blocks.block_m, blocks.block_n)
     arguments = {"V_CHANNELS": call.v_channels, "INT8": int8, "LIST_M": list_m, "TMA": tma, **run.arguments}
-    restores = int8 and (call.recipe.rotate or call.recipe.balance)
+    restores = int8 and (call.recipe.rotate or call.recipe.equalize)
     if restores:
         arguments["head_dim"] = call.channels
 

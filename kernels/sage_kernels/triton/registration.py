@@ -296,12 +296,12 @@ def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None
 def _serves_int8(recipe: Recipe) -> bool:
     formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8", "int8")
     heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == HEAVY_KEYS and recipe.backward is None)
-    transforms = ("smooth_k", "smooth_v", "rotate", "balance")
+    transforms = ("smooth_k", "smooth_v", "rotate", "equalize")
     return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
 
 
 def _serves_nvfp4(recipe: Recipe) -> bool:
-    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
+    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "equalize", "tensor_scale", "denominator")
     formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, HEAVY_KEYS)
     return formats and recipe.is_plain_but_for(
         *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice", "recent_keys"
