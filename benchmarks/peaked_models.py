@@ -37,7 +37,7 @@ from sage_hf.bench import tables
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, Recipe, without_remedies
+from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LLAMA, VIDEO = "tiny Llama", "tiny video"
@@ -109,7 +109,7 @@ def head_peaks(layer: Layer) -> list[dict[str, Any]]:
 
 def variants(name: str) -> dict[bool, Recipe]:
     """Return the recipe without remedies (False) and, if it has any, with them (True)."""
-    recipe, plain = RECIPES[name], without_remedies(RECIPES[name])
+    recipe, plain = RECIPES[name], without_outlier_handling(RECIPES[name])
     return {False: plain} if plain == recipe else {False: plain, True: recipe}
 
 

@@ -13,7 +13,7 @@ from peaked import Inputs, Loud, Sinks
 from sage_hf.bench.peers import Provider
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, without_remedies
+from sage_kernels.spec.recipe import RECIPES, without_outlier_handling
 
 
 def mean_mass(case: Sinks, inputs: Inputs) -> float:
@@ -98,19 +98,21 @@ def test_the_table_has_every_recipe_as_shipped_and_without_its_remedies():
     assert {row["provider"] for row in rows} == set(peaked_table.OURS)
     for row in rows:
         recipe = RECIPES[row["provider"]]
-        recipe = recipe if row["remedies"] else without_remedies(recipe)
+        recipe = recipe if row["remedies"] else without_outlier_handling(recipe)
         output, _ = reference.attention(*inputs[:3], recipe, **options)
         assert row["rel_l1"] == pytest.approx(((output - truth).abs().sum() / truth.abs().sum()).item(), rel=1e-6)
         assert row["kernel"] == "reference"
     with_remedies = {row["provider"] for row in rows if row["remedies"]}
-    assert with_remedies == {name for name in peaked_table.OURS if without_remedies(RECIPES[name]) != RECIPES[name]}
+    assert with_remedies == {
+        name for name in peaked_table.OURS if without_outlier_handling(RECIPES[name]) != RECIPES[name]
+    }
     assert not any("without" in name for name in RECIPES)
 
 
 def test_a_recipe_without_remedies_keeps_everything_else():
     for recipe in RECIPES.values():
-        plain = without_remedies(recipe)
-        assert without_remedies(plain) == plain
+        plain = without_outlier_handling(recipe)
+        assert without_outlier_handling(plain) == plain
         assert replace(plain, **{name: getattr(recipe, name) for name in ("rotate", *_remedies(recipe))}) == recipe
         assert plain.rotate == (recipe.rotate and recipe.qk != "int8")
 

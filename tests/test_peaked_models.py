@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, without_remedies
+from sage_kernels.spec.recipe import RECIPES, without_outlier_handling
 
 FOLDER = train_tiny_llama.DEFAULT_FOLDER
 RESULT = Path(__file__).parents[1] / "benchmarks/results/cpu-peaked_models.json"
@@ -75,7 +75,7 @@ def test_training_lowers_the_loss_and_writes_what_the_benchmark_reads(monkeypatc
 @pytest.fixture
 def remedied(monkeypatch):
     """Give `sage2` the one remedy that exists on every branch, a rotation."""
-    recipe = replace(without_remedies(RECIPES["sage2"]), rotate=True)
+    recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     monkeypatch.setattr(peaked_models, "OURS", ("sage2", "sage3_paper"))
     return recipe
@@ -93,7 +93,7 @@ def test_errors_are_those_of_the_recipe_without_and_with_remedies(remedied):
         ("sage2", True),
         ("sage3_paper", False),
     ]
-    for row, recipe in zip(rows, (without_remedies(remedied), remedied, RECIPES["sage3_paper"]), strict=True):
+    for row, recipe in zip(rows, (without_outlier_handling(remedied), remedied, RECIPES["sage3_paper"]), strict=True):
         error = size = 0.0
         for layer in layers:
             options = {"is_causal": layer.is_causal, "scale": layer.scale}

@@ -161,11 +161,11 @@ def get_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def without_remedies(recipe: Recipe) -> Recipe:
+def without_outlier_handling(recipe: Recipe) -> Recipe:
     """Return the recipe without what serves peaked attention only: 16-bit keys, equalizing, and INT8's rotation.
 
     It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
     """
-    remedies = {"heavy_keys", "heavy_choice", "recent_keys", "equalize", *(["rotate"] if recipe.qk == "int8" else [])}
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
+    names = {"heavy_keys", "heavy_choice", "recent_keys", "equalize", *(["rotate"] if recipe.qk == "int8" else [])}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in names}
     return replace(recipe, **defaults)
