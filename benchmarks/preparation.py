@@ -35,7 +35,7 @@ from sage_kernels.cuda import quantize_nvfp4
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.operands import NVFP4Operands
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
+from sage_kernels.triton.quantize.nvfp4 import quantize_operands as quantize_nvfp4_operands
 from sage_kernels.triton.smooth_q_scores import smooth_q_scores
 
 SHAPES = ((4, 32, 4096, 128), (2, 32, 16384, 128), (4, 32, 4096, 64))

@@ -370,7 +370,7 @@ def recipes() -> str:
     for recipe in RECIPES.values():
         smoothed = [name for name in "qkv" if getattr(recipe, f"smooth_{name}")]
         backward = recipe.backward
-        gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
+        gradients = "exact attention" if backward is None else f"{backward}, {backward}, 16bit"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
         rotated = "equalized, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
         chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"

@@ -18,7 +18,7 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.replay import prepared
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
-from tests.helpers.triton_calls import new_call
+from tests.helpers.calls import new_call
 
 # Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
 # across a rounding boundary: their errors against float64 agree to a few percent.

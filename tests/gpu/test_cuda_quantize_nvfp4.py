@@ -13,7 +13,7 @@ from sage_kernels.dispatch.run import request_of
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.mask_tiles import mask_tiles
-from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
+from sage_kernels.triton.quantize.nvfp4 import quantize_operands as quantize_nvfp4_operands
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 

@@ -10,8 +10,9 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import new_call
 from tests.helpers.codes import codes_agree, scales_agree
-from tests.helpers.triton_calls import attend, new_call, quantize
+from tests.helpers.triton_calls import attend, quantize
 
 ADA = (8, 9)
 # Each format of P once, with causality or without; the audit runs all.

@@ -6,8 +6,8 @@ import torch
 from sage_kernels.spec import transforms
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.quantize.statistics import token_statistics
+from tests.helpers.calls import new_call
 from tests.helpers.loud import loud_key
-from tests.helpers.triton_calls import new_call
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
 from sage_kernels.triton.smooth_q_scores import smooth_q_scores
-from tests.helpers.triton_calls import attend, new_call, quantize
+from tests.helpers.calls import new_call
+from tests.helpers.triton_calls import attend, quantize
 
 HOPPER = (9, 0)
 # Without the search for scales, which the forward kernel knows nothing of, and which the interpreter is slow at.

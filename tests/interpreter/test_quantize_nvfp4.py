@@ -11,7 +11,7 @@ from sage_kernels.spec import transforms
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.operands import NVFP4Operands
 from sage_kernels.spec.recipe import get_recipe
-from tests.helpers.triton_calls import new_call
+from tests.helpers.calls import new_call
 from tests.helpers.triton_calls import quantize as quantize_call
 
 SAGE3 = replace(get_recipe("sage3"), heavy_keys=0)

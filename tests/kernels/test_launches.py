@@ -10,7 +10,8 @@ import triton
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
-from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
+from tests.helpers.calls import new_backward_call, new_call
+from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter's launches bind by themselves")
 

@@ -23,7 +23,8 @@ from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
-from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
+from tests.helpers.calls import new_backward_call, new_call
+from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward
 
 pytestmark = [
     pytest.mark.audit,

@@ -9,7 +9,7 @@ from sage_kernels.exact import sdpa
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
-from sage_kernels.spec.recipe import RECIPES, Backward, Recipe, get_recipe
+from sage_kernels.spec.recipe import RECIPES, Recipe, get_recipe
 
 
 def draw(tokens=256, head_dim=64):
@@ -75,7 +75,7 @@ def test_the_recipes_are_those_of_the_table():
             rotate=True,
             equalize=True,
             denominator="p",
-            backward=Backward(p="16bit", ds="16bit", dp="16bit", delta="output"),
+            backward="16bit",
         ),
         "sage_bwd_int8": Recipe(
             "sage_bwd_int8",
@@ -86,7 +86,7 @@ def test_the_recipes_are_those_of_the_table():
             rotate=True,
             equalize=True,
             denominator="p",
-            backward=Backward(p="int8", ds="int8", dp="16bit", scales="row", delta="output"),
+            backward="int8",
         ),
         "exact": Recipe("exact", qk="exact", pv="exact"),
     } == RECIPES

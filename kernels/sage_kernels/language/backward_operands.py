@@ -179,7 +179,7 @@ def key_operands(
 
 def multiplies_int8(recipe: Recipe) -> bool:
     """Return whether P and dS are multiplied in INT8."""
-    return recipe.backward is not None and recipe.backward.ds == "int8"
+    return recipe.backward == "int8"
 
 
 def _restoring(saved: Saved, recipe: Recipe) -> dict[str, Any]:

@@ -29,7 +29,7 @@ TILES_BY_MATRIX = 4
 MAX_MATRIX = 128
 
 
-def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
+def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`
     for heavy keys and the LSE.
 

@@ -35,7 +35,7 @@ LIMIT_EXPONENT = tl.constexpr(11)
 LIMIT_MANTISSA = tl.constexpr(0x280000)
 
 
-def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`.
 
     Args:
